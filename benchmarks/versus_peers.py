@@ -1,0 +1,397 @@
+"""twinphase beside the engines a user would pick on the same CPU: one table, one run, the same prompts.
+
+    PEERS_DIR=/some/folder python benchmarks/peers/setup.py        # once: installs the peers, makes the models
+    PEERS_DIR=/some/folder python benchmarks/versus_peers.py
+
+Points: `prefill_N` is N prompt tokens in to the first token out; `decode_at_N` is 127 further greedy tokens after that
+prompt (0: an 8-token prompt), end-of-text ignored; `batch16` (with --batch) is 16 requests of 256 prompt and 128 new
+tokens, submitted at once, of which the new tokens are counted.
+
+How it stays fair: within a repetition every engine measures a point before the next point comes, in an order that
+rotates; all get the same prompts, and no slice of text is used twice; all get the same threads on the same cores; an
+engine that is not measured is stopped by signal; a measurement during which other processes used more than a tenth of a
+core is taken again, and left out of the median where an undisturbed one exists; DRAM bandwidth is read in the same run.
+Medians and half ranges are printed, all raw values saved.
+
+Not for: quality. The precisions differ and are listed; a 4-bit file made from another has been rounded twice.
+Needs only the standard library; with rich installed the progress is nicer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from peers import report
+from peers.dram import DramProbe
+from peers.engines import (
+    DEFAULT_ENGINES,
+    ENGINES,
+    REPO,
+    EngineError,
+    EngineProcess,
+    EngineSpec,
+    ForeignCpu,
+    Places,
+    select,
+)
+
+DEFAULT_POINTS = (
+    "prefill_128,prefill_512,prefill_2048,prefill_4096,decode_at_0,decode_at_512,decode_at_2048,decode_at_4096"
+)
+DECODE_TOKENS = 127
+SHORT_PROMPT = 8  # what "depth 0" means: no engine can decode after nothing
+BATCH_REQUESTS, BATCH_PROMPT, BATCH_TOKENS = 16, 256, 128
+LOAD_SECONDS, OPERATION_SECONDS = 600.0, 600.0
+QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
+QUIET_WAIT_SECONDS = 10.0
+VOCABULARY = (1000, 40000)  # ordinary tokens of the model, for prompts without the text
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One column of the table."""
+
+    name: str
+    operation: str
+    length: int
+
+    @classmethod
+    def parse(cls, text: str) -> Point:
+        """Read a column's name."""
+        if text == "batch16":
+            return cls(text, "batch", BATCH_PROMPT)
+        for prefix, operation in (("prefill_", "prefill"), ("decode_at_", "decode")):
+            number = text.removeprefix(prefix)
+            if number != text and number.isdigit():
+                length = int(number)
+                if operation == "prefill" and length == 0:
+                    break
+                return cls(text, operation, length or SHORT_PROMPT)
+        raise ValueError(f"no point {text!r}: use prefill_N, decode_at_N or batch16")
+
+    def rate(self, reply: dict[str, Any]) -> float:
+        """Tokens a second: prompt tokens in prefill, new tokens elsewhere."""
+        tokens = self.length if self.operation == "prefill" else reply["new_tokens"]
+        return float(tokens / reply["seconds"])
+
+
+class Prompts:
+    """Slices of one token stream, handed out once each."""
+
+    def __init__(self, path: Path | None) -> None:
+        if path and path.exists():
+            stored = json.loads(path.read_text())
+            self.source, self._tokens = str(stored["source"]), list(map(int, stored["tokens"]))
+        else:
+            self.source = "random token ids (no prompts have been prepared)"
+            generator = random.Random(0)
+            self._tokens = [generator.randrange(*VOCABULARY) for _ in range(200_000)]
+        self._position = 0
+        self._laps = 0
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` tokens; a further lap starts a few tokens off, so that no prefix repeats."""
+        if self._position + count > len(self._tokens):
+            self._laps += 1
+            self._position = 7 * self._laps
+        start = self._position
+        self._position += count
+        return self._tokens[start : start + count]
+
+    def request(self, point: Point) -> dict[str, Any]:
+        """The fields of a point's request, with fresh text."""
+        if point.operation == "batch":
+            return {"prompts": [self.take(BATCH_PROMPT) for _ in range(BATCH_REQUESTS)], "n": BATCH_TOKENS}
+        tokens = self.take(point.length)
+        return {"tokens": tokens, "n": DECODE_TOKENS} if point.operation == "decode" else {"tokens": tokens}
+
+
+class Progress:
+    """Lines of progress on stderr, dressed up where rich is installed."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        try:
+            from rich.console import Console
+
+            self._console: Any = Console(stderr=True, highlight=False)
+        except ImportError:
+            self._console = None
+
+    def say(self, text: str) -> None:
+        """One line."""
+        if self._console:
+            self._console.print(text, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def step(self, text: str) -> None:
+        """One line with the count of measurements so far."""
+        self._done += 1
+        self.say(f"[{self._done}/{self._total}] {text}")
+
+
+@dataclasses.dataclass
+class Run:
+    """One run of the benchmark: the engines that live, and everything measured so far."""
+
+    points: Sequence[Point]
+    threads: int
+    reps: int
+    retries: int
+    prompts: Prompts
+    progress: Progress
+    warm_requests: list[tuple[str, dict[str, Any]]] = dataclasses.field(default_factory=list)
+    processes: dict[str, EngineProcess] = dataclasses.field(default_factory=dict)
+    engines: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)
+    measurements: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    bandwidth: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def max_len(self) -> int:
+        """Context every engine is opened with: the longest point, its new tokens, and the batch's prompts."""
+        longest = max(point.length for point in self.points) + DECODE_TOKENS + 1
+        whole_batch = BATCH_REQUESTS * BATCH_PROMPT if any(p.operation == "batch" for p in self.points) else 0
+        return -(-max(longest, whole_batch, 1024) // 256) * 256
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Leave an engine out from here on, and say why."""
+        self.absent[name] = str(error)
+        self.progress.say(f"{name}: {error}")
+        if process := self.processes.pop(name, None):
+            process.close()
+
+    def load(self, spec: EngineSpec, places: Places, logs: Path) -> None:
+        """Start an engine, load its model and warm it up; then stop it until its turn comes."""
+        if reason := places.absence(spec):
+            self.absent[spec.name] = reason
+            self.progress.say(f"{spec.name}: absent, {reason}")
+            return
+        self.progress.say(f"{spec.name}: loading")
+        process = EngineProcess(spec, places, self.threads, logs / f"{spec.name}.log")
+        self.processes[spec.name] = process
+        settings = {"threads": self.threads, "max_len": self.max_len, "options": spec.options}
+        try:
+            reply = process.call("load", LOAD_SECONDS, model=places.model(spec), **settings)
+            self.engines[spec.name] = reply["conditions"]
+            self._warm_up(process)
+            process.pause()
+        except EngineError as error:
+            self.fail(spec.name, error)
+
+    def _warm_up(self, process: EngineProcess) -> None:
+        """One unmeasured pass over every shape: engines compile, pack and cache on first sight of one."""
+        for operation, request in self._warm_requests():
+            process.call(operation, OPERATION_SECONDS, **request)
+
+    def _warm_requests(self) -> list[tuple[str, dict[str, Any]]]:
+        """The warm-up, the same for every engine: each length once, and the batch, with a few new tokens."""
+        if not self.warm_requests:
+            by_length = {(point.operation == "batch", point.length): point for point in self.points}
+            for (is_batch, _), point in sorted(by_length.items()):
+                request = {**self.prompts.request(point), "n": 8}
+                self.warm_requests.append(("batch" if is_batch else "decode", request))
+        return self.warm_requests
+
+    def measure(self, name: str, point: Point, rep: int, request: dict[str, Any]) -> None:
+        """One engine, one point, one repetition; once more, with fresh text, when others were in the way."""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                self.progress.say(f"{name} {point.name}: others were busy, measuring again")
+                wait_for_quiet()
+                request = self.prompts.request(point)
+            try:
+                entry = {"point": point.name, "repetition": rep, **self._once(self.processes[name], point, request)}
+            except EngineError as error:
+                self.fail(name, error)
+                return
+            self.measurements.append(entry)
+            if not entry["disturbed"]:
+                break
+        self.progress.step(f"{name} {point.name}: {entry['tokens_per_second']:,.1f} tokens/s")
+
+    def _once(self, process: EngineProcess, point: Point, request: dict[str, Any]) -> dict[str, Any]:
+        """Let the engine run, wake it up, and measure."""
+        wake = self.prompts.take(SHORT_PROMPT)
+        with process.turn():
+            # Unmeasured: brings the threads and pages of a stopped process back.
+            process.call("decode", OPERATION_SECONDS, tokens=wake, n=4)
+            foreign = ForeignCpu(process.pid)
+            reply = process.call(point.operation, OPERATION_SECONDS, **request)
+            others = foreign.cores()
+        return {
+            "engine": process.spec.name,
+            "seconds": reply["seconds"],
+            "new_tokens": reply["new_tokens"],
+            "tokens_per_second": point.rate(reply),
+            "foreign_cores": others,
+            "disturbed": others is not None and others > QUIET_CORES,
+            "first_tokens": reply["tokens"][:16],
+        }
+
+    def repetition(self, rep: int, probe: DramProbe) -> None:
+        """All points, each on all engines in turn, and the bandwidth before and after."""
+        self.read_bandwidth(probe)
+        for index, point in enumerate(self.points):
+            request = self.prompts.request(point)
+            names = list(self.processes)
+            # Rotated, so that no engine always follows the same one, or always comes first.
+            shift = (rep + index) % max(1, len(names))
+            for name in names[shift:] + names[:shift]:
+                self.measure(name, point, rep, request)
+        self.read_bandwidth(probe)
+
+    def read_bandwidth(self, probe: DramProbe) -> None:
+        """Note the bandwidth while every engine is stopped."""
+        value = probe.gigabytes_per_second()
+        if value is not None:
+            self.bandwidth.append(value)
+
+
+def wait_for_quiet() -> None:
+    """Wait, for a while at most, until others leave the processor alone; every engine is stopped meanwhile."""
+    deadline = time.monotonic() + QUIET_WAIT_SECONDS
+    while time.monotonic() < deadline:
+        others = ForeignCpu(os.getpid())
+        time.sleep(0.5)
+        if (others.cores() or 0.0) <= QUIET_CORES:
+            return
+
+
+def processor() -> str:
+    """The CPU's name."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def conditions(run: Run) -> dict[str, str]:
+    """What a reader must know to judge or repeat the figures."""
+    return {
+        "machine": f"{processor()}, {platform.system()} {platform.release()}",
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "method": f"{run.threads} threads, {run.reps} repetitions, median ± half range, engines interleaved, "
+        "idle engines stopped, prefix caches off",
+        "prompts": run.prompts.source,
+        "load average at the start": f"{os.getloadavg()[0]:.2f}",
+    }
+
+
+def default_python() -> Path:
+    """The checkout's own environment where there is one, else the Python running this."""
+    own = REPO / ".venv" / "bin" / "python"
+    return own if own.exists() else Path(sys.executable)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ", ".join(spec.name for spec in ENGINES)
+    parser.add_argument("--engines", default=",".join(DEFAULT_ENGINES), help=f"names, families or `peers`: {names}")
+    parser.add_argument("--points", default=DEFAULT_POINTS, help="columns (default: %(default)s)")
+    parser.add_argument("--batch", action="store_true", help="add batch16")
+    parser.add_argument("--reps", type=int, default=5, help="repetitions (default: %(default)s)")
+    parser.add_argument(
+        "--retries", type=int, default=2, help="further tries at a disturbed measurement (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads for every engine (default: %(default)s)")
+    parser.add_argument("--peers-dir", type=Path, default=os.environ.get("PEERS_DIR"), help="default: $PEERS_DIR")
+    parser.add_argument("--python", type=Path, default=default_python(), help="interpreter that has twinphase")
+    parser.add_argument("--json", type=Path, help="file for the raw values (default: benchmarks/results/, dated)")
+    args = parser.parse_args()
+    try:
+        args.specs = select(split(args.engines))
+        args.point_list = [Point.parse(name) for name in split(args.points)]
+    except ValueError as error:
+        parser.error(str(error))
+    if args.batch and "batch16" not in split(args.points):
+        args.point_list.append(Point.parse("batch16"))
+    return args
+
+
+def split(text: str) -> list[str]:
+    """Comma-separated words."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def use_cores(threads: int) -> None:
+    """Keep this process, and so every engine it starts, on as many cores as there are threads."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+
+
+def result_path(given: Path | None) -> Path:
+    """Where the raw values go; the default folder ignores itself in git."""
+    if given:
+        return given
+    folder = REPO / "benchmarks" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".gitignore").write_text("*\n")
+    return folder / f"versus_peers-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
+
+
+def execute(run: Run, specs: Sequence[EngineSpec], places: Places, logs: Path) -> str:
+    """Load, repeat, and always leave no process behind; returns how the bandwidth was measured."""
+    probe = DramProbe(run.threads)
+    # A stopped engine would not notice that its driver is gone, so a polite kill must pass through `finally` too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for spec in specs:
+            run.load(spec, places, logs)
+        for rep in range(run.reps):
+            run.repetition(rep, probe)
+    except KeyboardInterrupt:
+        run.progress.say("interrupted: reporting what was measured so far")
+    finally:
+        for process in run.processes.values():
+            process.close()
+    return probe.method
+
+
+def main() -> int:
+    """Measure, print the report, save the raw values."""
+    args = parse_arguments()
+    use_cores(args.threads)
+    peers_dir = Path(args.peers_dir).resolve() if args.peers_dir else None
+    prompts = Prompts(peers_dir / "models" / "prompt_tokens.json" if peers_dir else None)
+    progress = Progress(len(args.specs) * len(args.point_list) * args.reps)
+    run = Run(args.point_list, args.threads, args.reps, args.retries, prompts, progress)
+    facts = conditions(run)
+    logs = Path(tempfile.mkdtemp(prefix="versus_peers-"))
+    progress.say(f"logs of the engines: {logs}")
+    method = execute(run, args.specs, Places(peers_dir, args.python), logs)
+    result = {
+        "conditions": facts,
+        "engines": run.engines,
+        "absent": run.absent,
+        "dram_method": method,
+        "dram_gigabytes_per_second": run.bandwidth,
+        "measurements": run.measurements,
+    }
+    path = result_path(args.json)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    own = [spec.name for spec in args.specs if not spec.is_peer]
+    print(report.markdown(result, [s.name for s in args.specs], own, [p.name for p in args.point_list]))
+    progress.say(f"raw values: {path}")
+    return 0 if run.measurements else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""One answer on a terminal, and a conversation of them: streams it, then says where the time went.
+
+Joins what may not know each other: the engine's stream, the backend's measuring of ceilings, the report, the screen.
+Not for reading the command line (cli.py) nor for drawing (terminal.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from twinphase import terminal
+from twinphase.errors import TwinphaseError
+from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
+from twinphase.phases.report import Report, Units, report
+
+if TYPE_CHECKING:  # the engine's imports are cli.py's business: it does them when nothing else is left to check
+    from twinphase.engine.llm import LLM, Prompt
+    from twinphase.engine.outputs import RequestOutput
+    from twinphase.request import SamplingParams
+
+__all__ = ["INTERRUPTED", "Answer", "chat", "result_json", "stream_answer", "report_answer"]
+
+INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended, as shells have it
+DENSE_TYPES = {"F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a stream brought, finished or not."""
+
+    output: RequestOutput
+    interrupted: bool
+
+
+def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool = True) -> Answer:
+    """Stream one answer to stdout (if `show`), with a bar on stderr while a long prompt is read.
+
+    Ctrl-C ends it; what there is comes back.
+
+    Raises:
+        KeyboardInterrupt: before the first step was done.
+    """
+    from twinphase.batch import Phase
+
+    bar, last, pressed = terminal.Bar("Reading the prompt", "tokens"), None, False
+    try:
+        with closing(llm.stream(prompt, params)) as updates:  # type: ignore[type-var]
+            for last in updates:
+                if last.phase is Phase.PREFILL:
+                    bar.update(last.num_prefilled, last.num_prompt_tokens)
+                    continue
+                bar.clear()
+                if show and last.text:
+                    print(last.text, end="", flush=True)
+    except KeyboardInterrupt:
+        pressed = True
+        if last is None:
+            raise
+    finally:
+        bar.clear()
+    assert last is not None, "a stream has at least one update"
+    output = last.output
+    text = output.outputs[0].text
+    if show and text and not text.endswith("\n"):
+        print(flush=True)
+    return Answer(output, interrupted=pressed or output.outputs[0].finish_reason == "abort")
+
+
+def _units(llm: LLM) -> Units:
+    """Which arithmetic unit does the linear layers, and which the two products of attention."""
+    if llm.config.backend == "reference":
+        return Units("float32", "float32", "float32")
+    from twinphase.backends.cpu.isa import choose_isa
+
+    layers = (info for name, info in llm.checkpoint.tensors.items() if name.startswith("blk.") and len(info.shape) == 2)
+    dense = all(info.type in DENSE_TYPES for info in layers)
+    values = "bfloat16" if choose_isa(llm.config.isa).bf16_dot else "float32"
+    return Units("float32" if dense else "int8", "int8", values)
+
+
+def _measure(threads: int, isa: str, known: Ceilings | None) -> Ceilings:
+    """Measure this machine's ceilings, keep the best of them and of those known."""
+    from twinphase.backends.cpu.ceilings import measure
+
+    terminal.note("Measuring what this machine can do at best, for MFU and MBU (2 seconds, then kept) ...")
+    found = Ceilings(processor=processor_name(), threads=threads, isa=isa, **vars(measure(threads, isa)))
+    best = known.merged(found) if known else found
+    try:
+        save_ceilings(best)
+    except OSError as error:
+        terminal.note(f"The ceilings could not be kept ({error.strerror or error}); the next run measures again.")
+    return best
+
+
+def report_answer(
+    llm: LLM, answer: Answer, wall_seconds: float, before: Mapping[str, float] | None = None
+) -> tuple[Report, Ceilings | None]:
+    """Divide the time of an answer, measuring this machine's ceilings if they are not known yet.
+
+    They are measured again when a phase came out above 100 %: a ceiling taken on a busy machine is too low.
+    """
+    from twinphase.backends.cpu.isa import choose_isa
+
+    threads = llm.config.threads or len(os.sched_getaffinity(0))
+    isa = choose_isa(llm.config.isa).name
+    ceilings = load_ceilings(threads, isa)
+
+    def divide(known: Ceilings | None) -> Report:
+        return report(
+            answer.output.metrics,
+            shape=llm.engine.shape,
+            units=_units(llm),
+            ceilings=known,
+            wall_seconds=wall_seconds,
+            before=before,
+            num_cached_tokens=answer.output.num_cached_tokens,
+        )
+
+    result = divide(ceilings)
+    if (ceilings is None or result.over_ceiling) and not answer.interrupted:
+        try:
+            ceilings = _measure(threads, isa, ceilings)
+        except TwinphaseError as error:
+            terminal.note(error.cause)
+        except KeyboardInterrupt:
+            terminal.note("Not measured; the next run asks again.")
+        result = divide(ceilings)
+    return result, ceilings
+
+
+def result_json(model: str, answer: Answer, result: Report, ceilings: Ceilings | None) -> dict[str, Any]:
+    """The whole result as plain values, named as in OpenAI's API where that has a name."""
+    completion, prompt_tokens = answer.output.outputs[0], len(answer.output.prompt_token_ids)
+    return {
+        "model": model,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "logprobs": completion.logprobs
+        and [
+            {str(token_id): asdict(entry) for token_id, entry in position.items()} for position in completion.logprobs
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": len(completion.token_ids),
+            "total_tokens": prompt_tokens + len(completion.token_ids),
+            "prompt_tokens_details": {"cached_tokens": answer.output.num_cached_tokens},
+        },
+        "error": answer.output.error,
+        "timing": result.as_dict(),
+        "ceilings": asdict(ceilings) if ceilings else None,
+    }
+
+
+def chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
+    """Talk until /exit or end of input; returns the exit code.
+
+    The engine keeps the KV of the last turn, so that each turn computes only what is new.
+    """
+    with suppress(ImportError):
+        import readline  # noqa: F401  line editing and history for input()
+    terminal.note("Ask away. /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+    start: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            return INTERRUPTED
+        if line in ("/exit", "/quit"):
+            return 0
+        if line == "/clear":
+            messages = list(start)
+            terminal.note("Forgotten.")
+        elif line.startswith("/") and " " not in line:
+            terminal.note(f"Unknown command {line}. There are /clear and /exit.")
+        elif line:
+            messages = _turn(llm, params, [*messages, {"role": "user", "content": line}]) or messages
+
+
+def _turn(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
+    """One turn; the conversation after it, or None if it failed."""
+    began = time.perf_counter()
+    try:
+        answer = stream_answer(llm, messages, params)
+    except TwinphaseError as error:
+        terminal.error_line(error)
+        return None
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return None
+    result, _ = report_answer(llm, answer, time.perf_counter() - began)
+    terminal.show_report(result)
+    return [*messages, {"role": "assistant", "content": answer.output.outputs[0].text}]

@@ -1,0 +1,165 @@
+"""The `Backend` protocol: the operations a model is written in, and the plain inputs of one step.
+
+Arrays that operations take and return are opaque to models; each backend has its own kind (NumPy arrays in
+`reference`, handles of captured buffers in `cpu`). Not for scheduling: a backend computes the step it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.weights.checkpoint import Checkpoint
+
+__all__ = ["Array", "Backend", "Forward", "KVCacheSpec", "ModelShape", "RopeSpec", "StepInputs"]
+
+Array = Any  # opaque to models
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding (Su et al., 2021).
+
+    Attributes:
+        theta: frequency base.
+        dim: rotated dimensions of a head, the first `dim` of it.
+        interleaved: True rotates pairs (2i, 2i+1) as GGUF stores Llama; False pairs (i, i + dim/2).
+        factors: tensor name whose values divide the frequencies (Llama 3 long context), or None.
+    """
+
+    theta: float
+    dim: int
+    interleaved: bool
+    factors: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a backend must know of a model before its weights come."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """Shape of the paged KV cache. A block holds `block_size` tokens of every layer, keys and values."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int = 16
+
+    @property
+    def bytes_per_token(self) -> int:
+        """2 L H_kv d b, with b = 2 for float16."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step, flattened: the rows of all decodes, then the rows of all prefills.
+
+    Attributes:
+        token_ids: int32 [num_tokens].
+        positions: int32 [num_tokens], absolute position of each row in its sequence.
+        slot_mapping: int64 [num_tokens], block_id * block_size + offset where the row's KV goes.
+        query_start: int32 [num_seqs + 1], first row of each sequence.
+        block_tables: int32 [num_seqs, max_blocks], block ids of each sequence, padded with 0.
+        num_decodes: sequences that decode; they come first.
+        logit_rows: int32 [num_logits], rows whose logits are wanted.
+    """
+
+    token_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    slot_mapping: NDArray[np.int64]
+    query_start: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    num_decodes: int
+    logit_rows: NDArray[np.int32]
+    context_lens: NDArray[np.int32] = field(init=False)  # [num_seqs], tokens in KV after this step
+
+    def __post_init__(self) -> None:
+        last = self.query_start[1:] - 1
+        object.__setattr__(self, "context_lens", self.positions[last] + 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of this step."""
+        return len(self.token_ids)
+
+
+class Forward(Protocol):
+    """A model's forward pass: calls the backend's operations and returns the logits' array."""
+
+    def __call__(self, backend: Backend) -> Array:
+        """Compute the current step on `backend`."""
+
+
+class Backend(Protocol):
+    """How the operations are computed on one device. Row counts are those of the current step.
+
+    A backend may call `forward` once, record the operations, and replay the record for every later step; so a model
+    calls the same operations whatever the step, and looks at no value.
+    """
+
+    name: str
+
+    def prepare(self, checkpoint: Checkpoint, shape: ModelShape) -> None:
+        """Get ready for this model (compile kernels, reserve memory); called once, before any weight.
+
+        Raises:
+            UnsupportedModelError: the model's shape or tensor types cannot be computed here.
+        """
+
+    # Weights: read from the checkpoint in its own precision, laid out as the device likes.
+    def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
+        """Weights of a linear layer; several names are stacked along the outputs, [sum of outputs, inputs]."""
+
+    def vector(self, checkpoint: Checkpoint, name: str) -> Array:
+        """A float32 vector, such as a norm's weight."""
+
+    def embedding(self, checkpoint: Checkpoint, name: str) -> Array:
+        """The token embedding, [vocab_size, hidden_size]."""
+
+    def rope(self, checkpoint: Checkpoint, spec: RopeSpec, max_positions: int) -> Array:
+        """Rotation tables for positions below `max_positions`."""
+
+    def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
+        """Make the KV cache; called once, after the weights and before the first step."""
+
+    # One step.
+    def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
+        """Run `forward` on `inputs`; float32 logits [num_logits, vocab_size], valid until the next call."""
+
+    # Operations, called by models inside `execute`.
+    def embed(self, table: Array) -> Array:
+        """Embedding rows of the step's tokens, [num_tokens, hidden_size]."""
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019), same shape."""
+
+    def linear(self, x: Array, weight: Array, residual: Array | None = None) -> Array:
+        """x @ weight.T, plus `residual` (which it may overwrite) when given; [rows, outputs]."""
+
+    def rope_kv_write(self, qkv: Array, rope: Array, layer: int, num_heads: int) -> Array:
+        """Rotate queries and keys, write keys and values to the cache; returns the queries.
+
+        `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
+        """
+
+    def attention(self, q: Array, layer: int, num_heads: int) -> Array:
+        """Causal attention of the step's rows over the cache, [num_tokens, num_heads * head_dim]."""
+
+    def silu_mul(self, gate_up: Array) -> Array:
+        """silu(gate) * up of [num_tokens, 2 * ffn] = (gate, up); [num_tokens, ffn]."""
+
+    def logit_rows(self, x: Array) -> Array:
+        """The rows whose logits are wanted, [num_logits, hidden_size]."""

@@ -1,0 +1,303 @@
+"""The CPU backend: operations become commands of a captured program, which the thread pool replays every step."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.backends.base import Forward, KVCacheSpec, ModelShape, RopeSpec, StepInputs
+from twinphase.backends.cpu import kv_layout, tiling
+from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
+from twinphase.backends.cpu.formats import FORMATS, STRIP
+from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.cpu.program import Buffer, Memory, Program
+from twinphase.backends.cpu.step import StepMemory
+from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
+from twinphase.backends.cpu.weights import Arena, Embedding, Matrix, arena_bytes, load_matrix, padded, vector_of
+from twinphase.backends.rope_tables import rope_tables
+from twinphase.errors import UnsupportedModelError
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.storage import cache_root
+
+__all__ = ["CpuBackend"]
+
+ROW_CHUNK, ROWS_PER_TILE, SILU_PARTS = tiling.ROW_CHUNK, tiling.ROWS_PER_TILE, tiling.SILU_PARTS
+FEW_ROWS = 16
+LOG2_E = 1.4426950408889634
+F32 = NDArray[np.float32]
+
+
+def _bits(value: float) -> int:
+    """The bits of a float32, as kernels take float arguments."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CpuBackend:
+    """The `Backend` protocol on this processor's vector instructions."""
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        *,
+        threads: int | None = None,
+        isa: str | None = None,
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 16,
+        progress: Callable[[int, int, str], None] | None = None,
+    ) -> None:
+        """Choose the instruction-set path; everything else waits for the model.
+
+        Args:
+            threads: compute threads; None is one a core.
+            isa: instruction-set path; None is the best this processor has.
+            max_num_batched_tokens: most rows of a step.
+            max_num_seqs: most sequences of a step.
+            progress: called with (done, total, name) while kernels compile.
+        """
+        self.threads = threads or _cores()
+        self.isa = choose_isa(isa)
+        self.max_rows = {"tokens": max_num_batched_tokens, "logits": max_num_batched_tokens}
+        self.max_num_seqs = max_num_seqs
+        self._progress = progress
+        self._pack_commands: list[Command] = []
+        self._pool: ThreadPool | None = None
+
+    # Preparation and weights
+    def prepare(self, checkpoint: Checkpoint, shape: ModelShape) -> None:
+        """Compile the kernels this model needs and reserve memory for its weights.
+
+        Raises:
+            UnsupportedModelError: head sizes that the attention kernels do not cover.
+        """
+        if shape.head_dim % 16 or shape.rope.dim % 16 or shape.head_dim > 256 or shape.num_heads * shape.head_dim % 32:
+            raise UnsupportedModelError(
+                f"Head size {shape.head_dim} (rotated {shape.rope.dim}) is not supported by the cpu backend.",
+                "It must be a multiple of 16 up to 256, and all heads together of 32.",
+            )
+        self.shape, self._checkpoint = shape, checkpoint
+        group = shape.num_heads // shape.num_kv_heads
+        self._rope_spec = f"rope_kv_write:{shape.head_dim}:{shape.rope.dim}:{int(shape.rope.interleaved)}"
+        self._attention = f"{shape.head_dim}:{group}"
+        types = {t.type for t in checkpoint.tensors.values() if len(t.shape) == 2}
+        specs = [
+            *(f"attention_{phase}:{self._attention}" for phase in ("prefill", "decode", "merge")),
+            *(f"quantized_linear:{t}" for t in sorted(types & set(FORMATS))),
+            *(f"dense_linear:{t}" for t in sorted(types - set(FORMATS))),
+            *(f"pack:{t}" for t in sorted(types & set(FORMATS))),
+            self._rope_spec,
+            *(f"{name}:{kind}" for kind in ("q8", "f32") for name in ("rms_norm", "silu_mul")),
+            "quantize",
+            f"embed:{checkpoint.tensors['token_embd.weight'].type}",
+            "run_program",
+        ]
+        folder = cache_root() / "kernels"
+        compile_kernels(folder, self.isa, specs, self._progress)
+        self._kernels, self._engine = load_kernels(folder, self.isa, specs)
+        self._program = Program(self._kernels, self.max_rows)
+        self._arena = Arena(arena_bytes(checkpoint))
+        self._keep: list[NDArray[np.generic]] = [aligned(64, np.float32)]  # arrays that kernels know by address
+
+    def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
+        """Packed weights; the packing itself runs when the KV cache is allocated."""
+        cells = self._program.cells
+
+        def pack(type_name: str, args: Sequence[int], strips: int) -> Command:
+            return Command(self._kernels[f"pack:{type_name}"], cells.constant(strips), False, args)
+
+        matrix, commands = load_matrix(checkpoint, names, self._arena, pack)
+        self._pack_commands += commands
+        return matrix
+
+    def vector(self, checkpoint: Checkpoint, name: str) -> F32:
+        """A float32 vector, padded with zeros to a multiple of 32."""
+        out = vector_of(checkpoint, name, padded(checkpoint.tensors[name].shape[0]))
+        self._keep.append(out)
+        return out
+
+    def embedding(self, checkpoint: Checkpoint, name: str) -> Embedding:
+        """The embedding where it lies in the mapped file."""
+        info = checkpoint.tensors[name]
+        address = checkpoint.raw(name).ctypes.data
+        return Embedding(info.type, address, info.nbytes // info.shape[0], info.shape[1])
+
+    def rope(self, checkpoint: Checkpoint, spec: RopeSpec, max_positions: int) -> tuple[F32, F32]:
+        """Cosines and sines, float32 [max_positions, dim / 2] each."""
+        tables = rope_tables(checkpoint, spec, max_positions)
+        self._keep += tables
+        return tables
+
+    def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
+        """Make the paged cache (`kv_layout`) and pack the weights."""
+        if spec.block_size % kv_layout.CELL:
+            raise UnsupportedModelError(
+                f"block_size {spec.block_size} is not supported by the cpu backend.", "Use a multiple of 16."
+            )
+        self.kv_spec = spec
+        cells = spec.num_blocks * (spec.block_size // kv_layout.CELL)
+        heads = cells * spec.num_kv_heads
+        self._layer_bytes = (heads * kv_layout.key_bytes(spec.head_dim), heads * kv_layout.CELL * 4)
+        self.keys = aligned(spec.num_layers * self._layer_bytes[0], np.uint8)
+        self.values = aligned(spec.num_layers * self._layer_bytes[0], np.uint8)
+        self.key_scales = aligned(spec.num_layers * self._layer_bytes[1], np.uint8)
+        self._step = StepMemory(self.max_rows["tokens"], self.max_num_seqs, spec, self.shape, self.threads)
+        if self._pack_commands:
+            pool = ThreadPool(self._kernels["run_program"], self.threads, 64)
+            self._program.cells.update({"tokens": 0, "logits": 0, "decode_units": 0, "prefill_units": 0, "decodes": 0})
+            pool.load(self._pack_commands)
+            pool.run()
+            pool.close()
+            self._pack_commands = []
+
+    # One step
+    def execute(self, forward: Forward, inputs: StepInputs) -> F32:
+        """Run the step; captures the forward pass the first time."""
+        if self._pool is None:
+            self._capture(forward)
+        assert self._pool is not None
+        counts = self._step.fill(inputs)
+        self._program.cells.update(counts)
+        self._pool.run()
+        return self._logits[: len(inputs.logit_rows), : self._outputs]
+
+    def _capture(self, forward: Forward) -> None:
+        logits: Buffer = forward(self)
+        self._logits = logits.floats.arrays[0].reshape(-1, logits.width)
+        scratch = kv_layout.attention_scratch_bytes(self.shape.head_dim, self.shape.num_heads // self.shape.num_kv_heads)
+        self._pool = ThreadPool(self._kernels["run_program"], self.threads, scratch)
+        self._pool.load(self._program.commands)
+
+    # Operations
+    def embed(self, table: Embedding) -> Buffer:
+        """Embedding rows of the step's tokens."""
+        program, out = self._program, Buffer(self._program, "tokens", padded(table.width))
+        args = [self._step.token_ids.ctypes.data, table.address, table.row_bytes, table.width]
+        args += [out.floats.data, out.floats.stride]
+        program.add(f"embed:{table.type}", program.count("tokens"), args, [], [(out.floats.data, 0)])
+        self._hidden_size = table.width
+        return out
+
+    def logit_rows(self, x: Buffer) -> Buffer:
+        """The rows whose logits are wanted."""
+        return x.picked("logits", self._step.logit_rows.ctypes.data)
+
+    def rms_norm(self, x: Buffer, weight: F32, eps: float) -> Buffer:
+        """RMSNorm; what its reader wants is written in the same pass."""
+        program, source = self._program, x.floats
+
+        def make(quantized: bool) -> Memory:
+            out = Memory(program, x.rows, x.width, quantized)
+            args = [program.count(x.rows), x.row_numbers, source.data, source.stride, weight.ctypes.data]
+            args += [self._hidden_size, _bits(eps), source.groups, *out.addresses]
+            spec, tiles = f"rms_norm:{'q8' if quantized else 'f32'}", program.tiles(x.rows, ROWS_PER_TILE)
+            program.add(spec, tiles, args, [source.data], [(out.data, 0)])
+            return out
+
+        return Buffer(program, x.rows, x.width, make=make)
+
+    def linear(self, x: Buffer, weight: Matrix, residual: Buffer | None = None) -> Buffer:
+        """x @ weight.T + residual, into new memory: a kernel may compute a row twice."""
+        program = self._program
+        out = Buffer(program, x.rows, weight.width, columns=weight.columns)
+        base = None if residual is None else residual.floats
+        for part in weight.parts:
+            quantized, column = part.type in FORMATS, 4 * part.column
+            source = x.memory(quantized)
+            at = source.addresses
+            strips_per_tile, tiles = self._linear_tiles(x.rows, part.strips)
+            args = [part.address, part.groups, part.strips, at[0], source.stride, at[1], at[2], source.groups * 4, at[3]]
+            args += [out.floats.data + column, out.floats.stride]
+            args += [self._zeros(part.strips), 0] if base is None else [base.data + column, base.stride]
+            args += [program.count(x.rows), strips_per_tile]
+            kernel = "quantized_linear" if quantized else "dense_linear"
+            reads = [source.data] if base is None else [source.data, base.data]
+            program.add(f"{kernel}:{part.type}", tiles, args, reads, [(out.floats.data, part.column)])
+        self._outputs = weight.sizes[0]
+        return out
+
+    def _zeros(self, strips: int) -> int:
+        """Address of a row of zeros, the residual of a layer without one."""
+        if self._keep[0].size < strips * STRIP:
+            self._keep.append(self._keep[0])
+            self._keep[0] = aligned(strips * STRIP, np.float32)
+        return self._keep[0].ctypes.data
+
+    def _linear_tiles(self, rows: str, strips: int) -> tuple[int, int]:
+        """Addresses of the strips a tile takes and of the number of tiles.
+
+        Many rows: one strip, so that its weights stay in the first-level cache and the rows in the second. Few rows:
+        about four tiles a thread, long enough to stream memory, short enough to even out.
+        """
+        most = max(1, strips // (4 * self.threads))
+
+        def per_tile(counts: dict[str, int]) -> int:
+            return 1 if counts[rows] > FEW_ROWS else most
+
+        def tiles(counts: dict[str, int]) -> int:
+            return -(-strips // per_tile(counts)) * -(-counts[rows] // ROW_CHUNK)
+
+        cells = self._program.cells
+        return cells.address(("strips", rows, strips), per_tile), cells.address(("tiles", rows, strips), tiles)
+
+    def rope_kv_write(self, qkv: Buffer, rope: tuple[F32, F32], layer: int, num_heads: int) -> StepMemory:
+        """Rotate, write the cache; the queries stay in the step's memory, as int8."""
+        program, step, source = self._program, self._step, qkv.floats
+        args = [source.data + 4 * column for column in qkv.columns] + [source.stride]
+        args += [table.ctypes.data for table in rope] + [step.positions.ctypes.data, step.slots.ctypes.data]
+        args += [num_heads, self.shape.num_kv_heads, *self._layer_cache(layer), *step.query_addresses]
+        args += [_bits(self.shape.head_dim**-0.5 * LOG2_E)]
+        writes = [(step.query_addresses[0], 0), (self._layer_cache(layer)[0], 0)]
+        program.add(self._rope_spec, program.count("tokens"), args, [source.data], writes)
+        return step
+
+    def _layer_cache(self, layer: int) -> list[int]:
+        """Addresses of a layer's keys, key scales and values."""
+        keys, scales = self._layer_bytes
+        return [
+            self.keys.ctypes.data + layer * keys,
+            self.key_scales.ctypes.data + layer * scales,
+            self.values.ctypes.data + layer * keys,
+        ]
+
+    def attention(self, q: StepMemory, layer: int, num_heads: int) -> Buffer:
+        """Prefill's tiles, decode's tiles and the merge of the latter; whichever the step has."""
+        program, cache = self._program, self._layer_cache(layer)
+        out = Buffer(program, "tokens", num_heads * self.shape.head_dim)
+        common = [*q.query_addresses, *cache, self.shape.num_kv_heads, q.block_tables.ctypes.data]
+        common += [q.block_tables.strides[0], self.kv_spec.block_size // kv_layout.CELL]
+        reads, partials = [q.query_addresses[0], cache[0]], q.partials.ctypes.data
+        cells = program.cells
+        decode_units = cells.address("decode_units", lambda counts: counts["decode_units"])
+        prefill_units = cells.address("prefill_units", lambda counts: counts["prefill_units"])
+        heads = cells.address("decode_heads", lambda counts: counts["decodes"] * num_heads)
+        args = [q.decode_units.ctypes.data, *common, partials, q.most_tiles]
+        program.add(f"attention_decode:{self._attention}", decode_units, args, reads, [(partials, 0)])
+        args = [q.prefill_units.ctypes.data, *common, out.floats.data]
+        program.add(f"attention_prefill:{self._attention}", prefill_units, args, reads, [(out.floats.data, 0)])
+        args = [partials, q.most_tiles, self.shape.num_kv_heads, q.context_lens.ctypes.data, out.floats.data]
+        program.add(f"attention_merge:{self._attention}", heads, args, [partials], [(out.floats.data, 1)])
+        return out
+
+    def silu_mul(self, gate_up: Buffer) -> Buffer:
+        """SwiGLU; what its reader wants is written in the same pass."""
+        program, source = self._program, gate_up.floats
+        gate, up = gate_up.columns
+
+        def make(quantized: bool) -> Memory:
+            out = Memory(program, gate_up.rows, up - gate, quantized)
+            args = [program.count(gate_up.rows), source.data + 4 * gate, source.data + 4 * up, source.stride]
+            args += [out.groups, *out.addresses]
+            spec, tiles = f"silu_mul:{'q8' if quantized else 'f32'}", program.tiles(gate_up.rows, 1, SILU_PARTS)
+            program.add(spec, tiles, args, [source.data], [(out.data, 0)])
+            return out
+
+        return Buffer(program, gate_up.rows, up - gate, make=make)

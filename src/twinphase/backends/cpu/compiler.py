@@ -1,0 +1,162 @@
+"""Compiles kernels to object files on disk and loads them: Numba once, in a process of its own; LLVM's loader after.
+
+A kernel is named by a spec such as `linear:Q4_0`, the name of a factory in KERNELS and its parameters. Object files
+are keyed by everything that could change them (kernel sources, versions, processor, spec), so a cache can only miss.
+Loading needs neither Numba nor compilation, which keeps a warm start short and its memory small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
+from twinphase.errors import StorageError, TwinphaseError
+
+__all__ = ["KERNELS", "KernelCompileError", "compile_kernels", "load_kernels"]
+
+# Factory of each kernel: module under `kernels` and function.
+KERNELS = {
+    "quantized_linear": ("linear", "quantized_linear"),
+    "dense_linear": ("linear", "dense_linear"),
+    "attention_prefill": ("attention", "attention_prefill"),
+    "attention_decode": ("attention", "attention_decode"),
+    "attention_merge": ("attention", "attention_merge"),
+    "rms_norm": ("elementwise", "rms_norm"),
+    "silu_mul": ("elementwise", "silu_mul"),
+    "embed": ("embedding", "embed"),
+    "quantize": ("quantize", "quantize"),
+    "rope_kv_write": ("rope", "rope_kv_write"),
+    "pack": ("packing", "pack"),
+    "run_program": ("program", "run_program"),
+}
+
+Progress = Callable[[int, int, str], None]  # done, total, what
+
+
+class KernelCompileError(TwinphaseError):
+    """A kernel did not compile; the message carries the compiler's last line."""
+
+
+@functools.cache
+def _base_key(isa: Isa) -> str:
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("kernels/*.py"), *(folder / f"{n}.py" for n in ("intrinsics", "formats", "isa", "kv_layout", "program_layout", "tiling"))]):
+        digest.update(path.read_bytes())
+    for package in ("numba", "llvmlite", "numpy"):
+        digest.update(importlib.metadata.version(package).encode())
+    import llvmlite.binding as llvm
+
+    features = "" if isa.cpu else llvm.get_host_cpu_features().flatten()
+    digest.update(f"{isa}|{baseline_cpu(isa)}|{features}|{sys.version_info[:2]}".encode())
+    return digest.hexdigest()
+
+
+def _object_path(folder: Path, isa: Isa, spec: str) -> Path:
+    key = hashlib.sha256(f"{_base_key(isa)}|{spec}".encode()).hexdigest()[:24]
+    return folder / f"{spec.replace(':', '-')}-{isa.name}-{key}.o"
+
+
+def compile_kernels(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None = None) -> None:
+    """Make sure the object file of every spec is in `folder`, compiling the missing ones in two processes.
+
+    Raises:
+        KernelCompileError: the compiler failed.
+        StorageError: the folder cannot be written.
+    """
+    missing = [spec for spec in specs if not _object_path(folder, isa, spec).exists()]
+    if not missing:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"Cannot write compiled kernels to {folder}: {error.strerror}.", "Set TWINPHASE_CACHE to a writable folder.") from error  # fmt: skip
+    jobs = min(2, os.cpu_count() or 1, len(missing))
+    environment = {**os.environ, **_forced_cpu(isa), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "twinphase.backends.cpu.compiler", str(folder), isa.name]
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for job in range(jobs):
+            log = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen([*command, *missing[job::jobs]], stdout=log, stderr=log, env=environment)
+            stack.callback(process.kill)
+            workers.append((process, log))
+        while any(process.poll() is None for process, _ in workers):
+            _report(folder, isa, missing, progress)
+            time.sleep(0.05)
+        _report(folder, isa, missing, progress)
+        for process, log in workers:
+            if process.returncode:
+                log.seek(0)
+                lines = log.read().decode(errors="replace").strip().splitlines() or ["no output"]
+                if "No space left" in lines[-1] or "Permission denied" in lines[-1]:
+                    raise StorageError(f"Cannot write compiled kernels to {folder}: {lines[-1]}.", "Set TWINPHASE_CACHE to a writable folder.")  # fmt: skip
+                raise KernelCompileError(f"Compiling kernels failed: {lines[-1]}", f"Try another path than --isa {isa.name}.")  # fmt: skip
+
+
+def _report(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None) -> None:
+    if progress is not None:
+        done = [spec for spec in specs if _object_path(folder, isa, spec).exists()]
+        left = [spec for spec in specs if spec not in done]
+        progress(len(done), len(specs), left[0] if left else "")
+
+
+def _forced_cpu(isa: Isa) -> dict[str, str]:
+    """Environment that makes Numba compile for the path's processor and no other."""
+    if isa.name in ("avx512-bf16", "neon-dot"):
+        return {}
+    return {"NUMBA_CPU_NAME": baseline_cpu(isa), "NUMBA_CPU_FEATURES": ""}
+
+
+def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
+    """The compiling process: one object file a spec, written whole or not at all."""
+    import numba
+
+    for spec in specs:
+        name, *parameters = spec.split(":")
+        module, factory = KERNELS[name]
+        make = getattr(importlib.import_module(f"twinphase.backends.cpu.kernels.{module}"), factory)
+        signature, function = make(isa, *parameters)
+        # The name becomes the symbol; objects are loaded side by side.
+        function.__name__ = function.__qualname__ = re.sub(r"\W", "_", spec)
+        compiled = numba.njit(signature, error_model="numpy", nogil=True, no_cpython_wrapper=True)(function)
+        result = next(iter(compiled.overloads.values()))
+        path = _object_path(folder, isa, spec)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            symbol = result.fndesc.llvm_func_name.encode()
+            file.write(len(symbol).to_bytes(4, "little") + symbol + result.library._get_compiled_object())
+        os.replace(file.name, path)
+
+
+def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> tuple[dict[str, int], object]:
+    """Addresses of compiled kernels by spec, and the engine that owns their memory (keep it alive)."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    symbols = {}
+    for spec in specs:
+        content = _object_path(folder, isa, spec).read_bytes()
+        length = int.from_bytes(content[:4], "little")
+        symbols[spec] = content[4 : 4 + length].decode()
+        engine.add_object_file(llvm.ObjectFileRef.from_data(content[4 + length :]))
+    engine.finalize_object()
+    return {spec: engine.get_function_address(symbol) for spec, symbol in symbols.items()}, engine
+
+
+if __name__ == "__main__":
+    _compile(Path(sys.argv[1]), ISAS[sys.argv[2]], sys.argv[3:])

@@ -1,0 +1,97 @@
+"""How each block format of a checkpoint lies in memory for the kernels: the packed layouts.
+
+A matrix is cut into strips of 32 outputs. A strip is one linear stream: for each group of 32 inputs a record of
+
+    codes    2 blocks of 16 outputs; each 64-byte line holds 4 inputs of 16 outputs, [output][input], 8 lines a block
+             (8 bits), or 4 lines with two lines' low nibbles in one (4, 5, 6 bits)
+    planes   the 5th (1 line a block) or 5th and 6th bits (2 lines a block) of all codes
+    scales   one number for each output (two where groups are of 16), then the minima where the format has them
+
+so that decode reads memory in order and prefill keeps a strip in the first-level cache. Weights are
+w = scale * (code - offset) + minimum, exactly as in the checkpoint. Only sizes here; `packing.py` fills them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FORMATS", "GROUP", "STRIP", "PackedFormat"]
+
+STRIP = 32  # outputs
+GROUP = 32  # inputs
+SUPER = 8  # groups that share a float16 scale in the K formats
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """A packed layout.
+
+    Attributes:
+        bits: bits of a code.
+        group: inputs that share a scale, 32 or 16.
+        nested: scales (and minima) are 8-bit numbers times a float16 that 256 inputs share, as in the K formats.
+        minimum: whether a minimum is stored.
+        offset: subtracted from every code.
+    """
+
+    name: str
+    bits: int
+    group: int
+    nested: bool
+    minimum: bool
+    offset: int
+
+    @property
+    def low_lines(self) -> int:
+        """Lines of 64 bytes with the low bits of a block's 8 quads of inputs."""
+        return 8 if self.bits == 8 else 4
+
+    @property
+    def plane_lines(self) -> int:
+        """Lines with the high bits of a block."""
+        return {4: 0, 5: 1, 6: 2, 8: 0}[self.bits]
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of codes and planes in a record."""
+        return 2 * 64 * (self.low_lines + self.plane_lines)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales in a record."""
+        return STRIP * (GROUP // self.group) * (1 if self.nested else 2)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Bytes of minima in a record."""
+        return (STRIP * (1 if self.nested else 2)) if self.minimum else 0
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one group of one strip."""
+        return self.code_bytes + self.scale_bytes + self.minimum_bytes
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of the shared float16 scales in front of every 8 records (nested formats)."""
+        return (STRIP * 2 * (2 if self.minimum else 1)) if self.nested else 0
+
+    def strip_bytes(self, inputs: int) -> int:
+        """Bytes of one strip of a matrix with that many inputs."""
+        groups = inputs // GROUP
+        return groups * self.record_bytes + (groups // SUPER * self.header_bytes if self.nested else 0)
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        PackedFormat("Q4_0", 4, 32, False, False, 8),
+        PackedFormat("Q4_1", 4, 32, False, True, 0),
+        PackedFormat("Q5_0", 5, 32, False, False, 16),
+        PackedFormat("Q5_1", 5, 32, False, True, 0),
+        PackedFormat("Q8_0", 8, 32, False, False, 128),
+        PackedFormat("Q4_K", 4, 32, True, True, 0),
+        PackedFormat("Q5_K", 5, 32, True, True, 0),
+        PackedFormat("Q6_K", 6, 16, True, False, 32),
+    )
+}

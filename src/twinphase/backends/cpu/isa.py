@@ -1,0 +1,104 @@
+"""Instruction-set paths of the CPU backend: what each one may use, and which one this processor runs.
+
+A path is chosen once, at run time. Forcing a lesser one (`--isa avx2`) compiles every kernel for a processor that
+has nothing more, so all paths can be tested on one machine. Not for kernels: they ask an `Isa` for its lane count
+and dot products.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+
+from twinphase.errors import InvalidRequestError
+
+__all__ = ["ISAS", "Isa", "choose_isa"]
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One instruction-set path.
+
+    Attributes:
+        name: the word for `--isa`.
+        lanes: 32-bit lanes of a vector register.
+        dot: how unsigned x signed bytes are multiplied and summed by fours: vnni, maddubs, sdot or widen.
+        bf16_dot: whether attention multiplies probabilities and values in bfloat16 (else float32).
+        needs: processor features without which the path cannot run.
+        cpu: LLVM processor name the kernels are compiled for; "" is this machine's own.
+        registers: vector registers, which bound the register tiles.
+    """
+
+    name: str
+    lanes: int
+    dot: str
+    bf16_dot: bool
+    needs: tuple[str, ...]
+    cpu: str
+    registers: int
+
+    @property
+    def converts_f16(self) -> bool:
+        """Whether the processor converts float16 in one instruction."""
+        return self.name != "generic"
+
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        """Rows of the linear kernels' register tiles, largest first; every count of rows is a sum of these."""
+        return (6, 4, 2, 1) if self.registers == 32 else (2, 1)
+
+    @property
+    def attention_rows(self) -> int:
+        """Rows of the attention kernels' register tile in prefill."""
+        return 6 if self.registers == 32 else 2
+
+
+ISAS = {
+    isa.name: isa
+    for isa in (
+        Isa("avx512-bf16", 16, "vnni", True, ("avx512f", "avx512bw", "avx512vnni", "avx512bf16"), "", 32),
+        Isa("avx512-vnni", 16, "vnni", False, ("avx512f", "avx512bw", "avx512vnni"), "cascadelake", 32),
+        Isa("avx2", 8, "maddubs", False, ("avx2", "fma", "f16c"), "haswell", 16),
+        Isa("neon-dot", 4, "sdot", False, ("dotprod",), "", 32),
+        Isa("generic", 4, "widen", False, (), "", 16),
+    )
+}
+
+
+@cache
+def _host_features() -> frozenset[str]:
+    import llvmlite.binding as llvm
+
+    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+
+
+def available_isas() -> list[str]:
+    """Names of the paths this processor can run, best first."""
+    return [isa.name for isa in ISAS.values() if set(isa.needs) <= _host_features()]
+
+
+def choose_isa(name: str | None) -> Isa:
+    """The path called `name`, or the best this processor has when None.
+
+    Raises:
+        InvalidRequestError: the name is unknown, or the processor lacks what the path needs.
+    """
+    possible = available_isas()
+    if name is None:
+        return ISAS[possible[0]]
+    if name not in possible:
+        what = "needs instructions this processor lacks" if name in ISAS else "is not an instruction-set path"
+        raise InvalidRequestError(f"isa {name!r} {what}.", f"Use one of: {', '.join(possible)}.")
+    return ISAS[name]
+
+
+def baseline_cpu(isa: Isa) -> str:
+    """LLVM processor name to compile `isa` for."""
+    if isa.name == "generic":
+        return "x86-64" if platform.machine().lower() in ("x86_64", "amd64") else "generic"
+    if isa.cpu:
+        return isa.cpu
+    import llvmlite.binding as llvm
+
+    return str(llvm.get_host_cpu_name())

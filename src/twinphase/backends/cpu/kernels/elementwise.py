@@ -1,0 +1,97 @@
+"""RMSNorm and SwiGLU, each with the quantization of its result fused in; rows are padded to multiples of 32.
+
+A spec ends in `q8` where the next linear layer wants int8 groups, in `f32` where it wants float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from twinphase.backends.cpu.intrinsics import F32, I64, KERNEL_SIGNATURE, Emit, Value, emitted, load_i64, load_u32, vector
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.quantize import store_quantized
+from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SILU_PARTS
+
+__all__ = ["rms_norm", "silu_mul"]
+
+GROUP_OF_FLOATS = vector(F32, 32)
+
+
+def _store(e: Emit, kind: str, values: Value, g: Value, out: Value, scale: Value, fsum: Value, isum: Value) -> None:
+    if kind == "q8":
+        store_quantized(e, values, g, out, scale, fsum, isum)
+    else:
+        e.store(values, out, e.mul(g, 128))
+
+
+def rms_norm(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]:
+    """out = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467).
+
+    Arguments: rows' address, address of row numbers or 0 for all rows in order, x, x stride, weight, width, eps bits,
+    groups, out, scale, fsum, isum.
+    """
+    width_of_row = 32 if kind == "q8" else 128
+
+    def write(e: Emit, x: Value, weight: Value, width: Value, eps: Value, groups: Value, out: Value, scale: Value,
+              fsum: Value, isum: Value) -> None:  # fmt: skip
+        squares = e.variable(e.splat(GROUP_OF_FLOATS, 0.0))
+        with e.loop(0, groups) as g:
+            values = e.load(GROUP_OF_FLOATS, x, e.mul(g, 128))
+            squares.set(e.fma(values, values, squares.get()))
+        mean = e.b.fdiv(e.reduce_add(squares.get()), e.b.sitofp(width, F32))
+        root = e.unary("sqrt", e.b.fadd(mean, e.b.bitcast(e.b.trunc(eps, ir.IntType(32)), F32)))
+        factor = e.broadcast(e.b.fdiv(ir.Constant(F32, 1.0), root), 32)
+        with e.loop(0, groups) as g:
+            values = e.b.fmul(e.load(GROUP_OF_FLOATS, x, e.mul(g, 128)), factor)
+            values = e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, e.mul(g, 128)))
+            _store(e, kind, values, g, out, scale, fsum, isum)
+
+    row_of = emitted(isa, 9, write)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        rows, numbers, x, stride = (
+            load_i64(load_i64(args)), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24))  # fmt: skip
+        weight, width, eps, groups = (
+            load_i64(args + 32), load_i64(args + 40), load_i64(args + 48), load_i64(args + 56))  # fmt: skip
+        out, scale, fsum, isum = (
+            load_i64(args + 64), load_i64(args + 72), load_i64(args + 80), load_i64(args + 88))  # fmt: skip
+        for m in range(tile * ROWS_PER_TILE, min(rows, (tile + 1) * ROWS_PER_TILE)):
+            source = load_u32(numbers + 4 * m) if numbers else m
+            at = 4 * m * groups
+            row_of(x + source * stride, weight, width, eps, groups, out + m * groups * width_of_row,
+                   scale + at, fsum + at, isum + 2 * at)  # fmt: skip
+
+    return KERNEL_SIGNATURE, kernel
+
+
+def silu_mul(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]:
+    """out = silu(gate) * up (Shazeer, 2020, arXiv:2002.05202).
+
+    Arguments: rows' address, gate, up, their stride, groups, out, scale, fsum, isum.
+    """
+    width_of_row = 32 if kind == "q8" else 128
+
+    def write(e: Emit, gate: Value, up: Value, first: Value, end: Value, out: Value, scale: Value, fsum: Value,
+              isum: Value) -> None:  # fmt: skip
+        with e.loop(first, end) as g:
+            here = e.mul(g, ir.Constant(I64, 128))
+            values = e.b.fmul(e.silu(e.load(GROUP_OF_FLOATS, gate, here)), e.load(GROUP_OF_FLOATS, up, here))
+            _store(e, kind, values, g, out, scale, fsum, isum)
+
+    part_of = emitted(isa, 8, write)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        gate, up, stride, groups = (
+            load_i64(args + 8), load_i64(args + 16), load_i64(args + 24), load_i64(args + 32))  # fmt: skip
+        out, scale, fsum, isum = (
+            load_i64(args + 40), load_i64(args + 48), load_i64(args + 56), load_i64(args + 64))  # fmt: skip
+        m, part = tile // SILU_PARTS, tile % SILU_PARTS
+        first, end = part * groups // SILU_PARTS, (part + 1) * groups // SILU_PARTS
+        at = 4 * m * groups
+        part_of(gate + m * stride, up + m * stride, first, end, out + m * groups * width_of_row,
+                scale + at, fsum + at, isum + 2 * at)  # fmt: skip
+
+    return KERNEL_SIGNATURE, kernel

@@ -1,0 +1,83 @@
+"""Rows of the token embedding, read straight from the checkpoint's blocks to float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from twinphase.backends.cpu.formats import FORMATS
+from twinphase.backends.cpu.intrinsics import F32, KERNEL_SIGNATURE, Value, load_f16, load_f32, load_i64, load_u16, load_u32, store_f32
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.packing import BLOCK_BYTES, code_of, k_minimum, k_scale
+
+__all__ = ["embed"]
+
+
+@intrinsic
+def _float_from_bits(ctx: Any, bits: Any) -> Any:
+    """The float32 whose bits are the low 32 of an int64."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Value:
+        return b.bitcast(b.trunc(args[0], ir.IntType(32)), F32)
+
+    return types.float32(types.int64), codegen
+
+
+def _value_of(isa: Isa, name: str) -> Any:
+    """The function (row address, input index) -> float32."""
+    half = load_f16(isa)
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def f32(row: int, k: int) -> float:
+        return load_f32(row + 4 * k)
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def f16(row: int, k: int) -> float:
+        return half(row + 2 * k)
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def bf16(row: int, k: int) -> float:
+        return _float_from_bits(load_u16(row + 2 * k) << 16)
+
+    if name in ("F32", "F16", "BF16"):
+        return {"F32": f32, "F16": f16, "BF16": bf16}[name]
+    fmt, size, code = FORMATS[name], BLOCK_BYTES[name], code_of(name)
+    offset, minimum = fmt.offset, fmt.minimum
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def flat(row: int, k: int) -> float:
+        block = row + k // 32 * size
+        value = half(block) * types.float32(code(block, 0, k % 32) - offset)
+        return value + half(block + 2) if minimum else value
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def nested(row: int, k: int) -> float:
+        block, j = row + k // 256 * size, k // 32 % 8
+        scale = half(block) * types.float32(k_scale(block, j))
+        return scale * types.float32(code(block, j, k % 32)) - half(block + 2) * types.float32(k_minimum(block, j))
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q6_k(row: int, k: int) -> float:
+        block, j = row + k // 256 * size, k // 32 % 8
+        small = (load_u32(block + 192 + k // 16 % 16) & 255 ^ 128) - 128
+        return half(block + 208) * types.float32(small) * types.float32(code(block, j, k % 32) - 32)
+
+    return q6_k if name == "Q6_K" else nested if fmt.nested else flat
+
+
+def embed(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
+    """One row a tile. Arguments: address of token ids (int32), table, bytes of a table row, width, out, out stride."""
+    value_of = _value_of(isa, format_name)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        ids, table, row_bytes = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+        width, out, stride = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+        row, to = table + load_u32(ids + 4 * tile) * row_bytes, out + tile * stride
+        for k in range(width):
+            store_f32(to + 4 * k, value_of(row, k))
+
+    return KERNEL_SIGNATURE, kernel

@@ -1,0 +1,312 @@
+"""Runs a captured program: the walk that every thread of the pool makes over the commands of a step.
+
+A command is a kernel, its arguments and a number of tiles. Each thread has a contiguous range of the tiles, so that
+it reads memory in order, and takes them one by one; a thread that has finished its own takes from the ends of the
+others' ranges. What a command waits for is that the tiles before it are *done*, not that every thread has *arrived*
+(an OpenMP barrier waits for arrival, and turns 6 us into 8 ms when another process wants the core): a thread that
+the operating system has put aside costs nothing unless it is inside a tile. When it comes late it finds the counters
+advanced to the next epoch and goes back to sleep. Waiting spins briefly, then sleeps on a futex, which leaves its
+core free for the thread it waits for.
+
+Memory (`program_layout.py`): control words; per command its record, a done counter, and a claim word for each
+thread: epoch << 36 | first tile << 18 | end of tiles, both shrinking towards each other.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from twinphase.backends.cpu.intrinsics import I32, I64, Value, load_i64
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.program_layout import (
+    COMMAND_ARGS,
+    COMMAND_BYTES,
+    COMMAND_FN,
+    COMMAND_SYNC,
+    COMMAND_TILES,
+    CTL_CLAIMS,
+    CTL_COMMANDS,
+    CTL_COUNT,
+    CTL_DONE,
+    CTL_EPOCH,
+    CTL_IDLE_SPINS,
+    CTL_LIBC,
+    CTL_SCRATCH,
+    CTL_SCRATCH_BYTES,
+    CTL_SHUTDOWN,
+    CTL_SLEEPERS,
+    CTL_SPINS,
+    CTL_THREADS,
+    CTL_WAKE,
+    FUTEX_CALL,
+    COUNTER_BYTES,
+    EPOCH_SHIFT,
+    SHUTDOWN_THREAD,
+    TILE_BITS,
+)
+
+__all__ = ["run_program"]
+
+FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
+NO_TILE, LATE = -1, -2
+TILE_MASK = (1 << TILE_BITS) - 1
+
+
+def _word(b: ir.IRBuilder, address: Value, ty: ir.Type = I64) -> Value:
+    return b.inttoptr(address, ty.as_pointer())
+
+
+@intrinsic
+def _atomic_load(ctx: Any, address: Any) -> Any:
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        return b.load_atomic(_word(b, args[0]), "seq_cst", 8, typ=I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def _atomic_store(ctx: Any, address: Any, value: Any) -> Any:
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        b.store_atomic(args[1], _word(b, args[0]), "seq_cst", 8)
+        return ir.Constant(I64, 0)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _atomic_add(ctx: Any, address: Any, value: Any) -> Any:
+    """Add and return the old value."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        return b.atomic_rmw("add", _word(b, args[0]), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _compare_and_swap(ctx: Any, address: Any, expected: Any, new: Any) -> Any:
+    """1 when the word was `expected` and now is `new`, else 0."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        pair = b.cmpxchg(_word(b, args[0]), args[1], args[2], "seq_cst", "seq_cst")
+        return b.zext(b.extract_value(pair, 1), I64)
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _pause(ctx: Any) -> Any:
+    """Tell the processor that this is a spin loop."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        if platform.machine() in ("x86_64", "AMD64"):
+            fn_type = ir.FunctionType(ir.VoidType(), [])
+            name = "llvm.x86.sse2.pause"
+            fn = b.module.globals.get(name) or ir.Function(b.module, fn_type, name)
+            b.call(fn, [])
+        return ir.Constant(I64, 0)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def _call_libc(ctx: Any, fn: Any, address: Any, operation: Any, value: Any) -> Any:
+    """syscall(SYS_futex, address, operation, value, 0, 0, 0), or sched_yield() where there is no futex."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        if FUTEX_CALL is None:
+            b.call(b.inttoptr(args[0], ir.FunctionType(I32, []).as_pointer()), [])
+            return ir.Constant(I64, 0)
+        fn_type = ir.FunctionType(I64, [I64], var_arg=True)
+        number, none = ir.Constant(I64, FUTEX_CALL), ir.Constant(I64, 0)
+        fn = b.inttoptr(args[0], fn_type.as_pointer())
+        return b.call(fn, [number, args[1], args[2], b.trunc(args[3], I32), none, none, none])
+
+    return types.int64(*[types.int64] * 4), codegen
+
+
+@njit  # type: ignore[untyped-decorator]
+def _futex(control: int, operation: int, value: int) -> None:
+    """Linux's futex(2) on the wake word; elsewhere, give up the rest of the time slice."""
+    _call_libc(load_i64(control + CTL_LIBC), control + CTL_WAKE, operation, value)
+
+
+@intrinsic
+def _call_kernel(ctx: Any, fn: Any, args_address: Any, tile: Any, scratch: Any) -> Any:
+    """Call a kernel by address, in Numba's calling convention (two pointers for results come first)."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        pointer = ir.IntType(8).as_pointer()
+        fn_type = ir.FunctionType(I32, [pointer, pointer, I64, I64, I64])
+        result = cgutils.alloca_once(b, ir.ArrayType(I64, 8))
+        place = b.bitcast(result, pointer)
+        b.call(b.inttoptr(args[0], fn_type.as_pointer()), [place, place, *args[1:]])
+        return ir.Constant(I64, 0)
+
+    return types.int64(*[types.int64] * 4), codegen
+
+
+@njit  # type: ignore[untyped-decorator]
+def _wake_sleepers(control: int) -> None:
+    if _atomic_load(control + CTL_SLEEPERS) > 0:
+        _atomic_add(control + CTL_WAKE, 1)
+        _futex(control, FUTEX_WAKE_PRIVATE, 1 << 30)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _over(claims: int, index: int, thread: int, threads: int, epoch: int) -> bool:
+    """Whether the step is over, so that this thread came late."""
+    return _atomic_load(claims + (index * threads + thread) * COUNTER_BYTES) >> EPOCH_SHIFT != epoch
+
+
+@njit  # type: ignore[untyped-decorator]
+def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int) -> bool:
+    """Wait until a command's tiles are done; False when this thread came late."""
+    done = load_i64(control + CTL_DONE) + index * COUNTER_BYTES
+    claims, threads = load_i64(control + CTL_CLAIMS), load_i64(control + CTL_THREADS)
+    spins = 0
+    while True:
+        if _over(claims, index, thread, threads, epoch):
+            return False
+        if _atomic_load(done) >= tiles:
+            return True
+        spins += 1
+        if spins < load_i64(control + CTL_SPINS):
+            _pause()
+            continue
+        _atomic_add(control + CTL_SLEEPERS, 1)
+        ticket = _atomic_load(control + CTL_WAKE)
+        if _atomic_load(done) < tiles and not _over(claims, index, thread, threads, epoch):
+            _futex(control, FUTEX_WAIT_PRIVATE, ticket)
+        _atomic_add(control + CTL_SLEEPERS, -1)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _claim(word: int, epoch: int, own: bool) -> int:
+    """A tile from the front of one's own range or the back of another's; NO_TILE when empty, LATE when over."""
+    while True:
+        now = _atomic_load(word)
+        if now >> EPOCH_SHIFT != epoch:
+            return LATE
+        first, end = now >> TILE_BITS & TILE_MASK, now & TILE_MASK
+        if first >= end:
+            return NO_TILE
+        if own and _compare_and_swap(word, now, now + (1 << TILE_BITS)):
+            return first
+        if not own and _compare_and_swap(word, now, now - 1):
+            return end - 1
+
+
+@njit  # type: ignore[untyped-decorator]
+def _run_tiles(control: int, index: int, command: int, thread: int, epoch: int) -> int:
+    """Run tiles of a command until none is left; how many, or LATE."""
+    threads, mine = load_i64(control + CTL_THREADS), 0
+    scratch = load_i64(control + CTL_SCRATCH) + thread * load_i64(control + CTL_SCRATCH_BYTES)
+    words = load_i64(control + CTL_CLAIMS) + index * threads * COUNTER_BYTES
+    fn = load_i64(command + COMMAND_FN)
+    for i in range(threads):
+        owner = (thread + i) % threads
+        while True:
+            tile = _claim(words + owner * COUNTER_BYTES, epoch, i == 0)
+            if tile == LATE:
+                return LATE
+            if tile == NO_TILE:
+                break
+            _call_kernel(fn, command + COMMAND_ARGS, tile, scratch)
+            mine += 1
+    return mine
+
+
+@njit  # type: ignore[untyped-decorator]
+def _walk(control: int, thread: int, epoch: int) -> None:
+    commands, count = load_i64(control + CTL_COMMANDS), load_i64(control + CTL_COUNT)
+    dones = load_i64(control + CTL_DONE)
+    unfinished = 0  # first command not yet known to be done
+    for i in range(count + 1):
+        command = commands + i * COMMAND_BYTES
+        if i == count or load_i64(command + COMMAND_SYNC):
+            for j in range(unfinished, i):
+                tiles = load_i64(load_i64(commands + j * COMMAND_BYTES + COMMAND_TILES))
+                if not _wait_done(control, j, tiles, thread, epoch):
+                    return
+            unfinished = i
+        if i == count:
+            return
+        mine = _run_tiles(control, i, command, thread, epoch)
+        if mine == LATE:
+            return
+        if mine and _atomic_add(dones + i * COUNTER_BYTES, mine) + mine >= load_i64(load_i64(command + COMMAND_TILES)):
+            _wake_sleepers(control)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _open(control: int, epoch: int) -> None:
+    """Share out every command's tiles among the threads."""
+    commands, threads = load_i64(control + CTL_COMMANDS), load_i64(control + CTL_THREADS)
+    claims = load_i64(control + CTL_CLAIMS)
+    for i in range(load_i64(control + CTL_COUNT)):
+        tiles = load_i64(load_i64(commands + i * COMMAND_BYTES + COMMAND_TILES))
+        for t in range(threads):
+            first, end = t * tiles // threads, (t + 1) * tiles // threads
+            _atomic_store(claims, epoch << EPOCH_SHIFT | first << TILE_BITS | end)
+            claims += COUNTER_BYTES
+
+
+@njit  # type: ignore[untyped-decorator]
+def _close(control: int, epoch: int) -> None:
+    """Leave nothing to claim before the caller may change tile counts; late threads see the next epoch."""
+    threads, claims, done = load_i64(control + CTL_THREADS), load_i64(control + CTL_CLAIMS), load_i64(control + CTL_DONE)
+    for _ in range(load_i64(control + CTL_COUNT)):
+        for _t in range(threads):
+            _atomic_store(claims, (epoch + 1) << EPOCH_SHIFT)
+            claims += COUNTER_BYTES
+        _atomic_store(done, 0)
+        done += COUNTER_BYTES
+
+
+def run_program(isa: Isa) -> tuple[Any, Callable[[int, int], int]]:
+    """The entry of every thread: thread 0 runs one step and returns, the others serve steps until shutdown.
+
+    Arguments: address of the control words, number of the thread (SHUTDOWN_THREAD ends the others).
+    """
+
+    def entry(control: int, thread: int) -> int:
+        if thread == SHUTDOWN_THREAD:
+            _atomic_store(control + CTL_SHUTDOWN, 1)
+            _wake_sleepers(control)
+            return 0
+        if thread == 0:
+            epoch = _atomic_load(control + CTL_EPOCH) + 1
+            _open(control, epoch)
+            _atomic_store(control + CTL_EPOCH, epoch)
+            _wake_sleepers(control)
+            _walk(control, 0, epoch)
+            _close(control, epoch)
+            _wake_sleepers(control)
+            return epoch
+        seen = 0
+        while True:
+            spins = 0
+            while _atomic_load(control + CTL_EPOCH) == seen and not _atomic_load(control + CTL_SHUTDOWN):
+                spins += 1
+                if spins < load_i64(control + CTL_IDLE_SPINS):
+                    _pause()
+                    continue
+                _atomic_add(control + CTL_SLEEPERS, 1)
+                ticket = _atomic_load(control + CTL_WAKE)
+                if _atomic_load(control + CTL_EPOCH) == seen and not _atomic_load(control + CTL_SHUTDOWN):
+                    _futex(control, FUTEX_WAIT_PRIVATE, ticket)
+                _atomic_add(control + CTL_SLEEPERS, -1)
+            if _atomic_load(control + CTL_SHUTDOWN):
+                return seen
+            seen = _atomic_load(control + CTL_EPOCH)
+            _walk(control, thread, seen)
+
+    return types.int64(types.int64, types.int64), entry

@@ -1,0 +1,76 @@
+"""Activations to int8: 32 values share a scale, as llama.cpp's Q8 activations do.
+
+A quantized row is four arrays: int8 values, float32 scale of each group, scale * sum of each group (for formats with
+a minimum), and int32 sums of each 16 values (for formats with an offset). Rounding is to nearest even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from twinphase.backends.cpu.intrinsics import F32, I8, I32, KERNEL_SIGNATURE, Emit, Value, emitted, load_i64, vector
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.tiling import ROWS_PER_TILE
+
+__all__ = ["quantize", "quantized_row", "round_to_int", "store_quantized"]
+
+# Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
+MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000
+
+
+def round_to_int(e: Emit, x: Value, factor: Value) -> Value:
+    """x * factor rounded to the nearest int32; magnitudes below 2^22."""
+    ints = vector(I32, x.type.count)
+    shifted = e.fma(x, factor, e.splat(x.type, MAGIC))
+    return e.b.sub(e.b.bitcast(shifted, ints), e.splat(ints, MAGIC_BITS))
+
+
+def absmax_scale(e: Emit, largest: Value) -> tuple[Value, Value]:
+    """(scale, 1 / scale) of scalars up to `largest` in magnitude; (0, 0) when all are zero."""
+    zero = ir.Constant(F32, 0.0)
+    positive = e.b.fcmp_ordered(">", largest, zero)
+    scale = e.b.fdiv(largest, ir.Constant(F32, 127.0))
+    inverse = e.b.fdiv(ir.Constant(F32, 127.0), largest)
+    return e.b.select(positive, scale, zero), e.b.select(positive, inverse, zero)
+
+
+def store_quantized(e: Emit, values: Value, g: Value, data: Value, scale: Value, fsum: Value, isum: Value) -> None:
+    """Quantize group g, a float32 vector of 32, into a row's four arrays."""
+    factor, inverse = absmax_scale(e, e.reduce_max(e.unary("fabs", values)))
+    numbers = round_to_int(e, values, e.broadcast(inverse, 32))
+    e.store(e.b.trunc(numbers, vector(I8, 32)), data, e.mul(g, 32))
+    halves = [e.reduce_add(e.shuffle(numbers, None, range(i, i + 16))) for i in (0, 16)]
+    e.store(halves[0], isum, e.mul(g, 8))
+    e.store(halves[1], isum, e.mul(g, 8), 4)
+    e.store(factor, scale, e.mul(g, 4))
+    e.store(e.b.fmul(factor, e.b.sitofp(e.b.add(*halves), F32)), fsum, e.mul(g, 4))
+
+
+def quantized_row(isa: Isa) -> Any:
+    """Numba-callable (source, groups, data, scale, fsum, isum): one row."""
+
+    def write(e: Emit, source: Value, groups: Value, data: Value, scale: Value, fsum: Value, isum: Value) -> None:
+        with e.loop(0, groups) as g:
+            values = e.load(vector(F32, 32), source, e.mul(g, 128))
+            store_quantized(e, values, g, data, scale, fsum, isum)
+
+    return emitted(isa, 6, write)
+
+
+def quantize(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+    """Quantize rows. Arguments: rows' address, source, source stride, groups, data, scale, fsum, isum."""
+    row_of = quantized_row(isa)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        rows, source, stride, groups = (
+            load_i64(load_i64(args)), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24))  # fmt: skip
+        data, scale = load_i64(args + 32), load_i64(args + 40)
+        fsum, isum = load_i64(args + 48), load_i64(args + 56)
+        for m in range(tile * ROWS_PER_TILE, min(rows, (tile + 1) * ROWS_PER_TILE)):
+            at = 4 * m * groups
+            row_of(source + m * stride, groups, data + m * groups * 32, scale + at, fsum + at, isum + 2 * at)
+
+    return KERNEL_SIGNATURE, kernel

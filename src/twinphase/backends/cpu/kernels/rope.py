@@ -1,0 +1,134 @@
+"""Rotary embedding of queries and keys, and the writing of keys and values to the paged cache.
+
+Queries leave as int8 with one scale a head, since attention multiplies them with the keys in integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from twinphase.backends.cpu.intrinsics import F16, F32, I8, I32, I64, KERNEL_SIGNATURE, Emit, Value, emitted, load_i64, load_u32, vector
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
+from twinphase.backends.cpu.kv_layout import CELL, key_bytes
+
+__all__ = ["rope_kv_write"]
+
+
+def _rotated(e: Emit, x: Value, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool) -> list[Value]:
+    """The head at address x rotated (RoFormer, Su et al., 2021), as vectors of at most 32 floats in order."""
+    b, pairs = e.b, math.gcd(rotary // 2, 16)
+    half = vector(F32, pairs)
+    pieces: dict[int, Value] = {}
+    for i in range(0, rotary // 2, pairs):
+        c, s = e.load(half, cos, 4 * i), e.load(half, sin, 4 * i)
+        if interleaved:
+            both = e.load(vector(F32, 2 * pairs), x, 8 * i)
+            first, second = (e.shuffle(both, None, range(n, 2 * pairs, 2)) for n in (0, 1))
+        else:
+            first, second = e.load(half, x, 4 * i), e.load(half, x, 4 * (i + rotary // 2))
+        turned = b.fsub(b.fmul(first, c), b.fmul(second, s)), b.fadd(b.fmul(first, s), b.fmul(second, c))
+        if interleaved:
+            order = [lane for k in range(pairs) for lane in (k, pairs + k)]
+            pieces[2 * i] = e.shuffle(*turned, order)
+        else:
+            pieces[i], pieces[i + rotary // 2] = turned
+    for i in range(rotary, dim, 16):
+        pieces[i] = e.load(vector(F32, 16), x, 4 * i)
+    return [pieces[i] for i in sorted(pieces)]
+
+
+def _largest(e: Emit, pieces: list[Value]) -> Value:
+    largest = e.reduce_max(e.unary("fabs", pieces[0]))
+    for piece in pieces[1:]:
+        largest = e.maximum(largest, e.reduce_max(e.unary("fabs", piece)))
+    return largest
+
+
+def _query(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
+    """Numba-callable (x, cos, sin, data, scale, sum, softmax scale bits): one query head to int8."""
+
+    def write(e: Emit, x: Value, cos: Value, sin: Value, data: Value, scale: Value, total: Value, factor: Value) -> None:
+        pieces = _rotated(e, x, cos, sin, dim, rotary, interleaved)
+        step, inverse = absmax_scale(e, _largest(e, pieces))
+        at, sums = 0, ir.Constant(I32, 0)
+        for piece in pieces:
+            count = piece.type.count
+            numbers = round_to_int(e, piece, e.broadcast(inverse, count))
+            sums = e.b.add(sums, e.reduce_add(numbers))
+            e.store(e.b.trunc(numbers, vector(I8, count)), data, at)
+            at += count
+        # The scale carries 1 / sqrt(head_dim) and log2(e): attention exponentiates in base 2.
+        e.store(e.b.fmul(step, e.b.bitcast(e.b.trunc(factor, I32), F32)), scale)
+        e.store(sums, total)
+
+    return emitted(isa, 7, write)
+
+
+def _key(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
+    """Numba-callable (x, cos, sin, cell's keys, cell's scales, token in the cell): one key head to the cache."""
+
+    def write(e: Emit, x: Value, cos: Value, sin: Value, keys: Value, scales: Value, token: Value) -> None:
+        pieces = [e.narrow(p) for p in _rotated(e, x, cos, sin, dim, rotary, interleaved)]
+        at = 0
+        for piece in pieces:
+            quads = piece.type.count // 4
+            whole = e.b.bitcast(piece, vector(I64, quads))
+            for q in range(quads):
+                lane = e.b.extract_element(whole, ir.Constant(I32, q))
+                e.store(lane, keys, (at + q) * 8 * CELL, e.mul(token, 8))
+            at += quads
+        largest = _largest(e, [e.widen(p) for p in pieces])
+        e.store(e.b.fmul(largest, ir.Constant(F32, 1 / 127)), scales, e.mul(token, 4))
+
+    return emitted(isa, 6, write)
+
+
+def _value(isa: Isa, dim: int) -> Any:
+    """Numba-callable (x, cell's values, token in the cell): one value head to the cache."""
+
+    def write(e: Emit, x: Value, values: Value, token: Value) -> None:
+        pair, side = e.b.ashr(token, e.i64(1)), e.b.and_(token, e.i64(1))
+        to = e.add(values, e.mul(pair, 4 * dim), e.mul(side, 2))
+        for i in range(0, dim, 16):
+            small = e.narrow(e.load(vector(F32, 16), x, 4 * i))
+            for k in range(16):
+                e.store(e.b.extract_element(small, ir.Constant(I32, k)), to, 4 * (i + k))
+
+    return emitted(isa, 3, write)
+
+
+def rope_kv_write(isa: Isa, head_dim: str, rotary: str, interleaved: str) -> tuple[Any, Callable[[int, int, int], None]]:
+    """One row a tile.
+
+    Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV heads, keys,
+    scales and values of the layer, int8 queries, their scales, their sums, softmax scale bits.
+    """
+    dim, turned = int(head_dim), int(rotary)
+    query = _query(isa, dim, turned, interleaved == "1")
+    key, value = _key(isa, dim, turned, interleaved == "1"), _value(isa, dim)
+    cell_bytes, table_stride = key_bytes(dim), 4 * (turned // 2)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        q, k, v, stride = load_i64(args), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24)
+        position = load_u32(load_i64(args + 48) + 4 * tile)
+        cos, sin = load_i64(args + 32) + position * table_stride, load_i64(args + 40) + position * table_stride
+        slot, heads, kv_heads = load_i64(load_i64(args + 56) + 8 * tile), load_i64(args + 64), load_i64(args + 72)
+        keys, scales, values = load_i64(args + 80), load_i64(args + 88), load_i64(args + 96)
+        data, query_scales, sums = load_i64(args + 104), load_i64(args + 112), load_i64(args + 120)
+        factor = load_i64(args + 128)
+        for head in range(heads):
+            at = tile * heads + head
+            query(q + tile * stride + head * dim * 4, cos, sin, data + at * dim, query_scales + 4 * at, sums + 4 * at,
+                  factor)  # fmt: skip
+        for head in range(kv_heads):
+            at = slot // 16 * kv_heads + head
+            here = tile * stride + head * dim * 4
+            key(k + here, cos, sin, keys + at * cell_bytes, scales + at * 64, slot % 16)
+            value(v + here, values + at * cell_bytes, slot % 16)
+
+    return KERNEL_SIGNATURE, kernel

@@ -1,0 +1,69 @@
+"""How the KV cache lies in memory for the CPU kernels.
+
+Tokens are stored in cells of 16 (a block is one cell or several). For each layer, cell and KV head:
+
+    keys     float16 [head_dim / 4][16 tokens][4], so that 4 dimensions of 16 tokens are one vector of byte quads
+    scales   float32 [16]: the largest magnitude of each token's key, divided by 127
+    values   float16 [8 pairs of tokens][head_dim][2], so that two tokens' values are one pair of a bfloat16 dot
+"""
+
+from __future__ import annotations
+
+__all__ = ["CELL", "TILE", "attention_scratch_bytes", "decode_rows", "key_bytes", "padded_group", "query_tile_tokens", "value_bytes"]
+
+CELL = 16  # tokens
+TILE = 128  # tokens of KV that attention sums over at a time, at absolute positions
+MAX_QUERY_ROWS = 192  # rows (tokens x heads of a group) that share a converted KV tile in prefill
+
+
+def key_bytes(head_dim: int) -> int:
+    """Bytes of one cell's keys of one head."""
+    return 2 * CELL * head_dim
+
+
+value_bytes = key_bytes
+
+
+def query_tile_tokens(group: int) -> int:
+    """Prompt tokens of one prefill tile, for `group` query heads on a KV head."""
+    return max(1, MAX_QUERY_ROWS // group)
+
+
+def decode_rows(group: int) -> int:
+    """Rows of decode's register tile: a group's heads in as few equal tiles as fit."""
+    tiles = -(-group // 6)
+    return -(-group // tiles)
+
+
+def padded_group(group: int) -> int:
+    """Heads of a group rounded up to whole register tiles of decode."""
+    return -(-group // decode_rows(group)) * decode_rows(group)
+
+
+def attention_scratch_bytes(head_dim: int, group: int) -> int:
+    """Scratch memory one thread needs; the areas of `attention.Scratch`."""
+    return scratch_areas(head_dim, group)["end"]
+
+
+def scratch_areas(head_dim: int, group: int) -> dict[str, int]:
+    """Byte offset of each area of a thread's scratch memory."""
+    rows = query_tile_tokens(group) * group + 8
+    sizes = {
+        "keys": TILE * head_dim,  # uint8 (stored + 128)
+        "key_scales": 4 * TILE,
+        "values": 4 * TILE * head_dim,  # bfloat16 pairs, or float32
+        "scores": 4 * TILE * 8,
+        "weights": 4 * TILE * 8,  # softmax numerators, bfloat16 or float32
+        "tile_stats": 4 * 8 * 4,  # of the row block: maximum, sum, and the two factors of the merge
+        "queries": rows * head_dim,  # int8
+        "query_scales": 4 * rows,
+        "query_sums": 4 * rows,
+        "maxima": 4 * 8 * rows,  # 8 lanes for every row block
+        "sums": 4 * 8 * rows,
+        "out": 4 * rows * head_dim,
+    }
+    areas, at = {}, 0
+    for name, size in sizes.items():
+        areas[name] = at
+        at += -(-size // 64) * 64
+    return {**areas, "end": at}

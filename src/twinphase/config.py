@@ -1,0 +1,78 @@
+"""The engine's configuration: frozen, resolved once against the model, printed as it is used.
+
+Not for a request's wishes (`SamplingParams`) nor for a model's shape (`models.config.ModelConfig`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from twinphase.errors import InvalidRequestError
+
+__all__ = ["BACKENDS", "EngineConfig"]
+
+BACKENDS = ("cpu", "reference")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs; the field names are vLLM's where it has them.
+
+    Attributes:
+        max_num_batched_tokens: token budget of a step, hence the largest prefill chunk.
+        max_num_seqs: requests running at once; at most `max_num_batched_tokens`.
+        max_model_len: longest prompt + output in tokens; None is the model's context.
+        block_size: tokens of a KV cache block.
+        num_kv_blocks: blocks of the KV cache; None is enough for one request of `max_model_len`.
+        threads: compute threads; None lets the backend choose.
+        isa: instruction-set path of the cpu backend; None is the best this processor has.
+        backend: "cpu", or "reference" (slow NumPy float32, the oracle of the tests).
+        seed: where the seeds of requests without one come from.
+
+    Raises:
+        InvalidRequestError: a value out of its range.
+    """
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    threads: int | None = None
+    isa: str | None = None
+    backend: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "block_size"):
+            self._check_positive(name)
+        for name in ("max_model_len", "num_kv_blocks", "threads"):
+            if getattr(self, name) is not None:
+                self._check_positive(name)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise InvalidRequestError(f"seed is {self.seed!r}.", "Use a non-negative integer.")
+        if self.backend not in BACKENDS:
+            raise InvalidRequestError(f"backend is {self.backend!r}.", f"Use one of: {', '.join(BACKENDS)}.")
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidRequestError(f"{name} is {value!r}.", "Use a positive integer.")
+
+    def resolve(self, context_length: int) -> EngineConfig:
+        """The same configuration with `max_model_len` and `num_kv_blocks` filled in for a model.
+
+        `max_num_seqs` is lowered to the token budget: a step must be able to give every running request its token.
+
+        Raises:
+            InvalidRequestError: `max_model_len` exceeds the model's `context_length`.
+        """
+        max_model_len = self.max_model_len or context_length
+        if max_model_len > context_length:
+            raise InvalidRequestError(
+                f"max_model_len is {max_model_len}, but the model was trained for {context_length} tokens.",
+                f"Use at most {context_length}.",
+            )
+        num_kv_blocks = self.num_kv_blocks or -(-max_model_len // self.block_size)
+        max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
+        return replace(self, max_model_len=max_model_len, num_kv_blocks=num_kv_blocks, max_num_seqs=max_num_seqs)

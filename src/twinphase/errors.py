@@ -1,0 +1,87 @@
+"""Every error twinphase raises on purpose, each with the HTTP status and the exit code it maps to.
+
+An error says what was wrong and what to do about it, in one line each. Not for programming errors: those stay
+ordinary Python exceptions, so that a bug never looks like bad input.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheFullError",
+    "CheckpointError",
+    "ContextLengthError",
+    "DownloadError",
+    "InvalidRequestError",
+    "ModelNotFoundError",
+    "StorageError",
+    "TwinphaseError",
+    "UnsupportedModelError",
+]
+
+
+class TwinphaseError(Exception):
+    """Base of all expected errors.
+
+    Args:
+        cause: one line, what was wrong, with the offending name or number.
+        fix: one line, what the user can do; may be empty.
+    """
+
+    http_status = 500
+    exit_code = 1
+
+    def __init__(self, cause: str, fix: str = "") -> None:
+        super().__init__(f"{cause} {fix}".strip())
+        self.cause = cause
+        self.fix = fix
+
+
+class InvalidRequestError(TwinphaseError):
+    """A request with a value that cannot be honoured (sampling values, empty prompt, broken text)."""
+
+    http_status = 400
+    exit_code = 2
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt plus requested tokens do not fit the model's context; the message carries the numbers."""
+
+
+class ModelNotFoundError(TwinphaseError):
+    """No model under that name or path."""
+
+    http_status = 404
+    exit_code = 3
+
+
+class CheckpointError(TwinphaseError):
+    """A model file that is damaged, truncated or not what it claims to be."""
+
+    exit_code = 4
+
+
+class UnsupportedModelError(TwinphaseError):
+    """A sound model file of an architecture or tensor type that twinphase does not run; the message names it."""
+
+    exit_code = 5
+
+
+class DownloadError(TwinphaseError):
+    """A model could not be fetched; what arrived was discarded or is kept for resuming."""
+
+    http_status = 502
+    exit_code = 6
+
+
+class StorageError(TwinphaseError):
+    """No disk space, or no right to write, where something has to be written."""
+
+    http_status = 507
+    exit_code = 7
+
+
+class CacheFullError(TwinphaseError):
+    """The KV cache has no block left for a request that must make progress."""
+
+    http_status = 503
+    exit_code = 8

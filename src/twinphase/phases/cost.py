@@ -1,0 +1,76 @@
+"""What a step must do by the algorithm: floating-point operations and bytes, from a model's shape.
+
+These are the numerators of MFU and MBU. Activations are left out, and so is whatever an implementation does on top.
+Not for measured rates nor ceilings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Cost", "ModelShape", "kv_bytes_per_token", "rows_cost", "weight_bytes_read"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The plain numbers that the formulas need.
+
+    Attributes:
+        linear_parameters: weights of the layers' matrices, P; embedding and output head are not among them.
+        head_parameters: weights of the output head, vocab_size * hidden_size.
+        linear_bytes: the layers' matrices as stored.
+        head_bytes: the output head as stored.
+        num_layers: L.
+        num_heads: H, query heads.
+        num_kv_heads: H_kv.
+        head_dim: d.
+        kv_element_bytes: b, of one number in the KV cache.
+    """
+
+    linear_parameters: int
+    head_parameters: int
+    linear_bytes: int
+    head_bytes: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_element_bytes: int = 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of (a part of) a step; costs add up."""
+
+    flops: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+
+def kv_bytes_per_token(shape: ModelShape) -> int:
+    """2 L H_kv d b: keys and values of one token in every layer."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.kv_element_bytes
+
+
+def weight_bytes_read(shape: ModelShape, num_logits: int) -> int:
+    """Weights that a step reads: every layer once however many rows there are, the head if any row wants logits."""
+    return shape.linear_bytes + (shape.head_bytes if num_logits else 0)
+
+
+def rows_cost(shape: ModelShape, start: int, num_rows: int, num_logits: int) -> Cost:
+    """Cost of the rows at positions `start` .. `start + num_rows - 1` of one sequence, weights not read here.
+
+    A prefill chunk and a decode step (one row) are the same formula:
+
+        flops = 2 P n + 4 L H d sum of contexts + 2 vocab hidden logits
+        bytes = KV read and written = (start + n) * kv_bytes_per_token
+
+    where the row at position p attends to p + 1 tokens. Over a whole prompt the sum of contexts is n (n + 1) / 2.
+    """
+    contexts = num_rows * start + num_rows * (num_rows + 1) // 2
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * contexts
+    linear = 2 * shape.linear_parameters * num_rows
+    head = 2 * shape.head_parameters * num_logits
+    return Cost(linear + attention + head, (start + num_rows) * kv_bytes_per_token(shape))

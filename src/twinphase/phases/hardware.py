@@ -1,0 +1,162 @@
+"""This machine's ceilings: kept between runs, and how close a phase came to them (MFU, MBU, what bound it).
+
+Not for measuring: a backend does that, and the command line joins the two. Reading the kept numbers needs nothing but
+the standard library, so that it may happen at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from twinphase.weights.storage import cache_root, write_atomically
+
+__all__ = ["Ceilings", "bound", "compute_seconds", "efficiency", "load_ceilings", "processor_name", "save_ceilings"]
+
+VERSION = 1  # of what is measured and how; another version is another file
+EXPLAINED = 0.5  # a ceiling that accounts for less of the time than this did not bind
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured peaks of one machine with a number of threads on an instruction-set path.
+
+    Attributes:
+        processor: its name, as `processor_name` gives it.
+        threads: threads that measured.
+        isa: instruction-set path.
+        bandwidth: ((working set in bytes, bytes read a second), ...), by rising working set.
+        int8_ops: operations a second of int8 dot products; None is unknown.
+        float32_flops: the same of float32 multiply-add.
+        bfloat16_flops: the same of bfloat16 dot products; None where the processor has none.
+    """
+
+    processor: str
+    threads: int
+    isa: str
+    bandwidth: tuple[tuple[int, float], ...]
+    int8_ops: float | None
+    float32_flops: float | None
+    bfloat16_flops: float | None
+
+    def read_bandwidth(self, working_set: float) -> float | None:
+        """Bytes a second when each step goes through `working_set` bytes; None if unknown.
+
+        Between measured sizes the time per byte changes linearly with the logarithm of the size; outside them the
+        nearest measurement holds.
+        """
+        if not self.bandwidth or working_set <= 0:
+            return None
+        points = [(math.log(size), 1 / rate) for size, rate in self.bandwidth]
+        at = math.log(working_set)
+        if at <= points[0][0]:
+            return 1 / points[0][1]
+        for (left, slow), (right, slower) in zip(points, points[1:], strict=False):
+            if at <= right:
+                return 1 / (slow + (slower - slow) * (at - left) / (right - left))
+        return 1 / points[-1][1]
+
+    def peak(self, unit: str) -> float | None:
+        """Operations a second of "int8", "float32" or "bfloat16"; None if unknown."""
+        return {"int8": self.int8_ops, "float32": self.float32_flops, "bfloat16": self.bfloat16_flops}.get(unit)
+
+    def merged(self, other: Ceilings) -> Ceilings:
+        """The higher of each number: a measurement on a busy machine can only be too low."""
+        rates = dict(self.bandwidth)
+        for size, rate in other.bandwidth:
+            rates[size] = max(rate, rates.get(size, 0.0))
+        return replace(
+            self,
+            bandwidth=tuple(sorted(rates.items())),
+            int8_ops=_higher(self.int8_ops, other.int8_ops),
+            float32_flops=_higher(self.float32_flops, other.float32_flops),
+            bfloat16_flops=_higher(self.bfloat16_flops, other.bfloat16_flops),
+        )
+
+
+def _higher(one: float | None, other: float | None) -> float | None:
+    return max((rate for rate in (one, other) if rate is not None), default=None)
+
+
+def compute_seconds(flops: Mapping[str, int], ceilings: Ceilings | None) -> float | None:
+    """Time the units need at their peaks, sum of FLOP / peak by unit; None if a peak is unknown."""
+    if ceilings is None:
+        return None
+    total = 0.0
+    for unit, count in flops.items():
+        peak = ceilings.peak(unit)
+        if count and not peak:
+            return None
+        total += count / peak if peak else 0.0
+    return total
+
+
+def memory_seconds(num_bytes: int, working_set: float, ceilings: Ceilings | None) -> float | None:
+    """Time the memory needs at the bandwidth of the working set; None if unknown."""
+    bandwidth = ceilings.read_bandwidth(working_set) if ceilings else None
+    return num_bytes / bandwidth if bandwidth else None
+
+
+def efficiency(ideal: float | None, seconds: float) -> float | None:
+    """MFU (`ideal` from `compute_seconds`) or MBU (from `memory_seconds`): ideal / seconds.
+
+    Above 1 means that a count or a ceiling is wrong; it is never clamped. None is unknown.
+    """
+    return None if ideal is None or seconds <= 0 else ideal / seconds
+
+
+def bound(compute: float | None, memory: float | None, seconds: float) -> str:
+    """What held a phase back: "compute", "memory", "overhead" (neither explains half of the time), "unknown"."""
+    if compute is None or memory is None or seconds <= 0:
+        return "unknown"
+    if max(compute, memory) < EXPLAINED * seconds:
+        return "overhead"
+    return "compute" if compute >= memory else "memory"
+
+
+@functools.cache
+def processor_name() -> str:
+    """Name, family, model and number of this machine's processors; virtual machines often hide the marketing name."""
+    facts: dict[str, str] = {}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+            if not line.strip():
+                break
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    numbers = ", ".join(f"{key} {facts[key]}" for key in ("cpu family", "model", "stepping") if key in facts)
+    return f"{name} ({numbers})" if numbers else name
+
+
+def _path(threads: int, isa: str) -> Path:
+    key = f"{VERSION}|{processor_name()}|{os.cpu_count()}|{threads}|{isa}"
+    return cache_root() / "ceilings" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def load_ceilings(threads: int, isa: str) -> Ceilings | None:
+    """The kept ceilings, or None when they were never measured or the file is not readable as such."""
+    try:
+        found = json.loads(_path(threads, isa).read_bytes())
+        found["bandwidth"] = tuple((int(size), float(rate)) for size, rate in found["bandwidth"])
+        return Ceilings(**found)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def save_ceilings(ceilings: Ceilings) -> None:
+    """Keep ceilings for later runs.
+
+    Raises:
+        OSError: no space or no right to write; a caller can go on without.
+    """
+    data = json.dumps(asdict(ceilings), indent=1).encode()
+    write_atomically(_path(ceilings.threads, ceilings.isa), data)

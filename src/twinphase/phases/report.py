@@ -1,0 +1,172 @@
+"""What a user reads at the end of an answer, as data: one row a phase, and rows for the rest of the wall time.
+
+The shares of all rows sum to 1 by construction: what nothing names is `unattributed`. Drawing is the terminal's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from twinphase.phases.cost import ModelShape
+from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
+from twinphase.phases.timeline import IntervalKind, PhaseTotals, RequestTimeline
+
+__all__ = ["FORMULAS", "PhaseRow", "Report", "RestRow", "Units", "report"]
+
+FORMULAS = {
+    "MFU": "sum over units of FLOP / measured peak, divided by the time",
+    "MBU": "weights once a step + KV read and written, over the time x bandwidth measured for that working set",
+}
+
+
+@dataclass(frozen=True)
+class Units:
+    """Which arithmetic unit does what: "int8", "float32" or "bfloat16"."""
+
+    linear: str
+    scores: str  # queries by keys
+    values: str  # probabilities by values; as many FLOP as the scores
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """One phase of one request.
+
+    Attributes:
+        name: "prefill" or "decode".
+        tokens: tokens computed in this phase. The first output token comes out of prefill.
+        cached_tokens: prompt tokens that were in the KV cache already.
+        seconds: wall time of the phase.
+        share: of the report's wall time.
+        tokens_per_second: None without tokens.
+        metric: "MFU" or "MBU", whose value is
+        efficiency: a fraction; above 1 is an error of the model or the ceiling; None is unknown.
+        other_efficiency: the other metric, for completeness.
+        working_set: bytes that a step goes through; chooses the bandwidth.
+        bound: "compute", "memory", "overhead" or "unknown".
+    """
+
+    name: str
+    tokens: int
+    cached_tokens: int
+    seconds: float
+    share: float
+    tokens_per_second: float | None
+    metric: str
+    efficiency: float | None
+    other_efficiency: float | None
+    working_set: int
+    bound: str
+
+
+@dataclass(frozen=True)
+class RestRow:
+    """Time that is neither phase."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where the wall time of one request went."""
+
+    wall_seconds: float
+    phases: tuple[PhaseRow, PhaseRow]
+    rest: tuple[RestRow, ...]
+    ttft: float | None
+    tpot: float | None
+
+    @property
+    def over_ceiling(self) -> bool:
+        """True when a phase seems faster than the machine, so a count or a ceiling is wrong."""
+        values = [e for row in self.phases for e in (row.efficiency, row.other_efficiency) if e is not None]
+        return any(value > 1 for value in values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with the formulas."""
+        return {**asdict(self), "formulas": FORMULAS}
+
+
+def _flops_by_unit(totals: PhaseTotals, num_logits: int, shape: ModelShape, units: Units) -> Mapping[str, int]:
+    """The phase's FLOP divided between the units of the linear layers and of attention's two products."""
+    linear = min(totals.flops, 2 * shape.linear_parameters * totals.tokens + 2 * shape.head_parameters * num_logits)
+    attention = totals.flops - linear
+    parts = ((units.linear, linear), (units.scores, attention // 2), (units.values, attention - attention // 2))
+    flops: dict[str, int] = {}
+    for unit, count in parts:
+        flops[unit] = flops.get(unit, 0) + count
+    return flops
+
+
+def _phase_row(
+    name: str,
+    totals: PhaseTotals,
+    seconds: float,
+    wall: float,
+    flops: Mapping[str, int],
+    cached: int,
+    ceilings: Ceilings | None,
+) -> PhaseRow:
+    working_set = totals.bytes // totals.steps if totals.steps else 0
+    compute = compute_seconds(flops, ceilings) if totals.steps else None
+    memory = memory_seconds(totals.bytes, working_set, ceilings)
+    mfu, mbu = efficiency(compute, seconds), efficiency(memory, seconds)
+    first, second = ("MFU", mfu), ("MBU", mbu)
+    (metric, value), (_, other) = (first, second) if name == "prefill" else (second, first)
+    return PhaseRow(
+        name=name,
+        tokens=totals.tokens,
+        cached_tokens=cached,
+        seconds=seconds,
+        share=seconds / wall if wall > 0 else 0.0,
+        tokens_per_second=totals.tokens / seconds if totals.tokens and seconds > 0 else None,
+        metric=metric,
+        efficiency=value,
+        other_efficiency=other,
+        working_set=working_set,
+        bound=bound(compute, memory, seconds),
+    )
+
+
+def report(
+    timeline: RequestTimeline,
+    *,
+    shape: ModelShape,
+    units: Units,
+    ceilings: Ceilings | None,
+    wall_seconds: float,
+    before: Mapping[str, float] | None = None,
+    num_cached_tokens: int = 0,
+) -> Report:
+    """Divide the wall time of a request.
+
+    Args:
+        timeline: the request's.
+        shape: of the model that ran.
+        units: which units did the arithmetic.
+        ceilings: of this machine, None if not measured yet.
+        wall_seconds: everything that is to be explained, `before` and the timeline included.
+        before: seconds by name of what came before the request, such as starting Python and loading the model.
+        num_cached_tokens: prompt tokens that needed no prefill.
+    """
+    own = {IntervalKind.PREFILL, IntervalKind.DECODE, IntervalKind.UNATTRIBUTED}
+    prefill_seconds, decode_seconds = timeline.seconds(IntervalKind.PREFILL), timeline.seconds(IntervalKind.DECODE)
+    named = list((before or {}).items())
+    named += [(kind.value, timeline.seconds(kind)) for kind in IntervalKind if kind not in own]
+    rest = [(name, seconds) for name, seconds in named if seconds > 0]
+    rest.append(("unattributed", wall_seconds - prefill_seconds - decode_seconds - sum(s for _, s in rest)))
+    prefill_logits = min(1, len(timeline.token_times))
+    prefill_flops = _flops_by_unit(timeline.prefill, prefill_logits, shape, units)
+    decode_flops = _flops_by_unit(timeline.decode, timeline.decode.tokens, shape, units)
+    phases = (
+        _phase_row(
+            "prefill", timeline.prefill, prefill_seconds, wall_seconds, prefill_flops, num_cached_tokens, ceilings
+        ),
+        _phase_row("decode", timeline.decode, decode_seconds, wall_seconds, decode_flops, 0, ceilings),
+    )
+    rows = tuple(RestRow(name, seconds, seconds / wall_seconds if wall_seconds > 0 else 0.0) for name, seconds in rest)
+    return Report(wall_seconds, phases, rows, timeline.ttft, timeline.tpot)

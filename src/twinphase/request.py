@@ -1,0 +1,153 @@
+"""What a user asks for (`SamplingParams`) and the state of one request (`Request`) on its way through the engine.
+
+Holds ids and numbers only: no text, no arrays, no engine.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from twinphase.errors import InvalidRequestError
+
+__all__ = ["FinishReason", "Request", "RequestStatus", "SamplingParams"]
+
+MAX_LOGPROBS = 20
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(str, enum.Enum):
+    """Why a request finished, in the words of OpenAI's API (abort and error are ours, as in vLLM)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+def _reject(name: str, value: object, allowed: str) -> None:
+    raise InvalidRequestError(f"{name} is {value!r}, which is not allowed.", f"Use {allowed}.")
+
+
+def _check_number(name: str, value: float, low: float, high: float, allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        _reject(name, value, allowed)
+    if not low <= value <= high:
+        _reject(name, value, allowed)
+
+
+def _check_int(name: str, value: int, low: int, allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        _reject(name, value, allowed)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens; the field names and defaults are vLLM's.
+
+    Raises:
+        InvalidRequestError: a value out of its range (NaN and infinity included).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, 100.0, "0 (greedy) to 100")
+        _check_number("top_p", self.top_p, 1e-9, 1.0, "a value above 0, at most 1")
+        _check_number("min_p", self.min_p, 0.0, 1.0, "0 to 1")
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 100.0, "a value above 0 (1 is none)")
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "-2 to 2")
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "-2 to 2")
+        _check_int("top_k", self.top_k, -1, "0 or -1 for all tokens, or a positive integer")
+        _check_int("min_tokens", self.min_tokens, 0, "0 or a positive integer")
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, "a positive integer, or none for the rest of the context")
+            if self.min_tokens > self.max_tokens:
+                _reject("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, "a non-negative integer")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, f"0 to {MAX_LOGPROBS}")
+            if self.logprobs > MAX_LOGPROBS:
+                _reject("logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}")
+        _check_int("n", self.n, 1, "a positive integer")
+        for token_id in self.stop_token_ids or ():
+            _check_int("stop_token_ids", token_id, 0, "non-negative token ids")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias", token_id, 0, "non-negative token ids as keys")
+            _check_number("logit_bias", bias, -100.0, 100.0, "biases from -100 to 100")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                _reject("stop", text, "non-empty strings")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whatever shape it was given in."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass
+class Request:
+    """One request and how far it has come.
+
+    `num_computed_tokens` is the one arithmetic of the engine: tokens of prompt + output whose KV is in the cache.
+    Chunks, prefix hits, preemption and speculation all are ways of advancing it.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float = field(default_factory=time.perf_counter)  # seconds, monotonic
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt + output."""
+        num_prompt = len(self.prompt_token_ids)
+        if stop <= num_prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]

@@ -1,0 +1,125 @@
+"""Chooses the next token of each request whose logits a step computed.
+
+Works on host logits, one row at a time, and holds no state: what a request draws depends on its own row, its own
+tokens, its seed and the position, never on the batch. Not for stopping (scheduler) nor for text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.batch import Batch, ScheduledRequest, StepOutput, TokenLogprobs
+from twinphase.request import SamplingParams
+from twinphase.sampling.logits import candidates, log_normalizer, process, threshold
+from twinphase.sampling.rng import uniform
+
+__all__ = ["NON_FINITE_LOGITS", "NonFiniteLogitsError", "draw", "sample", "sample_row", "token_logprobs"]
+
+F32 = NDArray[np.float32]
+
+NON_FINITE_LOGITS = "The model's logits were not finite (NaN or infinite), so no token could be chosen."
+_GREEDY_BELOW = 1e-5  # as vLLM: colder than this is greedy, and the division below stays in range
+_DRAW_BLOCK = 256
+
+
+class NonFiniteLogitsError(ArithmeticError):
+    """A row of logits has no finite maximum; it fails its own request only."""
+
+
+def sample(logits: F32, batch: Batch, eos_token_ids: Collection[int]) -> StepOutput:
+    """Sample each request of `batch` that wants a token.
+
+    Args:
+        logits: float32 [num_logits, vocab_size], rows in the batch's order; read, never written.
+        batch: the step.
+        eos_token_ids: tokens that `min_tokens` holds back.
+
+    Returns:
+        One token a sampling request. A request whose logits are not finite is missing: it alone fails.
+    """
+    output = StepOutput()
+    rows = (share for share in batch.scheduled if share.samples)
+    for row, share in zip(logits, rows, strict=True):
+        try:
+            token_id = sample_row(row, share, eos_token_ids)
+        except NonFiniteLogitsError:
+            continue
+        output.token_ids[share.request_id] = [token_id]
+        if share.sampling_params.logprobs is not None:
+            output.logprobs[share.request_id] = [token_logprobs(row, token_id, share.sampling_params.logprobs)]
+    return output
+
+
+def sample_row(logits: F32, share: ScheduledRequest, eos_token_ids: Collection[int]) -> int:
+    """The next token of one request; ties of the greedy choice go to the lowest id.
+
+    Raises:
+        NonFiniteLogitsError: the largest logit is NaN or infinite, before or after processing.
+    """
+    params = share.sampling_params
+    best = _argmax(logits)
+    processed = process(logits, params, share.prompt_token_ids, share.output_token_ids, eos_token_ids)
+    if processed is not logits:
+        best = _argmax(processed)
+    if params.temperature < _GREEDY_BELOW:
+        return best
+    return draw(processed, params, share.num_computed_tokens + share.num_scheduled_tokens)
+
+
+def draw(logits: F32, params: SamplingParams, position: int) -> int:
+    """Draw the token at `position` from processed logits, by inversion of the cumulative distribution in id order.
+
+    `params.seed` must be set: the engine gives requests without a seed one of their own.
+    """
+    if params.seed is None:
+        raise ValueError("a random draw needs a seed")
+    ids, weights = candidates(logits, params)
+    index = _invert(weights, uniform(params.seed, position))
+    return index if ids is None else int(ids[index])
+
+
+def token_logprobs(logits: F32, token_id: int, num_top: int) -> TokenLogprobs:
+    """Log probabilities of raw logits: the sampled token's with its rank, and the `num_top` most likely tokens'.
+
+    The rank counts the tokens at least as likely, as vLLM does. Ties among the top are in order of id.
+    """
+    normalizer = log_normalizer(logits)
+    value = logits[token_id]
+    top: list[tuple[int, float]] = []
+    if num_top:
+        num_top = min(num_top, len(logits))
+        nats = logits - logits.max()
+        ids = np.flatnonzero(nats >= np.float32(threshold(nats, None, num_top)))
+        ids = ids[np.lexsort((ids, -logits[ids]))][:num_top]
+        top = [(int(i), float(logits[i]) - normalizer) for i in ids]
+    return TokenLogprobs(token_id, float(value) - normalizer, int(np.count_nonzero(logits >= value)), top)
+
+
+def _argmax(logits: F32) -> int:
+    best = int(logits.argmax())  # the position of the first NaN, if there is one
+    if not math.isfinite(logits[best]):
+        raise NonFiniteLogitsError(NON_FINITE_LOGITS)
+    return best
+
+
+def _invert(weights: F32, u: float) -> int:
+    """The index i where the cumulative weight first exceeds `u` times the total; never one of zero weight.
+
+    Two levels, since the cumulative sum of a whole vocabulary is the slowest part of a draw.
+    """
+    starts = np.arange(0, len(weights), _DRAW_BLOCK)
+    edges = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    target = u * edges[-1]
+    block = min(int(np.searchsorted(edges, target, side="right")), len(edges) - 1)
+    begin = block * _DRAW_BLOCK
+    within = np.cumsum(weights[begin : begin + _DRAW_BLOCK], dtype=np.float64)
+    if block:
+        target -= edges[block - 1]
+    index = begin + int(np.searchsorted(within, target, side="right"))
+    if index >= min(begin + _DRAW_BLOCK, len(weights)):  # rounding put the target on the block's end
+        index = int(np.flatnonzero(weights[: begin + _DRAW_BLOCK])[-1])
+    return index

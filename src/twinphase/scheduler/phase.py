@@ -1,0 +1,33 @@
+"""The phase of a request, derived in this one place, and a request's share of a step."""
+
+from __future__ import annotations
+
+from twinphase.batch import Phase, ScheduledRequest
+from twinphase.request import Request
+
+__all__ = ["give_tokens", "phase_of"]
+
+
+def phase_of(request: Request) -> Phase:
+    """DECODE when the uncomputed tail is one sampled token; else PREFILL, recomputed output included."""
+    tail_is_sampled = bool(request.output_token_ids)
+    return Phase.DECODE if tail_is_sampled and request.num_computed_tokens == request.num_tokens - 1 else Phase.PREFILL
+
+
+def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
+    """`request`'s share of a step: its next `num_tokens` uncomputed tokens, whose KV blocks it already has.
+
+    The request's lists are lent, not copied: the share is valid until the next commit.
+    """
+    start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+    return ScheduledRequest(
+        request_id=request.request_id,
+        phase=phase_of(request),
+        token_ids=request.token_ids(start, stop),
+        num_computed_tokens=start,
+        block_ids=request.block_ids,
+        samples=stop == request.num_tokens,
+        sampling_params=request.sampling_params,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+    )

@@ -1,0 +1,158 @@
+"""What a person sees: progress while a prompt is read, the phase lines, errors in one line.
+
+Draws what it is given and computes only how to say it. Answers go to stdout, everything here to stderr; colour and
+redrawn lines only where stderr is a terminal. Plain escape codes: importing a library for them would cost more time
+than reading a short prompt.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twinphase.errors import TwinphaseError
+    from twinphase.phases.report import PhaseRow, Report
+
+__all__ = ["Bar", "describe_bytes", "error_line", "model_line", "note", "percentages", "report_lines", "show_report"]
+
+BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
+BAR_WIDTH = 28
+REDRAW_SECONDS = 0.1
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def paint(text: str, *codes: str) -> str:
+    """Coloured text if stderr is a terminal that wants colour (https://no-color.org)."""
+    if not codes or not _is_terminal() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def note(text: str) -> None:
+    """A line that is not part of the answer."""
+    _write(paint(text, DIM) + "\n")
+
+
+def error_line(error: TwinphaseError) -> None:
+    """Cause and fix, in one line whatever they contain."""
+    cause, fix = (" ".join(part.split()) for part in (error.cause, error.fix))
+    _write(f"{paint('error:', BOLD, RED)} {cause}{' ' + fix if fix else ''}\n")
+
+
+class Bar:
+    """A progress bar with the time left, drawn only on terminals and only for work that takes a while.
+
+    The time left follows the pace of the last pieces, because the pace falls as a prompt gets longer.
+    """
+
+    def __init__(self, title: str, unit: str, patience: float = 0.3) -> None:
+        """Draw nothing yet.
+
+        Args:
+            title: what is being done.
+            unit: what is counted.
+            patience: seconds before the bar appears.
+        """
+        self._title, self._unit, self._patience = title, unit, patience
+        self._start = time.perf_counter()
+        self._last = (self._start, 0)
+        self._pace: float | None = None
+        self._drawn_at: float | None = None
+
+    def update(self, done: int, total: int) -> None:
+        """`done` of `total` are done."""
+        now = time.perf_counter()
+        then, before = self._last
+        if done > before:
+            pace = (now - then) / (done - before)
+            self._pace = pace if self._pace is None else (self._pace + pace) / 2
+            self._last = (now, done)
+        early = now - self._start < self._patience
+        fresh = self._drawn_at is not None and now - self._drawn_at < REDRAW_SECONDS
+        if not _is_terminal() or total <= 0 or early or (fresh and done < total):
+            return
+        self._drawn_at = now
+        filled = BAR_WIDTH * done // total
+        left = f"{self._pace * (total - done):.0f} s left" if self._pace is not None else ""
+        text = f"{self._title} {'━' * filled}{'─' * (BAR_WIDTH - filled)} {done:,}/{total:,} {self._unit}  {left}"
+        _write("\r\x1b[K" + paint(text[: shutil.get_terminal_size().columns - 1], DIM))
+
+    def clear(self) -> None:
+        """Take the bar away."""
+        if self._drawn_at is not None:
+            _write("\r\x1b[K")
+            self._drawn_at = None
+
+
+def percentages(shares: Sequence[float]) -> list[str]:
+    """Shares in per cent with one decimal that add up as the shares do (largest remainder)."""
+    exact = [share * 1000 for share in shares]
+    floors = [int(value // 1) for value in exact]
+    missing = round(sum(exact)) - sum(floors)
+    for index in sorted(range(len(exact)), key=lambda i: floors[i] - exact[i])[:missing]:
+        floors[index] += 1
+    return [f"{value / 10:.1f} %" for value in floors]
+
+
+def describe_bytes(count: float) -> str:
+    """A size in MB or GB."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def model_line(name: str, quantization: str, size: int) -> str:
+    """One line of `twinphase list`."""
+    return f"{name:<60} {quantization:<12} {describe_bytes(size):>9}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:,.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"
+
+
+def _efficiency(row: PhaseRow) -> str:
+    if row.efficiency is None:
+        return f"{row.metric} unknown"
+    text = f"{row.metric} {row.efficiency:.0%}".replace("%", " %")
+    if row.efficiency > 1:
+        return paint(f"{text} (above 100 %: a count or a ceiling is wrong)", YELLOW)
+    return text
+
+
+def _phase_line(row: PhaseRow, share: str) -> str:
+    tokens = f"{row.tokens:,} tokens" + (f" ({row.cached_tokens:,} cached)" if row.cached_tokens else "")
+    rate = f"{row.tokens_per_second:,.0f} tok/s" if row.tokens_per_second is not None else "-"
+    line = f"{tokens:<24} {_duration(row.seconds):>12} {rate:>14} {share:>8}  "
+    bound = {"overhead": "overhead-bound", "unknown": "bound unknown"}.get(row.bound, f"{row.bound}-bound")
+    working_set = f" ({describe_bytes(row.working_set)} a step)" if row.metric == "MBU" else ""
+    if not row.tokens:
+        return f"{paint(f'{row.name:<8}', BOLD)} {line.rstrip()}"
+    return f"{paint(f'{row.name:<8}', BOLD)} {line}{_efficiency(row)}{working_set}, {bound}"
+
+
+def report_lines(report: Report) -> list[str]:
+    """One line a phase, and one for the rest of the wall time; the printed shares add up to 100.0 %."""
+    shares = percentages([row.share for row in report.phases] + [row.share for row in report.rest])
+    lines = [_phase_line(row, share) for row, share in zip(report.phases, shares, strict=False)]
+    pieces = [
+        f"{row.name} {_duration(row.seconds)} {share}"
+        for row, share in zip(report.rest, shares[len(report.phases) :], strict=True)
+        if share != "0.0 %" or row.name == "unattributed"
+    ]
+    return [*lines, f"{paint('rest    ', BOLD)} {', '.join(pieces)}; wall {_duration(report.wall_seconds)}"]
+
+
+def show_report(report: Report) -> None:
+    """Print the phase lines."""
+    _write("\n".join(report_lines(report)) + "\n")

@@ -1,0 +1,120 @@
+"""Messages to the one text that a chat model was trained on, by the template in its file.
+
+Templates are programs from whoever made the file; they run in `template_sandbox.py`. The conventions are those of
+Hugging Face. Not for encoding the text: encode it with `add_special_tokens=False`, for the template writes its own
+control tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from twinphase.errors import InvalidRequestError, UnsupportedModelError
+from twinphase.tokenizer.template_sandbox import ENVIRONMENT, budget
+
+if TYPE_CHECKING:
+    from twinphase.tokenizer.tokenizer import Tokenizer
+    from twinphase.weights.checkpoint import Checkpoint
+
+__all__ = ["CHATML", "ChatTemplate"]
+
+# What llama.cpp uses for a file without a template.
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Attributes:
+        source: the Jinja text.
+        is_fallback: True when the model file had no template and ChatML stands in.
+    """
+
+    def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
+        """Compiles a template.
+
+        Args:
+            source: Jinja text, or None for ChatML.
+            bos_token: what `bos_token` means in it.
+            eos_token: what `eos_token` means in it.
+
+        Raises:
+            UnsupportedModelError: text that is not a valid template, or uses what is not allowed.
+        """
+        self.is_fallback = source is None
+        self.source = CHATML if source is None else source
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            # Constant expressions are evaluated while compiling.
+            with budget(0):
+                self._template = ENVIRONMENT.from_string(self.source)
+        except (jinja2.TemplateError, RecursionError, MemoryError, ValueError, SyntaxError) as error:
+            raise UnsupportedModelError(
+                f"The model's chat template is not valid: {_one_line(error)}.", "Use the model without its template."
+            ) from None
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template of a model file; ChatML, as in llama.cpp, when it has none.
+
+        Raises:
+            UnsupportedModelError: a template that is not valid.
+        """
+        source = checkpoint.metadata.get("tokenizer.chat_template")
+        if source is not None and not isinstance(source, str):
+            raise UnsupportedModelError("The model's chat template is not text.", "Use the model without its template.")
+        return cls(source or None, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Writes messages in the model's format.
+
+        Args:
+            messages: each with "role" and "content", as in OpenAI's API.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            tools: function descriptions, if the template knows tools.
+            variables: further names the template may use.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, fails on them, or exceeds its budget.
+        """
+        given = {**self._tokens, **variables, "messages": messages, "tools": tools}
+        given["add_generation_prompt"] = add_generation_prompt
+        try:
+            with budget(len(str(messages)) + len(str(tools))) as limit:
+                return _join(self._template.generate(given), limit)
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(
+                f"The chat template rejects the messages: {_one_line(error)}.", "Change the messages."
+            ) from None
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            # A template is code, and fails like code: on content that is no text, or a role it does not expect.
+            raise InvalidRequestError(
+                f"The chat template fails on the messages: {_one_line(error)}.", "Check roles and contents."
+            ) from None
+
+
+def _join(pieces: Any, limit: int) -> str:
+    parts, length = [], 0
+    for piece in pieces:
+        length += len(piece)
+        if length > limit:
+            raise jinja2.TemplateRuntimeError(f"its output exceeds {limit} characters")
+        parts.append(piece)
+    return "".join(parts)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__

@@ -1,0 +1,76 @@
+r"""How text is split into words before byte-pair merging, by the name a GGUF file gives (`tokenizer.ggml.pre`).
+
+Only the table. A name that is not here is refused, because a wrong split gives plausible, wrong ids. The patterns are
+those of the models' own tokenizers (Oniguruma syntax); patterns of one entry apply one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["PRE_TOKENIZERS", "PreTokenizer"]
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# Words broken where lower case turns into upper case: endings (contractions), then digits.
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}"
+)
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """One way to split.
+
+    Attributes:
+        patterns: each splits what the ones before it left, keeping matches and gaps as words of their own.
+        ignore_merges: a word that is a token stays whole, whatever the merges say.
+        add_bos: texts begin with the BOS token unless the file says otherwise.
+        nfc: text is brought to Unicode's composed form first.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    nfc: bool = False
+
+
+_BY_DIGIT = PreTokenizer((r"\p{N}", _GPT2))
+_LLAMA3 = PreTokenizer((_WORDS % r"\p{N}{1,3}",), ignore_merges=True, add_bos=True)
+_DBRX = PreTokenizer(_LLAMA3.patterns)
+_QWEN2 = PreTokenizer((_WORDS % r"\p{N}",), nfc=True)
+_PLAIN = PreTokenizer((_GPT2,))
+_GPT4O = PreTokenizer((_CASED % (f"{_CONTRACTION}?", f"{_CONTRACTION}?", r"\p{N}{1,3}"),))
+_TEKKEN = PreTokenizer((_CASED % ("", "", r"\p{N}"),), ignore_merges=True, add_bos=True)
+_DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "default": _DEFAULT,
+    "gpt-2": _PLAIN,
+    "phi-2": _PLAIN,
+    "exaone4": _PLAIN,
+    "smollm": _BY_DIGIT,
+    "starcoder": _BY_DIGIT,
+    "refact": _BY_DIGIT,
+    "command-r": _BY_DIGIT,
+    "codeshell": _BY_DIGIT,
+    "minerva-7b": _BY_DIGIT,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "dbrx": _DBRX,
+    "smaug-bpe": _DBRX,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "megrez": _QWEN2,
+    "gpt-4o": _GPT4O,
+    "llama4": _GPT4O,
+    "tekken": _TEKKEN,
+}

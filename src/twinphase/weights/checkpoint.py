@@ -1,0 +1,66 @@
+"""A model file opened for reading: metadata, and tensors as raw bytes in the file's own precision.
+
+Format-neutral words only; `gguf.py` fills them. Not for packing (backends do that) nor for tensor names (names.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Checkpoint", "TensorInfo"]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: name in the file.
+        shape: row-major, for a matrix (outputs, inputs).
+        type: storage type by GGUF's name: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K.
+        offset: bytes from the start of the file.
+        nbytes: size in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open model file.
+
+    Attributes:
+        path: the file.
+        architecture: e.g. "llama".
+        metadata: hyper-parameters by GGUF key (strings, numbers, short lists; never the vocabulary).
+        tensors: by name.
+        data: the whole file, memory-mapped, uint8 [file size].
+        fingerprint: hex digest naming this file's content for caches.
+        cache_dir: folder for what is derived from this very file (the built tokenizer); None if none can be written.
+        vocabulary: reads the long arrays that `metadata` leaves out, by GGUF key; slow, so called only to build a
+            tokenizer that is not cached yet.
+    """
+
+    path: Path
+    architecture: str
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    data: NDArray[np.uint8]
+    fingerprint: str
+    cache_dir: Path | None = None
+    vocabulary: Callable[[], Mapping[str, Any]] = dict
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The tensor's bytes as stored, uint8 [nbytes], a view into the mapped file."""
+        info = self.tensors[name]
+        return self.data[info.offset : info.offset + info.nbytes]

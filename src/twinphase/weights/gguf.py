@@ -1,0 +1,191 @@
+"""Opens a GGUF file as a `Checkpoint`: mapped, checked once, and remembered.
+
+The first open reads the whole header (`gguf_header.py`) and keeps what the engine needs of it, without the vocabulary,
+in a small index in the user's cache. Later opens of the same file (path, size and modification time) read only the
+index, which takes milliseconds. Nothing here writes to the model file, and a cache that cannot be written costs time,
+never the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.errors import CheckpointError, ModelNotFoundError
+from twinphase.weights.checkpoint import Checkpoint, TensorInfo
+from twinphase.weights.gguf_header import Header, read_header
+from twinphase.weights.quant import FORMATS
+from twinphase.weights.storage import cache_root, write_atomically
+
+__all__ = ["last_used", "open_gguf", "quantization_name"]
+
+_INDEX_VERSION = 1
+_SAMPLE_BYTES = 1024
+_MIN_BYTES = 24  # magic, version and two counts
+# general.file_type, for the mixtures whose name says more than their commonest tensor type.
+_FILE_TYPES = {14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M"}
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The part of a header that every run needs."""
+
+    size: int
+    mtime_ns: int
+    fingerprint: str
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+
+def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
+    """Opens a model file.
+
+    Args:
+        path: a GGUF file.
+        mark_used: remember this as a use of the model (`last_used`); False to look at it only.
+
+    Returns:
+        The checkpoint, its tensors mapped and not yet read from disk.
+
+    Raises:
+        ModelNotFoundError: no such file, or a directory.
+        CheckpointError: a file that is not GGUF, is damaged or truncated, or cannot be read.
+        UnsupportedModelError: a tensor type that twinphase does not read, named with the tensor.
+    """
+    path = Path(path)
+    buffer, stat = _map_file(path)
+    folder = _index_folder(path)
+    index = _load_index(folder, stat)
+    cache_dir: Path | None = folder
+    if index is None:
+        index = _build_index(buffer, stat, path)
+        cache_dir = folder if _store_index(folder, index) else None
+    if mark_used:
+        with contextlib.suppress(OSError):
+            (folder / "used").touch()
+    architecture = index.metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise CheckpointError(f"{path} does not name its architecture.", "Convert the model again.")
+    return Checkpoint(
+        path=path,
+        architecture=architecture,
+        metadata=index.metadata,
+        tensors=index.tensors,
+        data=_as_array(buffer),
+        fingerprint=index.fingerprint,
+        cache_dir=cache_dir,
+        vocabulary=lambda: read_header(buffer, str(path)).arrays,
+    )
+
+
+def quantization_name(checkpoint: Checkpoint) -> str:
+    """The quantization by the name users know: a mixture's, or the type that most of the bytes have."""
+    file_type = checkpoint.metadata.get("general.file_type")
+    if file_type in _FILE_TYPES:
+        return _FILE_TYPES[file_type]
+    nbytes = dict.fromkeys(FORMATS, 0)
+    for tensor in checkpoint.tensors.values():
+        nbytes[tensor.type] += tensor.nbytes
+    return max(nbytes, key=lambda name: nbytes[name])
+
+
+def last_used(path: Path) -> float | None:
+    """When the file was last opened, seconds since the epoch, or None if it never was (or nothing is kept)."""
+    try:
+        return (_index_folder(path) / "used").stat().st_mtime
+    except OSError:
+        return None
+
+
+def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
+    """The file, mapped read-only, and its state at that moment."""
+    try:
+        with open(path, "rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_size < _MIN_BYTES:
+                raise CheckpointError(
+                    f"{path} is too short for a GGUF file ({stat.st_size} bytes).", "Fetch the file again."
+                )
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), stat
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"There is no file {path}.", "Check the path, or pull the model first.") from None
+    except IsADirectoryError:
+        raise ModelNotFoundError(f"{path} is a directory.", "Give the .gguf file in it.") from None
+    except (OSError, ValueError) as error:
+        # ValueError: a path with a null byte, or something that cannot be mapped.
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path} cannot be read: {reason}.", "Check the file and its rights.") from None
+
+
+def _as_array(buffer: mmap.mmap) -> NDArray[np.uint8]:
+    # Not numpy.memmap: slices of that subclass cost several times those of a plain array.
+    return np.frombuffer(buffer, dtype=np.uint8)
+
+
+def _index_folder(path: Path) -> Path:
+    key = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
+    return cache_root() / "index" / key
+
+
+def _build_index(buffer: mmap.mmap, stat: os.stat_result, path: Path) -> _Index:
+    header = read_header(buffer, str(path))
+    return _Index(stat.st_size, stat.st_mtime_ns, _fingerprint(buffer, header), header.metadata, header.tensors)
+
+
+def _fingerprint(buffer: mmap.mmap, header: Header) -> str:
+    """SHA-256 over the file's size (8 bytes, little endian), its header, and 1 KiB from the middle of every tensor.
+
+    Not over every byte, which takes seconds for a large model: two files can only share a fingerprint if they agree in
+    every hyper-parameter and token, and in the middle of every tensor. Training or quantizing anew changes all of them.
+    """
+    digest = hashlib.sha256(len(buffer).to_bytes(8, "little"))
+    digest.update(buffer[: header.data_start])
+    for tensor in header.tensors.values():
+        start = tensor.offset + max(0, tensor.nbytes - _SAMPLE_BYTES) // 2
+        digest.update(buffer[start : start + min(_SAMPLE_BYTES, tensor.nbytes)])
+    return digest.hexdigest()
+
+
+def _load_index(folder: Path, stat: os.stat_result) -> _Index | None:
+    """The remembered index, or None when there is none, it is of another state of the file, or it is damaged."""
+    try:
+        stored = json.loads((folder / "index.json").read_bytes())
+        if (stored["version"], stored["size"], stored["mtime_ns"]) != (_INDEX_VERSION, stat.st_size, stat.st_mtime_ns):
+            return None
+        tensors = {}
+        for name, shape, type_name, offset, nbytes in stored["tensors"]:
+            if type_name not in FORMATS or offset < 0 or nbytes < 0 or offset + nbytes > stat.st_size:
+                return None
+            tensors[name] = TensorInfo(name, tuple(shape), type_name, offset, nbytes)
+        metadata, fingerprint = stored["metadata"], stored["fingerprint"]
+        if not isinstance(metadata, dict) or not isinstance(fingerprint, str):
+            return None
+        return _Index(stat.st_size, stat.st_mtime_ns, fingerprint, metadata, tensors)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _store_index(folder: Path, index: _Index) -> bool:
+    """Remembers the index; False if the cache cannot be written."""
+    stored = asdict(index)
+    stored["version"] = _INDEX_VERSION
+    stored["tensors"] = [(t.name, t.shape, t.type, t.offset, t.nbytes) for t in index.tensors.values()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # What was derived from the file's former content.
+        for old in folder.iterdir():
+            old.unlink(missing_ok=True)
+        write_atomically(folder / "index.json", json.dumps(stored).encode())
+    except OSError:
+        return False
+    return True

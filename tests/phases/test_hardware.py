@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinphase.phases.hardware import (
+    Ceilings,
+    bound,
+    compute_seconds,
+    efficiency,
+    load_ceilings,
+    memory_seconds,
+    processor_name,
+    save_ceilings,
+)
+
+MIB = 1 << 20
+CEILINGS = Ceilings(
+    processor="a processor",
+    threads=2,
+    isa="generic",
+    bandwidth=((MIB, 200e9), (16 * MIB, 100e9), (64 * MIB, 40e9)),
+    int8_ops=900e9,
+    float32_flops=200e9,
+    bfloat16_flops=None,
+)
+
+
+def test_bandwidth_meets_the_measurements_and_ends_flat() -> None:
+    for size, rate in CEILINGS.bandwidth:
+        assert CEILINGS.read_bandwidth(size) == pytest.approx(rate)
+    assert CEILINGS.read_bandwidth(1) == pytest.approx(200e9)
+    assert CEILINGS.read_bandwidth(1 << 40) == pytest.approx(40e9)
+
+
+@given(st.floats(min_value=1, max_value=1e12), st.floats(min_value=1, max_value=1e12))
+def test_bandwidth_never_rises_with_the_working_set(a: float, b: float) -> None:
+    small, large = CEILINGS.read_bandwidth(min(a, b)), CEILINGS.read_bandwidth(max(a, b))
+    assert small is not None and large is not None
+    assert small >= large * (1 - 1e-9)
+
+
+def test_unknown_stays_unknown() -> None:
+    nothing = replace(CEILINGS, bandwidth=(), int8_ops=None)
+    assert nothing.read_bandwidth(MIB) is None
+    assert CEILINGS.read_bandwidth(0) is None
+    assert compute_seconds({"int8": 1}, nothing) is None
+    assert compute_seconds({"int8": 1}, None) is None
+    assert compute_seconds({"bfloat16": 1}, CEILINGS) is None
+    assert compute_seconds({"no such unit": 1}, CEILINGS) is None
+    assert memory_seconds(1, MIB, None) is None
+    assert efficiency(None, 1.0) is None
+    assert efficiency(1.0, 0.0) is None
+    assert bound(None, 1.0, 2.0) == bound(1.0, None, 2.0) == bound(1.0, 1.0, 0.0) == "unknown"
+
+
+def test_units_without_work_need_no_ceiling() -> None:
+    assert compute_seconds({"int8": 900, "bfloat16": 0}, CEILINGS) == pytest.approx(1e-9)
+
+
+def test_units_add_up_in_time_not_in_rate() -> None:
+    assert compute_seconds({"int8": int(900e9), "float32": int(200e9)}, CEILINGS) == pytest.approx(2.0)
+
+
+def test_efficiency_is_never_clamped() -> None:
+    assert efficiency(3.0, 2.0) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("compute", "memory", "expected"),
+    [(0.6, 0.1, "compute"), (0.1, 0.6, "memory"), (0.4, 0.4, "overhead"), (0.5, 0.5, "compute"), (0.1, 1.2, "memory")],
+)
+def test_bound(compute: float, memory: float, expected: str) -> None:
+    assert bound(compute, memory, 1.0) == expected
+
+
+def test_merging_keeps_the_higher_of_each() -> None:
+    other = replace(CEILINGS, bandwidth=((MIB, 150e9), (64 * MIB, 50e9)), int8_ops=1e12, float32_flops=None)
+    merged = CEILINGS.merged(other)
+    assert merged.bandwidth == ((MIB, 200e9), (16 * MIB, 100e9), (64 * MIB, 50e9))
+    assert (merged.int8_ops, merged.float32_flops, merged.bfloat16_flops) == (1e12, 200e9, None)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_cache_round_trip(cache: Path) -> None:
+    assert load_ceilings(2, "generic") is None
+    save_ceilings(CEILINGS)
+    assert load_ceilings(2, "generic") == CEILINGS
+    assert load_ceilings(1, "generic") is None
+    assert load_ceilings(2, "avx2") is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "{}", '{"bandwidth": 3}', '{"bandwidth": [[1]]}', "\x00\xff"])
+def test_a_damaged_cache_file_is_as_good_as_none(cache: Path, content: str) -> None:
+    save_ceilings(CEILINGS)
+    (path,) = cache.rglob("*.json")
+    path.write_text(content, encoding="latin-1")
+    assert load_ceilings(2, "generic") is None
+
+
+def test_the_file_is_readable_by_people(cache: Path) -> None:
+    save_ceilings(CEILINGS)
+    (path,) = cache.rglob("*.json")
+    assert json.loads(path.read_text())["processor"] == "a processor"
+
+
+def test_processor_has_a_name() -> None:
+    assert processor_name()
+
+
+def test_reading_ceilings_imports_no_array_library() -> None:
+    code = "import sys, twinphase.phases.hardware; print(sorted({'numpy', 'numba', 'llvmlite'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,192 @@
+"""Tiny GGUF files with random weights, for tests that need a real file but no real model.
+
+The files are complete: the Llama family's hyper-parameters and tensor names, a byte-level BPE tokenizer and a ChatML
+template. A hidden size of 64 gives a file of some hundred kilobytes, written in milliseconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["CHAT_TEMPLATE", "CONTROL_TOKENS", "random_raw", "tiny_vocabulary", "write_tiny_gguf"]
+
+CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Merges build each of these words, so that texts get tokens of several characters.
+_WORDS = ("the", "hello", " the", " world", " and", "ing", "tion", " of", " to", " in")
+_K_QUANTS = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+
+
+def write_tiny_gguf(
+    path: str | Path,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 128,
+    vocab: int = 320,
+    context: int = 512,
+    tensor_type: str = "Q4_0",
+    embedding_type: str | None = None,
+    tied: bool = True,
+    seed: int = 0,
+    architecture: str = "llama",
+    rope_theta: float = 10000.0,
+    rms_norm_eps: float = 1e-5,
+    pre: str = "smollm",
+) -> Path:
+    """Writes a small random Llama-family model and returns its path.
+
+    Args:
+        path: file to write.
+        hidden: model width; K-quants need a multiple of 256 here and in `ffn`, the other block formats of 32.
+        layers: number of blocks.
+        heads: query heads; the head size is `hidden // heads`.
+        kv_heads: key and value heads.
+        ffn: width of the feed-forward layer.
+        vocab: number of tokens, at least 259 (bytes and three control tokens).
+        context: trained context length.
+        tensor_type: type of every matrix: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K.
+        embedding_type: type of token_embd and output, `tensor_type` if None.
+        tied: whether the output matrix is the embedding (no output.weight).
+        seed: of the weights.
+        architecture: GGUF architecture, also the prefix of the hyper-parameter keys.
+        rope_theta: base of the rotary embedding.
+        rms_norm_eps: epsilon of the norms.
+        pre: name of the pre-tokenizer.
+    """
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(context)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(rms_norm_eps)
+    writer.add_rope_freq_base(rope_theta)
+    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_vocab_size(vocab)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    _add_tokenizer(writer, vocab, pre)
+
+    kv = hidden // heads * kv_heads
+    matrices = {
+        "attn_q": (hidden, hidden),
+        "attn_k": (kv, hidden),
+        "attn_v": (kv, hidden),
+        "attn_output": (hidden, hidden),
+        "ffn_gate": (ffn, hidden),
+        "ffn_up": (ffn, hidden),
+        "ffn_down": (hidden, ffn),
+    }
+    _add_matrix(writer, rng, "token_embd.weight", (vocab, hidden), embedding_type or tensor_type)
+    for layer in range(layers):
+        for norm in ("attn_norm", "ffn_norm"):
+            _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden)
+        for name, shape in matrices.items():
+            _add_matrix(writer, rng, f"blk.{layer}.{name}.weight", shape, tensor_type)
+    _add_norm(writer, rng, "output_norm.weight", hidden)
+    if not tied:
+        _add_matrix(writer, rng, "output.weight", (vocab, hidden), embedding_type or tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
+
+
+def random_raw(rng: np.random.Generator, shape: tuple[int, int], tensor_type: str) -> NDArray[np.uint8]:
+    """Random weights of about 1/sqrt(K) in the given storage type, uint8 [N, bytes of a row]."""
+    if tensor_type in _K_QUANTS:
+        return _random_k_blocks(rng, shape, tensor_type)
+    values = rng.standard_normal(shape, dtype=np.float32) * np.float32(shape[1] ** -0.5)
+    packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType[tensor_type])
+    return np.ascontiguousarray(packed).view(np.uint8).reshape(shape[0], -1)
+
+
+def tiny_vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
+    """A byte-level BPE vocabulary: tokens, their GGUF types, and merges ("left right")."""
+    alphabet = _byte_characters()
+    tokens = [*CONTROL_TOKENS, *alphabet]
+    merges: list[str] = []
+    for word in _WORDS:
+        characters = [alphabet[byte] for byte in word.encode()]
+        for end in range(2, len(characters) + 1):
+            left, right = "".join(characters[: end - 1]), characters[end - 1]
+            if left + right not in tokens and len(tokens) < size:
+                tokens.append(left + right)
+                merges.append(f"{left} {right}")
+    if size < len(CONTROL_TOKENS) + len(alphabet):
+        raise ValueError(f"vocab {size} is too small for {len(alphabet)} bytes and the control tokens")
+    filler = [f"<|unused_{i}|>" for i in range(size - len(tokens))]
+    types = [gguf.TokenType.CONTROL] * len(CONTROL_TOKENS)
+    types += [gguf.TokenType.NORMAL] * (len(tokens) - len(types))
+    types += [gguf.TokenType.UNUSED] * len(filler)
+    return tokens + filler, [int(t) for t in types], merges
+
+
+def _byte_characters() -> list[str]:
+    """The printable stand-in of each byte that GPT-2's byte-level BPE uses."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int, pre: str) -> None:
+    tokens, types, merges = tiny_vocabulary(vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _add_norm(writer: gguf.GGUFWriter, rng: np.random.Generator, name: str, size: int) -> None:
+    writer.add_tensor(name, (1 + 0.1 * rng.standard_normal(size)).astype(np.float32))
+
+
+def _add_matrix(
+    writer: gguf.GGUFWriter, rng: np.random.Generator, name: str, shape: tuple[int, int], tensor_type: str
+) -> None:
+    raw = random_raw(rng, shape, tensor_type)
+    # GGUFWriter derives the shape in elements from F32 and F16 arrays, and from bytes for every other type.
+    native = {"F32": np.float32, "F16": np.float16}.get(tensor_type)
+    if native is not None:
+        writer.add_tensor(name, raw.view(native).reshape(shape))
+    else:
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[tensor_type])
+
+
+def _random_k_blocks(rng: np.random.Generator, shape: tuple[int, int], tensor_type: str) -> NDArray[np.uint8]:
+    """Random bytes are valid K-quant blocks once the float16 scales are sane; `gguf` cannot quantize to these types."""
+    rows, columns = shape
+    if columns % 256:
+        raise ValueError(f"{tensor_type} needs rows of a multiple of 256 values, got {columns}")
+    blocks = rng.integers(0, 256, (rows, columns // 256, _K_QUANTS[tensor_type]), dtype=np.uint8)
+    # Values are d*sc*q with sc up to 63 (Q4_K, Q5_K) or signed 8 bits (Q6_K): scale them down to about 1/sqrt(K).
+    spread = {"Q4_K": 31 * 7, "Q5_K": 31 * 15, "Q6_K": 64 * 18}[tensor_type]
+    d = np.float32(columns**-0.5 / spread) * rng.uniform(0.5, 1.5, (rows, columns // 256)).astype(np.float32)
+    if tensor_type == "Q6_K":
+        blocks[..., 208:210] = d.astype(np.float16)[..., None].view(np.uint8)
+    else:
+        blocks[..., 0:2] = d.astype(np.float16)[..., None].view(np.uint8)
+        # The minimum is subtracted: half the largest value centres the weights on zero.
+        half = d * np.float32({"Q4_K": 7.5, "Q5_K": 15.5}[tensor_type])
+        blocks[..., 2:4] = half.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
