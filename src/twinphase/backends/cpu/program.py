@@ -170,6 +170,7 @@ class Program:
         args: Sequence[int],
         reads: Sequence[int],
         writes: Sequence[tuple[int, int]],
+        weights: tuple[int, int] = (0, 0),
     ) -> None:
         """Append a command.
 
@@ -179,6 +180,7 @@ class Program:
             args: its arguments.
             reads: addresses of the memory it reads that some command writes.
             writes: (address, part) it writes; commands that write different parts of one memory may overlap.
+            weights: (address, bytes) it streams, for prefetching.
         """
         written = {address for address, _ in writes}
         busy = {address for address, _ in self._writes}
@@ -187,7 +189,7 @@ class Program:
             self._reads, self._writes = set(), set()
         self._reads |= set(reads)
         self._writes |= set(writes)
-        self.commands.append(Command(self.kernels[spec], tiles, sync, list(args)))
+        self.commands.append(Command(self.kernels[spec], tiles, sync, list(args), weights))
 
     def quantize(self, source: Memory) -> Memory:
         """The rows of `source` as int8 groups."""

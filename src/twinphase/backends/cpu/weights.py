@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,7 @@ class Part:
     strips: int
     groups: int  # of 32 inputs, or single inputs in a dense part
     column: int
+    strip_bytes: int
 
 
 @dataclass(frozen=True)
@@ -134,19 +135,19 @@ def load_matrix(
             groups = inputs
             _pack_dense(checkpoint, info, memory, strips)
         columns.append(column)
-        here = Part(info.type, memory.ctypes.data, strips, groups, column)
-        parts = _joined(parts, here, _strip_bytes(info))
+        here = Part(info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info))
+        parts = _joined(parts, here)
         column += padded(outputs)
     quantized = all(info.type in FORMATS for info in infos)
     sizes = tuple(info.shape[0] for info in infos)
     return Matrix(tuple(parts), tuple(columns), sizes, column, infos[0].shape[1], quantized), commands
 
 
-def _joined(parts: list[Part], new: Part, strip_bytes: int) -> list[Part]:
+def _joined(parts: list[Part], new: Part) -> list[Part]:
     """Parts with `new` added; strips that follow each other in memory and are of one type are one part."""
     last = parts[-1] if parts else None
-    if last and last.type == new.type and last.address + last.strips * strip_bytes == new.address:
-        return [*parts[:-1], Part(last.type, last.address, last.strips + new.strips, last.groups, last.column)]
+    if last and last.type == new.type and last.address + last.strips * last.strip_bytes == new.address:
+        return [*parts[:-1], replace(last, strips=last.strips + new.strips)]
     return [*parts, new]
 
 

@@ -40,6 +40,7 @@ from twinphase.backends.cpu.kv_layout import CELL, TILE, decode_rows, key_bytes,
 __all__ = ["attention_decode", "attention_merge", "attention_prefill"]
 
 MASKED = -1e30  # finite, so that a wholly masked tile merges with weight 0 instead of NaN
+AHEAD = 8  # cells of KV asked for in advance
 STATS = 8  # lanes of the vectors that hold a row block's maxima and sums
 
 
@@ -244,14 +245,25 @@ def _load_tile(isa: Isa, dim: int, at: dict[str, int]) -> Any:
     convert_keys, convert_values = _convert_keys(isa, dim), _convert_values(isa, dim)
     at_keys, at_scales, at_values = at["keys"], at["key_scales"], at["values"]
     cell_bytes, value_cell = key_bytes(dim), (2 if isa.bf16_dot else 4) * CELL * dim
+    prefetch = emitted(isa, 2, lambda e, address, line: e.prefetch(address, e.mul(line, 64)))
 
     @njit  # type: ignore[untyped-decorator]
-    def load(t: int, tokens: int, table: int, cells_per_block: int, kv_heads: int, kv_head: int, keys: int,
+    def place_of(cell: int, table: int, cells_per_block: int, first: int) -> int:
+        block = load_u32(table + 4 * (cell // cells_per_block))
+        return first + block * cells_per_block + cell % cells_per_block
+
+    @njit  # type: ignore[untyped-decorator]
+    def load(t: int, tokens: int, table: int, cells_per_block: int, cells: int, kv_head: int, keys: int,
              scales: int, values: int, scratch: int) -> None:  # fmt: skip
+        # The table is padded with block 0, so looking ahead is safe and at worst useless.
+        first = kv_head * cells
         for c in range((tokens + CELL - 1) // CELL):
             cell = t * (TILE // CELL) + c
-            block = load_u32(table + 4 * (cell // cells_per_block))
-            place = (block * cells_per_block + cell % cells_per_block) * kv_heads + kv_head
+            ahead = place_of(cell + AHEAD, table, cells_per_block, first)
+            for line in range(cell_bytes // 64):
+                prefetch(keys + ahead * cell_bytes, line)
+                prefetch(values + ahead * cell_bytes, line)
+            place = place_of(cell, table, cells_per_block, first)
             convert_keys(keys + place * cell_bytes, scales + place * 4 * CELL, scratch + at_keys + c * CELL * dim,
                          scratch + at_scales + 4 * CELL * c)  # fmt: skip
             convert_values(values + place * cell_bytes, scratch + at_values + c * value_cell)
@@ -277,7 +289,7 @@ def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Ca
     """One unit a tile: up to `query_tile_tokens` prompt tokens of one sequence and KV head.
 
     Arguments: units, int8 queries, their scales, their sums, keys, key scales and values of the layer, KV heads,
-    block tables (int32), their stride, cells a block, out. A unit is int32 [8]: sequence, KV head, first row, tokens,
+    block tables (int32), their stride, cells a block, cells in all, out. A unit is int32 [8]: sequence, KV head, first row, tokens,
     position of the first token.
     """
     dim, group, rows = int(head_dim), int(group_size), isa.attention_rows
@@ -315,7 +327,7 @@ def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Ca
             load_u32(unit), load_u32(unit + 4), load_u32(unit + 8), load_u32(unit + 12), load_u32(unit + 16))  # fmt: skip
         queries, query_scales, query_sums = load_i64(args + 8), load_i64(args + 16), load_i64(args + 24)
         keys, key_scales, values = load_i64(args + 32), load_i64(args + 40), load_i64(args + 48)
-        kv_heads, cells_per_block, out = load_i64(args + 56), load_i64(args + 80), load_i64(args + 88)
+        kv_heads, cells_per_block, cells, out = load_i64(args + 56), load_i64(args + 80), load_i64(args + 88), load_i64(args + 96)
         table = load_i64(args + 64) + sequence * load_i64(args + 72)
         count = tokens * group
         for r in range((count + rows - 1) // rows * rows):
@@ -330,7 +342,7 @@ def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Ca
                 store_f32(scratch + at_out + 4 * (r * dim + i), 0.0)
         for t in range((position + tokens - 1) // TILE + 1):
             seen = position + 1 - t * TILE
-            load_tile(t, min(TILE, seen + tokens - 1), table, cells_per_block, kv_heads, kv_head, keys, key_scales,
+            load_tile(t, min(TILE, seen + tokens - 1), table, cells_per_block, cells, kv_head, keys, key_scales,
                       values, scratch)  # fmt: skip
             for r in range(0, count, rows):
                 row_block(r, seen, group, tokens, scratch)
@@ -364,14 +376,15 @@ def attention_decode(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Cal
         sequence, kv_head, row, context = load_u32(unit), load_u32(unit + 4), load_u32(unit + 8), load_u32(unit + 12)
         queries, query_scales, query_sums = load_i64(args + 8), load_i64(args + 16), load_i64(args + 24)
         keys, key_scales, values = load_i64(args + 32), load_i64(args + 40), load_i64(args + 48)
-        kv_heads, cells_per_block, partials = load_i64(args + 56), load_i64(args + 80), load_i64(args + 88)
-        table, most_tiles = load_i64(args + 64) + sequence * load_i64(args + 72), load_i64(args + 96)
+        kv_heads, cells_per_block, cells = load_i64(args + 56), load_i64(args + 80), load_i64(args + 88)
+        partials = load_i64(args + 96)
+        table, most_tiles = load_i64(args + 64) + sequence * load_i64(args + 72), load_i64(args + 104)
         for r in range(padded):
             head = (row * kv_heads + kv_head) * group + min(r, group - 1)
             copy_query(r, head, queries, query_scales, query_sums, scratch)
         for t in range(load_u32(unit + 16), load_u32(unit + 20)):
             visible = min(TILE, context - t * TILE)
-            load_tile(t, visible, table, cells_per_block, kv_heads, kv_head, keys, key_scales, values, scratch)
+            load_tile(t, visible, table, cells_per_block, cells, kv_head, keys, key_scales, values, scratch)
             for r in range(0, padded, rows):
                 scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_keys,
                        scratch + at_key_scales, scratch + at_scores, (visible + chunk - 1) // chunk)  # fmt: skip

@@ -106,7 +106,7 @@ def rope_kv_write(isa: Isa, head_dim: str, rotary: str, interleaved: str) -> tup
     """One row a tile.
 
     Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV heads, keys,
-    scales and values of the layer, int8 queries, their scales, their sums, softmax scale bits.
+    scales and values of the layer, int8 queries, their scales, their sums, softmax scale bits, cells of the cache.
     """
     dim, turned = int(head_dim), int(rotary)
     query = _query(isa, dim, turned, interleaved == "1")
@@ -120,13 +120,13 @@ def rope_kv_write(isa: Isa, head_dim: str, rotary: str, interleaved: str) -> tup
         slot, heads, kv_heads = load_i64(load_i64(args + 56) + 8 * tile), load_i64(args + 64), load_i64(args + 72)
         keys, scales, values = load_i64(args + 80), load_i64(args + 88), load_i64(args + 96)
         data, query_scales, sums = load_i64(args + 104), load_i64(args + 112), load_i64(args + 120)
-        factor = load_i64(args + 128)
+        factor, cells = load_i64(args + 128), load_i64(args + 136)
         for head in range(heads):
             at = tile * heads + head
             query(q + tile * stride + head * dim * 4, cos, sin, data + at * dim, query_scales + 4 * at, sums + 4 * at,
                   factor)  # fmt: skip
         for head in range(kv_heads):
-            at = slot // 16 * kv_heads + head
+            at = head * cells + slot // 16
             here = tile * stride + head * dim * 4
             key(k + here, cos, sin, keys + at * cell_bytes, scales + at * 64, slot % 16)
             value(v + here, values + at * cell_bytes, slot % 16)

