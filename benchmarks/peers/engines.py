@@ -102,6 +102,8 @@ class Places:
 
     def absence(self, spec: EngineSpec) -> str | None:
         """Why an engine cannot run, or None when it can."""
+        if self.peers_dir is None and spec.is_peer:
+            return "no PEERS_DIR; see peers/setup.py"
         if self.python(spec) is None:
             return f"environment {spec.venv} is not installed"
         if self.model(spec) is None:

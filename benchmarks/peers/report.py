@@ -67,7 +67,9 @@ def fastest(table: Rates, point: str, peers: Iterable[str]) -> tuple[str, float]
 
 
 def ratios_table(table: Rates, own: Sequence[str], peers: Sequence[str], points: Sequence[str]) -> list[str]:
-    """One line a point: the fastest peer, and each twinphase over it."""
+    """One line a point: the fastest peer, and each twinphase over it; nothing where no peer was measured."""
+    if not any(fastest(table, point, peers) for point in points):
+        return []
     present = [name for name in own if name in table]
     lines = [_row(["point", "fastest peer", "tokens/s", *(f"{name} / fastest peer" for name in present)])]
     lines.append(_row(["---", "---", "---:", *["---:"] * len(present)]))

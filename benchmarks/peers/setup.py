@@ -147,11 +147,11 @@ def make_gguf(peers: Peers) -> None:
 
 
 def make_bf16(peers: Peers) -> None:
-    """The bf16 folder, the prompts, and the two OpenVINO and one ONNX conversions of it."""
+    """The bf16 folder, from which the others are converted, and the prompts."""
     model, tokens = peers.models / "smollm2-bf16", peers.models / "prompt_tokens.json"
     if not tokens.exists():
-        arguments = ["--gguf", gguf(peers, "q4_1"), "--model", model, "--tokens", tokens]
-        peers.run("prepare", [peers.python("hf"), HERE / "prepare.py", *arguments])
+        command: list[str | Path] = [peers.python("hf"), HERE / "prepare.py"]
+        peers.run("prepare", [*command, "--gguf", gguf(peers, "q4_1"), "--model", model, "--tokens", tokens])
 
 
 def make_openvino(peers: Peers) -> None:
@@ -161,14 +161,23 @@ def make_openvino(peers: Peers) -> None:
     formats = {"int4": ["--group-size", "64", "--ratio", "1.0"], "int8": []}
     for name, options in formats.items():
         if not (peers.models / f"ov-{name}" / "openvino_model.bin").exists():
-            command = [tool, "export", "openvino", *task, "--weight-format", name, *options, f"ov-{name}"]
+            command: list[str | Path] = [
+                tool,
+                "export",
+                "openvino",
+                *task,
+                "--weight-format",
+                name,
+                *options,
+                f"ov-{name}",
+            ]
             peers.run("ov-export", command)
 
 
 def make_ort(peers: Peers) -> None:
     """ONNX files with 4-bit weights and 8-bit arithmetic, the fastest the builder offers on a CPU."""
     if not (peers.models / "ort-int4" / "model.onnx").exists():
-        builder = [peers.python("ort-export"), "-m", "onnxruntime_genai.models.builder"]
+        builder: list[str | Path] = [peers.python("ort-export"), "-m", "onnxruntime_genai.models.builder"]
         options = ["-i", "smollm2-bf16", "-o", "ort-int4", "-p", "int4", "-e", "cpu"]
         peers.run("ort-export", [*builder, *options, "--extra_options", "int4_accuracy_level=4"])
 

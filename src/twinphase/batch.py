@@ -1,5 +1,6 @@
-"""What one step computes: `Batch(decodes, prefills)` in, `StepOutput` out. The only messages between the control
-plane (scheduler, cache) and the data plane (executor, backend).
+"""What one step computes: `Batch(decodes, prefills)` in, `StepOutput` out.
+
+The only messages between the control plane (scheduler, cache) and the data plane (executor, backend).
 """
 
 from __future__ import annotations

@@ -64,8 +64,9 @@ class ReferenceBackend:
 
     def rms_norm(self, x: F32, weight: F32, eps: float) -> F32:
         """x / sqrt(mean(x^2) + eps) * weight."""
-        mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
-        return x / np.sqrt(mean + np.float32(eps)) * weight
+        mean: F32 = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
+        root: F32 = np.sqrt(mean + np.float32(eps), dtype=np.float32)
+        return x / root * weight
 
     def linear(self, x: F32, weight: F32, residual: F32 | None = None) -> F32:
         """x @ weight.T + residual."""

@@ -120,7 +120,7 @@ class CpuBackend:
 
     def vector(self, checkpoint: Checkpoint, name: str) -> F32:
         """A float32 vector, padded with zeros to a multiple of 32."""
-        out = vector_of(checkpoint, name, padded(checkpoint.tensors[name].shape[0]))
+        out: F32 = vector_of(checkpoint, name, padded(checkpoint.tensors[name].shape[0]))
         self._keep.append(out)
         return out
 
@@ -167,12 +167,15 @@ class CpuBackend:
         counts = self._step.fill(inputs)
         self._program.cells.update(counts)
         self._pool.run()
-        return self._logits[: len(inputs.logit_rows), : self._outputs]
+        logits: F32 = self._logits[: len(inputs.logit_rows), : self._outputs]
+        return logits
 
     def _capture(self, forward: Forward) -> None:
         logits: Buffer = forward(self)
-        self._logits = logits.floats.arrays[0].reshape(-1, logits.width)
-        scratch = kv_layout.attention_scratch_bytes(self.shape.head_dim, self.shape.num_heads // self.shape.num_kv_heads)
+        self._logits = logits.floats.arrays[0].view(np.float32).reshape(-1, logits.width)
+        scratch = kv_layout.attention_scratch_bytes(
+            self.shape.head_dim, self.shape.num_heads // self.shape.num_kv_heads
+        )
         self._pool = ThreadPool(self._kernels["run_program"], self.threads, scratch)
         self._pool.load(self._program.commands)
 
@@ -214,7 +217,7 @@ class CpuBackend:
             source = x.memory(quantized)
             at = source.addresses
             strips_per_tile, tiles = self._linear_tiles(x.rows, part.strips)
-            args = [part.address, part.groups, part.strips, at[0], source.stride, at[1], at[2], source.groups * 4, at[3]]
+            args = [part.address, part.groups, part.strips, at[0], source.stride, *at[1:3], source.groups * 4, at[3]]
             args += [out.floats.data + column, out.floats.stride]
             args += [self._zeros(part.strips), 0] if base is None else [base.data + column, base.stride]
             args += [program.count(x.rows), strips_per_tile]
@@ -230,7 +233,7 @@ class CpuBackend:
         if self._keep[0].size < strips * STRIP:
             self._keep.append(self._keep[0])
             self._keep[0] = aligned(strips * STRIP, np.float32)
-        return self._keep[0].ctypes.data
+        return int(self._keep[0].ctypes.data)
 
     def _linear_tiles(self, rows: str, strips: int) -> tuple[int, int]:
         """Addresses of the strips a tile takes and of the number of tiles.
@@ -295,7 +298,7 @@ class CpuBackend:
 
         def make(quantized: bool) -> Memory:
             out = Memory(program, gate_up.rows, up - gate, quantized)
-            args = [program.count(gate_up.rows), source.data + 4 * gate, source.data + 4 * up, source.stride]
+            args = [source.data + 4 * gate, source.data + 4 * up, source.stride]
             args += [out.groups, *out.addresses]
             spec, tiles = f"silu_mul:{'q8' if quantized else 'f32'}", program.tiles(gate_up.rows, 1, SILU_PARTS)
             program.add(spec, tiles, args, [source.data], [(out.data, 0)])

@@ -8,6 +8,7 @@ Loading needs neither Numba nor compilation, which keeps a warm start short and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib
@@ -20,9 +21,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
-from twinphase.errors import StorageError, TwinphaseError
+from twinphase.errors import TwinphaseError
+from twinphase.weights.storage import storage_error, write_atomically
 
 __all__ = ["KERNELS", "KernelCompileError", "compile_kernels", "load_kernels"]
 
@@ -30,9 +33,9 @@ __all__ = ["KERNELS", "KernelCompileError", "compile_kernels", "load_kernels"]
 KERNELS = {
     "quantized_linear": ("linear", "quantized_linear"),
     "dense_linear": ("linear", "dense_linear"),
-    "attention_prefill": ("attention", "attention_prefill"),
-    "attention_decode": ("attention", "attention_decode"),
-    "attention_merge": ("attention", "attention_merge"),
+    "attention_prefill": ("attention_prefill", "attention_prefill"),
+    "attention_decode": ("attention_decode", "attention_decode"),
+    "attention_merge": ("attention_decode", "attention_merge"),
     "rms_norm": ("elementwise", "rms_norm"),
     "silu_mul": ("elementwise", "silu_mul"),
     "embed": ("embedding", "embed"),
@@ -42,6 +45,8 @@ KERNELS = {
     "run_program": ("program", "run_program"),
 }
 
+# What a write of an object file may fail with: no space, quota, no right, read-only.
+WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 Progress = Callable[[int, int, str], None]  # done, total, what
 
 
@@ -53,7 +58,8 @@ class KernelCompileError(TwinphaseError):
 def _base_key(isa: Isa) -> str:
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("kernels/*.py"), *(folder / f"{n}.py" for n in ("intrinsics", "formats", "isa", "kv_layout", "program_layout", "tiling"))]):
+    sources = ("emit", "intrinsics", "formats", "isa", "kv_layout", "program_layout", "tiling")
+    for path in sorted([*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in sources)]):
         digest.update(path.read_bytes())
     for package in ("numba", "llvmlite", "numpy"):
         digest.update(importlib.metadata.version(package).encode())
@@ -69,22 +75,36 @@ def _object_path(folder: Path, isa: Isa, spec: str) -> Path:
     return folder / f"{spec.replace(':', '-')}-{isa.name}-{key}.o"
 
 
+def _read_object(path: Path) -> tuple[str, bytes] | None:
+    """Symbol and object code of a file, None when it is missing or not what was written."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, symbol, code = content[:32], content[32:288], content[288:]
+    if hashlib.sha256(symbol + code).digest() != digest:
+        return None
+    return symbol.rstrip(b"\0").decode(), code
+
+
 def compile_kernels(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None = None) -> None:
-    """Make sure the object file of every spec is in `folder`, compiling the missing ones in two processes.
+    """Make sure a sound object file of every spec is in `folder`, compiling the missing ones in two processes.
 
     Raises:
         KernelCompileError: the compiler failed.
         StorageError: the folder cannot be written.
     """
-    missing = [spec for spec in specs if not _object_path(folder, isa, spec).exists()]
+    missing = [spec for spec in specs if _read_object(_object_path(folder, isa, spec)) is None]
     if not missing:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for spec in missing:
+            _object_path(folder, isa, spec).unlink(missing_ok=True)
     except OSError as error:
-        raise StorageError(f"Cannot write compiled kernels to {folder}: {error.strerror}.", "Set TWINPHASE_CACHE to a writable folder.") from error  # fmt: skip
+        raise storage_error(error, folder) from error
     jobs = min(2, os.cpu_count() or 1, len(missing))
-    environment = {**os.environ, **_forced_cpu(isa), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **_forced_cpu(isa), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "twinphase.backends.cpu.compiler", str(folder), isa.name]
     with contextlib.ExitStack() as stack:
         workers = []
@@ -100,10 +120,16 @@ def compile_kernels(folder: Path, isa: Isa, specs: Sequence[str], progress: Prog
         for process, log in workers:
             if process.returncode:
                 log.seek(0)
-                lines = log.read().decode(errors="replace").strip().splitlines() or ["no output"]
-                if "No space left" in lines[-1] or "Permission denied" in lines[-1]:
-                    raise StorageError(f"Cannot write compiled kernels to {folder}: {lines[-1]}.", "Set TWINPHASE_CACHE to a writable folder.")  # fmt: skip
-                raise KernelCompileError(f"Compiling kernels failed: {lines[-1]}", f"Try another path than --isa {isa.name}.")  # fmt: skip
+                _raise_failure(process.returncode, log.read().decode(errors="replace"), folder, isa)
+
+
+def _raise_failure(returncode: int, log: str, folder: Path, isa: Isa) -> NoReturn:
+    """Turn the end of a compiling process into an error; its exit code is the errno of a failed write, or 1."""
+    if returncode in WRITE_ERRNOS:
+        error = OSError(returncode, os.strerror(returncode))
+        raise storage_error(error, folder)
+    last = (log.strip().splitlines() or [f"exit code {returncode}"])[-1]
+    raise KernelCompileError(f"Compiling kernels failed: {last}", f"Try another path than --isa {isa.name}.")
 
 
 def _report(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None) -> None:
@@ -133,11 +159,12 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
         function.__name__ = function.__qualname__ = re.sub(r"\W", "_", spec)
         compiled = numba.njit(signature, error_model="numpy", nogil=True, no_cpython_wrapper=True)(function)
         result = next(iter(compiled.overloads.values()))
-        path = _object_path(folder, isa, spec)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            symbol = result.fndesc.llvm_func_name.encode()
-            file.write(len(symbol).to_bytes(4, "little") + symbol + result.library._get_compiled_object())
-        os.replace(file.name, path)
+        symbol = result.fndesc.llvm_func_name.encode().ljust(256, b"\0")
+        code = result.library._get_compiled_object()
+        try:
+            write_atomically(_object_path(folder, isa, spec), hashlib.sha256(symbol + code).digest() + symbol + code)
+        except OSError as error:
+            sys.exit(error.errno)
 
 
 def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> tuple[dict[str, int], object]:
@@ -150,10 +177,11 @@ def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> tuple[dict[str
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     symbols = {}
     for spec in specs:
-        content = _object_path(folder, isa, spec).read_bytes()
-        length = int.from_bytes(content[:4], "little")
-        symbols[spec] = content[4 : 4 + length].decode()
-        engine.add_object_file(llvm.ObjectFileRef.from_data(content[4 + length :]))
+        found = _read_object(_object_path(folder, isa, spec))
+        if found is None:
+            raise KernelCompileError(f"Kernel {spec} is not compiled.", "Call compile_kernels first.")
+        symbols[spec], code = found
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return {spec: engine.get_function_address(symbol) for spec, symbol in symbols.items()}, engine
 

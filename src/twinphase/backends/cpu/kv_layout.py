@@ -1,6 +1,7 @@
 """How the KV cache lies in memory for the CPU kernels.
 
-Tokens are stored in cells of 16 (a block is one cell or several). For each layer, KV head and cell, so that one head's tokens lie in order where a sequence's blocks do:
+Tokens are stored in cells of 16 (a block is one cell or several). For each layer, KV head and cell, so that one
+head's tokens lie in order where a sequence's blocks do:
 
     keys     float16 [head_dim / 4][16 tokens][4], so that 4 dimensions of 16 tokens are one vector of byte quads
     scales   float32 [16]: the largest magnitude of each token's key, divided by 127
@@ -9,7 +10,16 @@ Tokens are stored in cells of 16 (a block is one cell or several). For each laye
 
 from __future__ import annotations
 
-__all__ = ["CELL", "TILE", "attention_scratch_bytes", "decode_rows", "key_bytes", "padded_group", "query_tile_tokens", "value_bytes"]
+__all__ = [
+    "CELL",
+    "TILE",
+    "attention_scratch_bytes",
+    "decode_rows",
+    "key_bytes",
+    "padded_group",
+    "query_tile_tokens",
+    "scratch_areas",
+]
 
 CELL = 16  # tokens
 TILE = 128  # tokens of KV that attention sums over at a time, at absolute positions
@@ -19,9 +29,6 @@ MAX_QUERY_ROWS = 192  # rows (tokens x heads of a group) that share a converted 
 def key_bytes(head_dim: int) -> int:
     """Bytes of one cell's keys of one head."""
     return 2 * CELL * head_dim
-
-
-value_bytes = key_bytes
 
 
 def query_tile_tokens(group: int) -> int:

@@ -22,7 +22,8 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.intrinsics import F32, I32, I64, Emit, Value, emitted, vector
+from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value, vector
+from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import ISAS, Isa
 
 __all__ = ["OPERAND_STEPS", "READ_UNIT", "WORKING_SETS", "PeakLoop", "measure_here", "peak_loop", "read_loop"]

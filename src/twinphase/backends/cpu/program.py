@@ -104,8 +104,9 @@ class Memory:
 
     @property
     def addresses(self) -> list[int]:
-        """[data], or [int8 data, scale, scale * sum, sums of 16]."""
-        return [array.ctypes.data for array in self.arrays]
+        """[data, 0, 0, 0], or [int8 data, scale, scale * sum, sums of 16]."""
+        found = [array.ctypes.data for array in self.arrays]
+        return found + [0] * (4 - len(found))
 
     @property
     def data(self) -> int:
@@ -159,9 +160,7 @@ class Program:
 
     def tiles(self, rows: str, per_tile: int, times: int = 1) -> int:
         """Address of the number of tiles: `times` for every `per_tile` rows."""
-        return self.cells.address(
-            (rows, per_tile, times), lambda counts: -(-counts[rows] // per_tile) * times
-        )
+        return self.cells.address((rows, per_tile, times), lambda counts: -(-counts[rows] // per_tile) * times)
 
     def add(
         self,

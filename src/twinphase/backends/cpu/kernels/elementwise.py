@@ -10,7 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from twinphase.backends.cpu.intrinsics import F32, I64, KERNEL_SIGNATURE, Emit, Value, emitted, load_i64, load_u32, vector
+from twinphase.backends.cpu.emit import F32, I64, Emit, Value, vector
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import store_quantized
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SILU_PARTS
@@ -49,16 +50,11 @@ def rms_norm(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]
             values = e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, e.mul(g, 128)))
             _store(e, kind, values, g, out, scale, fsum, isum)
 
-    row_of = emitted(isa, 9, write)
+    row_of, arguments = emitted(isa, 9, write), fields(12)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        rows, numbers, x, stride = (
-            load_i64(load_i64(args)), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24))  # fmt: skip
-        weight, width, eps, groups = (
-            load_i64(args + 32), load_i64(args + 40), load_i64(args + 48), load_i64(args + 56))  # fmt: skip
-        out, scale, fsum, isum = (
-            load_i64(args + 64), load_i64(args + 72), load_i64(args + 80), load_i64(args + 88))  # fmt: skip
-        for m in range(tile * ROWS_PER_TILE, min(rows, (tile + 1) * ROWS_PER_TILE)):
+        count, numbers, x, stride, weight, width, eps, groups, out, scale, fsum, isum = arguments(args)
+        for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
             source = load_u32(numbers + 4 * m) if numbers else m
             at = 4 * m * groups
             row_of(x + source * stride, weight, width, eps, groups, out + m * groups * width_of_row,
@@ -70,7 +66,7 @@ def rms_norm(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]
 def silu_mul(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]:
     """out = silu(gate) * up (Shazeer, 2020, arXiv:2002.05202).
 
-    Arguments: rows' address, gate, up, their stride, groups, out, scale, fsum, isum.
+    Arguments: gate, up, their stride, groups, out, scale, fsum, isum.
     """
     width_of_row = 32 if kind == "q8" else 128
 
@@ -81,13 +77,10 @@ def silu_mul(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]
             values = e.b.fmul(e.silu(e.load(GROUP_OF_FLOATS, gate, here)), e.load(GROUP_OF_FLOATS, up, here))
             _store(e, kind, values, g, out, scale, fsum, isum)
 
-    part_of = emitted(isa, 8, write)
+    part_of, arguments = emitted(isa, 8, write), fields(8)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        gate, up, stride, groups = (
-            load_i64(args + 8), load_i64(args + 16), load_i64(args + 24), load_i64(args + 32))  # fmt: skip
-        out, scale, fsum, isum = (
-            load_i64(args + 40), load_i64(args + 48), load_i64(args + 56), load_i64(args + 64))  # fmt: skip
+        gate, up, stride, groups, out, scale, fsum, isum = arguments(args)
         m, part = tile // SILU_PARTS, tile % SILU_PARTS
         first, end = part * groups // SILU_PARTS, (part + 1) * groups // SILU_PARTS
         at = 4 * m * groups

@@ -9,8 +9,17 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from twinphase.backends.cpu.emit import F32, Value
 from twinphase.backends.cpu.formats import FORMATS
-from twinphase.backends.cpu.intrinsics import F32, KERNEL_SIGNATURE, Value, load_f16, load_f32, load_i64, load_u16, load_u32, store_f32
+from twinphase.backends.cpu.intrinsics import (
+    KERNEL_SIGNATURE,
+    fields,
+    load_f16,
+    load_f32,
+    load_u16,
+    load_u32,
+    store_f32,
+)
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.packing import BLOCK_BYTES, code_of, k_minimum, k_scale
 
@@ -71,11 +80,10 @@ def _value_of(isa: Isa, name: str) -> Any:
 
 def embed(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
     """One row a tile. Arguments: address of token ids (int32), table, bytes of a table row, width, out, out stride."""
-    value_of = _value_of(isa, format_name)
+    value_of, arguments = _value_of(isa, format_name), fields(6)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        ids, table, row_bytes = load_i64(args), load_i64(args + 8), load_i64(args + 16)
-        width, out, stride = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+        ids, table, row_bytes, width, out, stride = arguments(args)
         row, to = table + load_u32(ids + 4 * tile) * row_bytes, out + tile * stride
         for k in range(width):
             store_f32(to + 4 * k, value_of(row, k))

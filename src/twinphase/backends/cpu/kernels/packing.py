@@ -14,7 +14,7 @@ from numba import njit
 from twinphase.backends.cpu.formats import FORMATS, SUPER
 from twinphase.backends.cpu.intrinsics import (
     KERNEL_SIGNATURE,
-    load_i64,
+    fields,
     load_u8,
     load_u16,
     load_u32,
@@ -109,7 +109,7 @@ def _put_scales(name: str) -> Any:
 
 
 def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One strip a tile. Arguments: source, bytes of a source row, outputs, groups, destination, first strip.
+    """One strip a tile. Arguments: source, bytes of a source row, outputs, groups, destination.
 
     Outputs beyond the matrix (the last strip's padding) keep what the destination holds, zeros.
     """
@@ -117,11 +117,10 @@ def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], Non
     code, put_scales = code_of(format_name), _put_scales(format_name)
     size, per_block = BLOCK_BYTES[format_name], SUPER if fmt.nested else 1
     record_bytes, header_bytes, bits = fmt.record_bytes, fmt.header_bytes, fmt.bits
-    plane_lines, per_header = fmt.plane_lines, SUPER if fmt.nested else 1
+    arguments, plane_lines, per_header = fields(5), fmt.plane_lines, SUPER if fmt.nested else 1
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        source, row_bytes, outputs = load_i64(args), load_i64(args + 8), load_i64(args + 16)
-        groups, destination = load_i64(args + 24), load_i64(args + 32)
+        source, row_bytes, outputs, groups, destination = arguments(args)
         strip_bytes = groups * record_bytes + groups // per_header * header_bytes
         for o in range(min(32, outputs - 32 * tile)):
             row, block_of_16, lane = source + (32 * tile + o) * row_bytes, o // 16, o % 16 * 4

@@ -23,7 +23,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from twinphase.backends.cpu.intrinsics import I32, I64, Emit, Value, load_i64
+from twinphase.backends.cpu.emit import I32, I64, Emit, Value
+from twinphase.backends.cpu.intrinsics import load_i64
 from twinphase.backends.cpu.isa import ISAS, Isa
 from twinphase.backends.cpu.program_layout import (
     COMMAND_AHEAD,
@@ -33,6 +34,7 @@ from twinphase.backends.cpu.program_layout import (
     COMMAND_FN,
     COMMAND_SYNC,
     COMMAND_TILES,
+    COUNTER_BYTES,
     CTL_CLAIMS,
     CTL_COMMANDS,
     CTL_COUNT,
@@ -47,9 +49,8 @@ from twinphase.backends.cpu.program_layout import (
     CTL_SPINS,
     CTL_THREADS,
     CTL_WAKE,
-    FUTEX_CALL,
-    COUNTER_BYTES,
     EPOCH_SHIFT,
+    FUTEX_CALL,
     SHUTDOWN_THREAD,
     TILE_BITS,
 )
@@ -292,7 +293,11 @@ def _open(control: int, epoch: int) -> None:
 @njit  # type: ignore[untyped-decorator]
 def _close(control: int, epoch: int) -> None:
     """Leave nothing to claim before the caller may change tile counts; late threads see the next epoch."""
-    threads, claims, done = load_i64(control + CTL_THREADS), load_i64(control + CTL_CLAIMS), load_i64(control + CTL_DONE)
+    threads, claims, done = (
+        load_i64(control + CTL_THREADS),
+        load_i64(control + CTL_CLAIMS),
+        load_i64(control + CTL_DONE),
+    )
     for _ in range(load_i64(control + CTL_COUNT)):
         for _t in range(threads):
             _atomic_store(claims, (epoch + 1) << EPOCH_SHIFT)

@@ -11,7 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from twinphase.backends.cpu.intrinsics import F32, I8, I32, KERNEL_SIGNATURE, Emit, Value, emitted, load_i64, vector
+from twinphase.backends.cpu.emit import F32, I8, I32, Emit, Value, vector
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
 
@@ -62,14 +63,11 @@ def quantized_row(isa: Isa) -> Any:
 
 def quantize(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """Quantize rows. Arguments: rows' address, source, source stride, groups, data, scale, fsum, isum."""
-    row_of = quantized_row(isa)
+    row_of, arguments = quantized_row(isa), fields(8)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        rows, source, stride, groups = (
-            load_i64(load_i64(args)), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24))  # fmt: skip
-        data, scale = load_i64(args + 32), load_i64(args + 40)
-        fsum, isum = load_i64(args + 48), load_i64(args + 56)
-        for m in range(tile * ROWS_PER_TILE, min(rows, (tile + 1) * ROWS_PER_TILE)):
+        count, source, stride, groups, data, scale, fsum, isum = arguments(args)
+        for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
             at = 4 * m * groups
             row_of(source + m * stride, groups, data + m * groups * 32, scale + at, fsum + at, isum + 2 * at)
 

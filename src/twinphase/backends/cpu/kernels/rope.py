@@ -11,7 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from twinphase.backends.cpu.intrinsics import F16, F32, I8, I32, I64, KERNEL_SIGNATURE, Emit, Value, emitted, load_i64, load_u32, vector
+from twinphase.backends.cpu.emit import F32, I8, I32, I64, Emit, Value, vector
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
 from twinphase.backends.cpu.kv_layout import CELL, key_bytes
@@ -52,7 +53,9 @@ def _largest(e: Emit, pieces: list[Value]) -> Value:
 def _query(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
     """Numba-callable (x, cos, sin, data, scale, sum, softmax scale bits): one query head to int8."""
 
-    def write(e: Emit, x: Value, cos: Value, sin: Value, data: Value, scale: Value, total: Value, factor: Value) -> None:
+    def write(
+        e: Emit, x: Value, cos: Value, sin: Value, data: Value, scale: Value, total: Value, factor: Value
+    ) -> None:
         pieces = _rotated(e, x, cos, sin, dim, rotary, interleaved)
         step, inverse = absmax_scale(e, _largest(e, pieces))
         at, sums = 0, ir.Constant(I32, 0)
@@ -102,7 +105,9 @@ def _value(isa: Isa, dim: int) -> Any:
     return emitted(isa, 3, write)
 
 
-def rope_kv_write(isa: Isa, head_dim: str, rotary: str, interleaved: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def rope_kv_write(
+    isa: Isa, head_dim: str, rotary: str, interleaved: str
+) -> tuple[Any, Callable[[int, int, int], None]]:
     """One row a tile.
 
     Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV heads, keys,
@@ -111,16 +116,13 @@ def rope_kv_write(isa: Isa, head_dim: str, rotary: str, interleaved: str) -> tup
     dim, turned = int(head_dim), int(rotary)
     query = _query(isa, dim, turned, interleaved == "1")
     key, value = _key(isa, dim, turned, interleaved == "1"), _value(isa, dim)
-    cell_bytes, table_stride = key_bytes(dim), 4 * (turned // 2)
+    cell_bytes, table_stride, arguments = key_bytes(dim), 4 * (turned // 2), fields(18)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        q, k, v, stride = load_i64(args), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24)
-        position = load_u32(load_i64(args + 48) + 4 * tile)
-        cos, sin = load_i64(args + 32) + position * table_stride, load_i64(args + 40) + position * table_stride
-        slot, heads, kv_heads = load_i64(load_i64(args + 56) + 8 * tile), load_i64(args + 64), load_i64(args + 72)
-        keys, scales, values = load_i64(args + 80), load_i64(args + 88), load_i64(args + 96)
-        data, query_scales, sums = load_i64(args + 104), load_i64(args + 112), load_i64(args + 120)
-        factor, cells = load_i64(args + 128), load_i64(args + 136)
+        (q, k, v, stride, cos, sin, positions, slots, heads, kv_heads, keys, scales, values, data, query_scales, sums,
+         factor, cells) = arguments(args)  # fmt: skip
+        turn = load_u32(positions + 4 * tile) * table_stride
+        cos, sin, slot = cos + turn, sin + turn, load_i64(slots + 8 * tile)
         for head in range(heads):
             at = tile * heads + head
             query(q + tile * stride + head * dim * 4, cos, sin, data + at * dim, query_scales + 4 * at, sums + 4 * at,

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, both phases, from one set of micro-kernels.
+"""What attention does with one KV tile: the micro-kernels that prefill and decode share.
 
 For each KV tile of 128 tokens at absolute positions: keys become int8 (one scale a token) and are multiplied with
 int8 queries in exact integers; the softmax of the tile alone gives maximum, sum and weighted values; tiles are merged
@@ -10,20 +10,13 @@ afterwards) give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import njit
 
+from twinphase.backends.cpu.emit import F16, F32, I8, I32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import (
-    F16,
-    F32,
-    I8,
-    I32,
-    KERNEL_SIGNATURE,
-    Emit,
-    Value,
     emitted,
     load_f32,
     load_i64,
@@ -31,13 +24,23 @@ from twinphase.backends.cpu.intrinsics import (
     store_f32,
     store_i32,
     store_i64,
-    vector,
 )
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import MAGIC
-from twinphase.backends.cpu.kv_layout import CELL, TILE, decode_rows, key_bytes, padded_group, scratch_areas
+from twinphase.backends.cpu.kv_layout import CELL, TILE, key_bytes
 
-__all__ = ["attention_decode", "attention_merge", "attention_prefill"]
+__all__ = [
+    "MASKED",
+    "STATS",
+    "copy_query_kernel",
+    "divide_kernel",
+    "load_tile_kernel",
+    "merge_stats_kernel",
+    "scale_add_kernel",
+    "scores_kernel",
+    "softmax_kernel",
+    "weighted_values_kernel",
+]
 
 MASKED = -1e30  # finite, so that a wholly masked tile merges with weight 0 instead of NaN
 AHEAD = 8  # cells of KV asked for in advance
@@ -82,7 +85,7 @@ def _convert_values(isa: Isa, dim: int) -> Any:
     return emitted(isa, 2, write)
 
 
-def _scores(isa: Isa, dim: int, rows: int) -> Any:
+def scores_kernel(isa: Isa, dim: int, rows: int) -> Any:
     """Numba-callable (queries, sums, keys, key scales, out, key vectors): out[r, t] = (q . k) * key scale.
 
     The register tile is `rows` queries x 64 tokens; `chunks` of 64 tokens are computed.
@@ -119,7 +122,7 @@ def _scores(isa: Isa, dim: int, rows: int) -> Any:
     return emitted(isa, 6, write)
 
 
-def _softmax(isa: Isa) -> Any:
+def softmax_kernel(isa: Isa) -> Any:
     """Numba-callable (scores, weights out, query scale's address, visible tokens, maximum out, sum out): one row."""
     lanes = isa.lanes
     ints, floats = vector(I32, lanes), vector(F32, lanes)
@@ -159,7 +162,7 @@ def _softmax(isa: Isa) -> Any:
     return emitted(isa, 6, write)
 
 
-def _weighted_values(isa: Isa, dim: int, rows: int, merge: bool) -> Any:
+def weighted_values_kernel(isa: Isa, dim: int, rows: int, merge: bool) -> Any:
     """Numba-callable (weights, values, tokens, out, out stride, stats): sum over tokens of weight * value.
 
     With `merge` the sums are folded into out (out * alpha + sum * beta, from `stats`), else stored.
@@ -199,7 +202,7 @@ def _weighted_values(isa: Isa, dim: int, rows: int, merge: bool) -> Any:
     return emitted(isa, 6, write)
 
 
-def _merge_stats(isa: Isa) -> Any:
+def merge_stats_kernel(isa: Isa) -> Any:
     """Numba-callable (maxima, sums, stats): fold a tile's maxima and sums into the rows', leave alpha and beta."""
     ty = vector(F32, STATS)
 
@@ -215,7 +218,7 @@ def _merge_stats(isa: Isa) -> Any:
     return emitted(isa, 3, write)
 
 
-def _scale_add(isa: Isa, dim: int) -> Any:
+def scale_add_kernel(isa: Isa, dim: int) -> Any:
     """Numba-callable (out, tile, alpha and beta's addresses): out = out * alpha + tile * beta, as the merge above."""
     floats = vector(F32, 16)
 
@@ -228,7 +231,7 @@ def _scale_add(isa: Isa, dim: int) -> Any:
     return emitted(isa, 4, write)
 
 
-def _divide(isa: Isa, dim: int) -> Any:
+def divide_kernel(isa: Isa, dim: int) -> Any:
     """Numba-callable (out, source, sum's address): out = source / sum."""
     floats = vector(F32, 16)
 
@@ -240,7 +243,7 @@ def _divide(isa: Isa, dim: int) -> Any:
     return emitted(isa, 3, write)
 
 
-def _load_tile(isa: Isa, dim: int, at: dict[str, int]) -> Any:
+def load_tile_kernel(isa: Isa, dim: int, at: dict[str, int]) -> Any:
     """Numba function that converts the first `tokens` tokens of KV tile t into scratch."""
     convert_keys, convert_values = _convert_keys(isa, dim), _convert_values(isa, dim)
     at_keys, at_scales, at_values = at["keys"], at["key_scales"], at["values"]
@@ -271,7 +274,7 @@ def _load_tile(isa: Isa, dim: int, at: dict[str, int]) -> Any:
     return load
 
 
-def _copy_query(dim: int, at: dict[str, int]) -> Any:
+def copy_query_kernel(dim: int, at: dict[str, int]) -> Any:
     """Numba function that copies one int8 query head with its scale and sum to row r of scratch."""
     at_queries, at_scales, at_sums = at["queries"], at["query_scales"], at["query_sums"]
 
@@ -283,150 +286,3 @@ def _copy_query(dim: int, at: dict[str, int]) -> Any:
         store_i32(scratch + at_sums + 4 * r, load_u32(query_sums + 4 * head))
 
     return copy
-
-
-def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One unit a tile: up to `query_tile_tokens` prompt tokens of one sequence and KV head.
-
-    Arguments: units, int8 queries, their scales, their sums, keys, key scales and values of the layer, KV heads,
-    block tables (int32), their stride, cells a block, cells in all, out. A unit is int32 [8]: sequence, KV head, first row, tokens,
-    position of the first token.
-    """
-    dim, group, rows = int(head_dim), int(group_size), isa.attention_rows
-    at = scratch_areas(dim, group)
-    load_tile, copy_query = _load_tile(isa, dim, at), _copy_query(dim, at)
-    scores, softmax = _scores(isa, dim, rows), _softmax(isa)
-    weighted_values, merge_stats, divide = _weighted_values(isa, dim, rows, True), _merge_stats(isa), _divide(isa, dim)
-    at_keys, at_key_scales, at_values, at_scores = at["keys"], at["key_scales"], at["values"], at["scores"]
-    at_weights, at_stats, at_queries = at["weights"], at["tile_stats"], at["queries"]
-    at_query_scales, at_query_sums = at["query_scales"], at["query_sums"]
-    at_maxima, at_sums, at_out = at["maxima"], at["sums"], at["out"]
-    weight_row, chunk = (2 if isa.bf16_dot else 4) * TILE, 4 * isa.lanes
-
-    @njit  # type: ignore[untyped-decorator]
-    def row_block(r: int, seen: int, group: int, tokens: int, scratch: int) -> None:
-        # Rows r.. of the unit against the converted tile; token i of the unit sees `seen` + i of its tokens.
-        most = min(TILE, seen + min(tokens - 1, (r + rows - 1) // group))
-        if most <= 0:
-            return
-        scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_keys,
-               scratch + at_key_scales, scratch + at_scores, (most + chunk - 1) // chunk)  # fmt: skip
-        for i in range(rows):
-            visible = max(0, min(TILE, seen + (r + i) // group))
-            stats = scratch + at_stats + 4 * i
-            softmax(scratch + at_scores + 4 * TILE * i, scratch + at_weights + weight_row * i,
-                    scratch + at_query_scales + 4 * (r + i), visible, stats, stats + 4 * STATS)  # fmt: skip
-        block = 4 * STATS * (r // rows)
-        merge_stats(scratch + at_maxima + block, scratch + at_sums + block, scratch + at_stats)
-        weighted_values(scratch + at_weights, scratch + at_values, most, scratch + at_out + 4 * dim * r, 4 * dim,
-                        scratch + at_stats)  # fmt: skip
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        unit = load_i64(args) + 32 * tile
-        sequence, kv_head, first_row, tokens, position = (
-            load_u32(unit), load_u32(unit + 4), load_u32(unit + 8), load_u32(unit + 12), load_u32(unit + 16))  # fmt: skip
-        queries, query_scales, query_sums = load_i64(args + 8), load_i64(args + 16), load_i64(args + 24)
-        keys, key_scales, values = load_i64(args + 32), load_i64(args + 40), load_i64(args + 48)
-        kv_heads, cells_per_block, cells, out = load_i64(args + 56), load_i64(args + 80), load_i64(args + 88), load_i64(args + 96)
-        table = load_i64(args + 64) + sequence * load_i64(args + 72)
-        count = tokens * group
-        for r in range((count + rows - 1) // rows * rows):
-            # Rows past the end repeat the last one; nothing reads their result.
-            token, h = min(r, count - 1) // group, min(r, count - 1) % group
-            head = ((first_row + token) * kv_heads + kv_head) * group + h
-            copy_query(r, head, queries, query_scales, query_sums, scratch)
-            lane = 4 * (r // rows * STATS + r % rows)
-            store_f32(scratch + at_maxima + lane, MASKED)
-            store_f32(scratch + at_sums + lane, 0.0)
-            for i in range(dim):
-                store_f32(scratch + at_out + 4 * (r * dim + i), 0.0)
-        for t in range((position + tokens - 1) // TILE + 1):
-            seen = position + 1 - t * TILE
-            load_tile(t, min(TILE, seen + tokens - 1), table, cells_per_block, cells, kv_head, keys, key_scales,
-                      values, scratch)  # fmt: skip
-            for r in range(0, count, rows):
-                row_block(r, seen, group, tokens, scratch)
-        for r in range(count):
-            head = ((first_row + r // group) * kv_heads + kv_head) * group + r % group
-            divide(out + 4 * dim * head, scratch + at_out + 4 * dim * r,
-                   scratch + at_sums + 4 * (r // rows * STATS + r % rows))  # fmt: skip
-
-    return KERNEL_SIGNATURE, kernel
-
-
-def attention_decode(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One unit a tile: some KV tiles of one sequence and KV head, for one new token; leaves partial results.
-
-    Arguments: those of `attention_prefill` with the partials' address for out, then the most KV tiles a sequence can
-    have. A unit is int32 [8]: sequence, KV head, row, context length, first KV tile, end of KV tiles. A partial is
-    float32 [maximum, sum, 14 unused, weighted values], by sequence, KV tile and head.
-    """
-    dim, group = int(head_dim), int(group_size)
-    rows, padded = decode_rows(group), padded_group(group)
-    at = scratch_areas(dim, group)
-    load_tile, copy_query = _load_tile(isa, dim, at), _copy_query(dim, at)
-    scores, softmax, weighted_values = _scores(isa, dim, rows), _softmax(isa), _weighted_values(isa, dim, rows, False)
-    at_keys, at_key_scales, at_values, at_scores = at["keys"], at["key_scales"], at["values"], at["scores"]
-    at_weights, at_stats, at_queries = at["weights"], at["tile_stats"], at["queries"]
-    at_query_scales, at_query_sums = at["query_scales"], at["query_sums"]
-    weight_row, chunk, partial_bytes = (2 if isa.bf16_dot else 4) * TILE, 4 * isa.lanes, 64 + 4 * dim
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        unit = load_i64(args) + 32 * tile
-        sequence, kv_head, row, context = load_u32(unit), load_u32(unit + 4), load_u32(unit + 8), load_u32(unit + 12)
-        queries, query_scales, query_sums = load_i64(args + 8), load_i64(args + 16), load_i64(args + 24)
-        keys, key_scales, values = load_i64(args + 32), load_i64(args + 40), load_i64(args + 48)
-        kv_heads, cells_per_block, cells = load_i64(args + 56), load_i64(args + 80), load_i64(args + 88)
-        partials = load_i64(args + 96)
-        table, most_tiles = load_i64(args + 64) + sequence * load_i64(args + 72), load_i64(args + 104)
-        for r in range(padded):
-            head = (row * kv_heads + kv_head) * group + min(r, group - 1)
-            copy_query(r, head, queries, query_scales, query_sums, scratch)
-        for t in range(load_u32(unit + 16), load_u32(unit + 20)):
-            visible = min(TILE, context - t * TILE)
-            load_tile(t, visible, table, cells_per_block, cells, kv_head, keys, key_scales, values, scratch)
-            for r in range(0, padded, rows):
-                scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_keys,
-                       scratch + at_key_scales, scratch + at_scores, (visible + chunk - 1) // chunk)  # fmt: skip
-                place = partials + (((sequence * most_tiles + t) * kv_heads + kv_head) * padded + r) * partial_bytes
-                for i in range(rows):
-                    softmax(scratch + at_scores + 4 * TILE * i, scratch + at_weights + weight_row * i,
-                            scratch + at_query_scales + 4 * (r + i), visible, place + i * partial_bytes,
-                            place + i * partial_bytes + 4)  # fmt: skip
-                weighted_values(scratch + at_weights, scratch + at_values, visible, place + 64, partial_bytes,
-                                scratch + at_stats)  # fmt: skip
-
-    return KERNEL_SIGNATURE, kernel
-
-
-def attention_merge(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One decoding sequence and head a tile: merge its partials in order of position.
-
-    Arguments: partials, most KV tiles of a sequence, KV heads, context lengths (int32), out.
-    """
-    dim, group = int(head_dim), int(group_size)
-    padded = padded_group(group)
-    at = scratch_areas(dim, group)
-    merge_stats, scale_add, divide = _merge_stats(isa), _scale_add(isa, dim), _divide(isa, dim)
-    partial_bytes, at_stats, at_maxima, at_sums, at_out = (
-        64 + 4 * dim, at["tile_stats"], at["maxima"], at["sums"], at["out"])  # fmt: skip
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        partials, most_tiles, kv_heads = load_i64(args), load_i64(args + 8), load_i64(args + 16)
-        sequence, head = tile // (kv_heads * group), tile % (kv_heads * group)
-        context, out = load_u32(load_i64(args + 24) + 4 * sequence), load_i64(args + 32)
-        stats, total = scratch + at_stats, scratch + at_out
-        store_f32(scratch + at_maxima, MASKED)
-        store_f32(scratch + at_sums, 0.0)
-        for i in range(dim):
-            store_f32(total + 4 * i, 0.0)
-        for t in range((context + TILE - 1) // TILE):
-            index = ((sequence * most_tiles + t) * kv_heads + head // group) * padded + head % group
-            place = partials + index * partial_bytes
-            store_f32(stats, load_f32(place))
-            store_f32(stats + 4 * STATS, load_f32(place + 4))
-            merge_stats(scratch + at_maxima, scratch + at_sums, stats)
-            scale_add(total, place + 64, stats + 8 * STATS, stats + 12 * STATS)
-        divide(out + 4 * dim * tile, total, scratch + at_sums)
-
-    return KERNEL_SIGNATURE, kernel

@@ -1,0 +1,98 @@
+"""Prefill's attention: many query rows of a sequence share each converted KV tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+from twinphase.backends.cpu.emit import I32
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, fields, store_f32
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.attention_tile import (
+    MASKED,
+    STATS,
+    copy_query_kernel,
+    divide_kernel,
+    load_tile_kernel,
+    merge_stats_kernel,
+    scores_kernel,
+    softmax_kernel,
+    weighted_values_kernel,
+)
+from twinphase.backends.cpu.kv_layout import TILE, scratch_areas
+
+__all__ = ["attention_prefill"]
+
+
+def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Callable[[int, int, int], None]]:
+    """One unit a tile: up to `query_tile_tokens` prompt tokens of one sequence and KV head.
+
+    Arguments: units, int8 queries, their scales, their sums, keys, key scales and values of the layer, KV heads,
+    block tables (int32), their stride, cells a block, cells in all, out. A unit is int32 [8]:
+    sequence, KV head, first row, tokens, position of the first token.
+    """
+    dim, group, rows = int(head_dim), int(group_size), isa.attention_rows
+    at = scratch_areas(dim, group)
+    load_tile, copy_query = load_tile_kernel(isa, dim, at), copy_query_kernel(dim, at)
+    scores, softmax = scores_kernel(isa, dim, rows), softmax_kernel(isa)
+    weighted_values, merge_stats, divide = (
+        weighted_values_kernel(isa, dim, rows, True),
+        merge_stats_kernel(isa),
+        divide_kernel(isa, dim),
+    )
+    at_keys, at_key_scales, at_values, at_scores = at["keys"], at["key_scales"], at["values"], at["scores"]
+    at_weights, at_stats, at_queries = at["weights"], at["tile_stats"], at["queries"]
+    at_query_scales, at_query_sums = at["query_scales"], at["query_sums"]
+    at_maxima, at_sums, at_out = at["maxima"], at["sums"], at["out"]
+    weight_row, chunk = (2 if isa.bf16_dot else 4) * TILE, 4 * isa.lanes
+
+    arguments, unit_of = fields(13), fields(5, I32)
+
+    @njit  # type: ignore[untyped-decorator]
+    def row_block(r: int, seen: int, group: int, tokens: int, scratch: int) -> None:
+        # Rows r.. of the unit against the converted tile; token i of the unit sees `seen` + i of its tokens.
+        most = min(TILE, seen + min(tokens - 1, (r + rows - 1) // group))
+        if most <= 0:
+            return
+        scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_keys,
+               scratch + at_key_scales, scratch + at_scores, (most + chunk - 1) // chunk)  # fmt: skip
+        for i in range(rows):
+            visible = max(0, min(TILE, seen + (r + i) // group))
+            stats = scratch + at_stats + 4 * i
+            softmax(scratch + at_scores + 4 * TILE * i, scratch + at_weights + weight_row * i,
+                    scratch + at_query_scales + 4 * (r + i), visible, stats, stats + 4 * STATS)  # fmt: skip
+        block = 4 * STATS * (r // rows)
+        merge_stats(scratch + at_maxima + block, scratch + at_sums + block, scratch + at_stats)
+        weighted_values(scratch + at_weights, scratch + at_values, most, scratch + at_out + 4 * dim * r, 4 * dim,
+                        scratch + at_stats)  # fmt: skip
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        (units, queries, query_scales, query_sums, keys, key_scales, values, kv_heads, tables, table_stride,
+         cells_per_block, cells, out) = arguments(args)  # fmt: skip
+        sequence, kv_head, first_row, tokens, position = unit_of(units + 32 * tile)
+        table = tables + sequence * table_stride
+        count = tokens * group
+        for r in range((count + rows - 1) // rows * rows):
+            # Rows past the end repeat the last one; nothing reads their result.
+            token, h = min(r, count - 1) // group, min(r, count - 1) % group
+            head = ((first_row + token) * kv_heads + kv_head) * group + h
+            copy_query(r, head, queries, query_scales, query_sums, scratch)
+            lane = 4 * (r // rows * STATS + r % rows)
+            store_f32(scratch + at_maxima + lane, MASKED)
+            store_f32(scratch + at_sums + lane, 0.0)
+            for i in range(dim):
+                store_f32(scratch + at_out + 4 * (r * dim + i), 0.0)
+        for t in range((position + tokens - 1) // TILE + 1):
+            seen = position + 1 - t * TILE
+            load_tile(t, min(TILE, seen + tokens - 1), table, cells_per_block, cells, kv_head, keys, key_scales,
+                      values, scratch)  # fmt: skip
+            for r in range(0, count, rows):
+                row_block(r, seen, group, tokens, scratch)
+        for r in range(count):
+            head = ((first_row + r // group) * kv_heads + kv_head) * group + r % group
+            divide(out + 4 * dim * head, scratch + at_out + 4 * dim * r,
+                   scratch + at_sums + 4 * (r // rows * STATS + r % rows))  # fmt: skip
+
+    return KERNEL_SIGNATURE, kernel

@@ -1,0 +1,211 @@
+"""The logits of a position are the same bits however its step was made up.
+
+One pass, chunks of any size and single tokens; any number of threads; alone or with other requests; in any physical
+blocks. For every instruction-set path of this processor, weight format and head shape. Paths are not compared with
+each other: they add in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from steps import Piece, Steps, own_cache
+from tiny_gguf import write_tiny_gguf
+from twinphase.backends.cpu.backend import CpuBackend
+from twinphase.backends.cpu.isa import available_isas
+
+Tokens = NDArray[np.int32]
+Logits = NDArray[np.float32]
+
+VOCAB = 330  # not a multiple of the 32 outputs that a strip holds
+LENGTH = 530  # four whole tiles of 128 KV tokens and a part; more rows than two chunks of 192
+SIZES = (1, 2, 7, 64, 512)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model. Between them the cases have every format and every kind of head; shapes recur to save compiling."""
+
+    tensor_type: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    embedding_type: str | None = None
+    tied: bool = True
+
+    @property
+    def id(self) -> str:
+        """Format, head size and query heads on a KV head."""
+        return f"{self.tensor_type}-d{self.hidden // self.heads}-g{self.heads // self.kv_heads}x{self.kv_heads}"
+
+    def write(self, folder: Path) -> Path:
+        """The model's file."""
+        ffn = 256 if self.hidden == 256 else 160
+        shape = {"hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads, "ffn": ffn, "vocab": VOCAB}
+        kinds = {"tensor_type": self.tensor_type, "embedding_type": self.embedding_type, "tied": self.tied}
+        return write_tiny_gguf(folder / f"{self.id}.gguf", **shape, **kinds, context=1024)
+
+
+CASES = (
+    Case("Q4_0", 96, 3, 1, embedding_type="Q8_0"),
+    Case("Q4_1", 128, 2, 2, tied=False),
+    Case("Q8_0", 448, 7, 1),
+    Case("Q5_0", 256, 8, 2),
+    Case("Q5_1", 64, 4, 2),
+    Case("F32", 96, 3, 1),
+    Case("F16", 128, 2, 2),
+    Case("BF16", 64, 4, 2),
+    Case("Q4_K", 256, 2, 1, embedding_type="Q6_K"),
+    Case("Q5_K", 256, 8, 2),
+    Case("Q6_K", 256, 2, 1),
+)
+FIRST = CASES[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the models of this module are; nothing of them stays in memory behind it."""
+    path = tmp_path_factory.mktemp("models")
+    with own_cache(path / "cache"):
+        yield path
+    model.cache_clear()
+    one_pass.cache_clear()
+
+
+@lru_cache(maxsize=8)
+def model(folder: Path, case: Case, isa: str, threads: int = 2, block_size: int = 16) -> Steps:
+    """The case's model, ready to step."""
+    path = folder / f"{case.id}.gguf"
+    if not path.exists():
+        case.write(folder)
+    backend = CpuBackend(threads=threads, isa=isa, max_num_batched_tokens=640, max_num_seqs=8)
+    return Steps(path, backend, num_blocks=1600 // block_size, block_size=block_size)
+
+
+@lru_cache(maxsize=4)
+def one_pass(folder: Path, case: Case, isa: str) -> Logits:
+    """The logits that all others are compared with."""
+    logits = model(folder, case, isa).chunked(tokens(), [LENGTH])
+    # Equal bits mean nothing if they are all the same, or not numbers.
+    assert np.isfinite(logits).all() and len(np.unique(logits, axis=0)) > LENGTH // 2
+    return logits
+
+
+def tokens(seed: int = 0, length: int = LENGTH) -> Tokens:
+    """A sequence."""
+    return np.random.default_rng(seed).integers(0, VOCAB, length, dtype=np.int32)
+
+
+def assert_same_bits(logits: Logits, expected: Logits) -> None:
+    """Compare integers, so that -0.0 is not 0.0; name the first position that differs."""
+    differs = (logits.view(np.int32) != expected.view(np.int32)).any(axis=1)
+    error = np.abs(logits - expected).max()
+    assert not differs.any(), f"{differs.sum()} rows differ, the first is {differs.argmax()}; by up to {error:.2e}"
+
+
+per_isa = pytest.mark.parametrize("isa", available_isas())
+per_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+
+
+@per_isa
+@per_case
+def test_chunks(folder: Path, case: Case, isa: str) -> None:
+    for size in SIZES:
+        assert_same_bits(model(folder, case, isa).chunked(tokens(), [size]), one_pass(folder, case, isa))
+
+
+@per_isa
+@per_case
+def test_threads(folder: Path, case: Case, isa: str) -> None:
+    for threads in (1, 3):
+        for sizes in ([LENGTH], [130, 1, 1, 5]):
+            logits = model(folder, case, isa, threads).chunked(tokens(), sizes)
+            assert_same_bits(logits, one_pass(folder, case, isa))
+
+
+@per_isa
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.id)
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.integers(1, 512), min_size=1, max_size=12))
+@example(sizes=[127, 1, 1, 128])
+@example(sizes=[191, 193])
+def test_random_chunks(folder: Path, case: Case, isa: str, sizes: list[int]) -> None:
+    assert_same_bits(model(folder, case, isa).chunked(tokens(), sizes), one_pass(folder, case, isa))
+
+
+@dataclass
+class Sequence_:
+    """A sequence that advances by a plan of row counts, in blocks of its own."""
+
+    tokens: Tokens
+    blocks: NDArray[np.int32]
+    sizes: Sequence[int]
+    start: int = 0
+    steps: int = 0
+
+    def next_piece(self) -> Piece | None:
+        """Its rows in the next step, None at its end."""
+        size = self.sizes[self.steps % len(self.sizes)]
+        piece = Piece(self.tokens[self.start : self.start + size], self.start, self.blocks)
+        self.start += len(piece.tokens)
+        self.steps += 1
+        return piece if len(piece.tokens) else None
+
+
+def crowd(steps: Steps, seed: int, sizes: Sequence[int]) -> list[Sequence_]:
+    """The sequence under test and four others; all blocks are shuffled, so that no two of a sequence adjoin."""
+    rng = np.random.default_rng(seed)
+    lengths = (LENGTH, 200, 300, 40, 129)
+    plans = (sizes, [131, *[1] * 200], [60, 100, 20], [1], [128, 1])
+    blocks = rng.permutation(steps.blocks).astype(np.int32)
+    sequences = []
+    for index, (length, plan) in enumerate(zip(lengths, plans, strict=True)):
+        count = -(-length // steps.block_size)
+        mine, blocks = blocks[:count], blocks[count:]
+        sequences.append(Sequence_(tokens(index, length), mine, plan))
+    return sequences
+
+
+def run_crowd(steps: Steps, seed: int, sizes: Sequence[int]) -> Logits:
+    """All positions' logits of the first sequence, stepped with the others, in a new order every step."""
+    rng = np.random.default_rng(seed)
+    sequences = crowd(steps, seed, sizes)
+    logits = []
+    while sequences[0].start < LENGTH:
+        pieces = [(index, piece) for index, s in enumerate(sequences) if (piece := s.next_piece()) is not None]
+        rng.shuffle(pieces)
+        pieces.sort(key=lambda pair: len(pair[1].tokens) > 1)  # decodes come first; the sort keeps their order
+        at = [index for index, _ in pieces].index(0)
+        starts = np.cumsum([0, *(len(piece.tokens) for _, piece in pieces)])
+        logits.append(steps.run([piece for _, piece in pieces])[starts[at] : starts[at + 1]])
+    return np.concatenate(logits)
+
+
+@per_isa
+@per_case
+def test_with_other_requests(folder: Path, case: Case, isa: str) -> None:
+    for seed, sizes in enumerate(([300, 1, 1, 1], [50, 3], [1])):
+        assert_same_bits(run_crowd(model(folder, case, isa), seed, sizes), one_pass(folder, case, isa))
+
+
+@per_isa
+def test_block_size(folder: Path, isa: str) -> None:
+    logits = run_crowd(model(folder, FIRST, isa, 1, block_size=32), 3, [150, 1])
+    assert_same_bits(logits, one_pass(folder, FIRST, isa))
+
+
+@per_isa
+def test_rows_that_are_asked_for(folder: Path, isa: str) -> None:
+    steps, expected = model(folder, FIRST, isa), one_pass(folder, FIRST, isa)
+    piece = Piece(tokens(), 0, steps.blocks)
+    for rows in ([LENGTH - 1], [0], [5, 191, 192, 529], list(range(100, 117))):
+        assert_same_bits(steps.run([piece], rows), expected[rows])

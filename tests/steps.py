@@ -1,0 +1,107 @@
+"""Drives a backend by `StepInputs` alone, without scheduler or engine: which rows a step has is the test's choice.
+
+Also gives tests a cache folder of their own that still finds the user's compiled kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from twinphase.backends.base import Backend, KVCacheSpec, StepInputs
+from twinphase.models.loader import load_model
+from twinphase.weights.gguf import open_gguf
+from twinphase.weights.storage import cache_root
+
+__all__ = ["USER_CACHE", "Piece", "Steps", "own_cache", "step_inputs"]
+
+# Read when tests are collected: fixtures of other tests move the cache while they run.
+USER_CACHE = cache_root()
+
+
+@contextlib.contextmanager
+def own_cache(folder: Path) -> Iterator[None]:
+    """Keeps what tests leave behind out of the user's cache, but compiles no kernel that is there already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels = USER_CACHE / "kernels"
+    with contextlib.suppress(OSError):
+        kernels.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels").symlink_to(kernels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TWINPHASE_CACHE", str(folder))
+        yield
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The rows that one sequence has in a step.
+
+    Attributes:
+        tokens: their token ids.
+        start: position of the first.
+        blocks: block ids of the sequence, in order.
+    """
+
+    tokens: NDArray[np.int32]
+    start: int
+    blocks: NDArray[np.int32]
+
+
+def step_inputs(pieces: Sequence[Piece], block_size: int = 16, logit_rows: Sequence[int] | None = None) -> StepInputs:
+    """Flatten pieces, decodes first, into a step that asks for the logits of all rows or of `logit_rows`."""
+    counts = [len(piece.tokens) for piece in pieces]
+    positions = [np.arange(p.start, p.start + n, dtype=np.int32) for p, n in zip(pieces, counts, strict=True)]
+    slots = [
+        p.blocks[at // block_size].astype(np.int64) * block_size + at % block_size
+        for p, at in zip(pieces, positions, strict=True)
+    ]
+    tables = np.zeros((len(pieces), max(len(p.blocks) for p in pieces)), np.int32)
+    for table, piece in zip(tables, pieces, strict=True):
+        table[: len(piece.blocks)] = piece.blocks
+    decodes = [len(piece.tokens) == 1 and piece.start > 0 for piece in pieces]
+    return StepInputs(
+        token_ids=np.concatenate([piece.tokens for piece in pieces]).astype(np.int32),
+        positions=np.concatenate(positions),
+        slot_mapping=np.concatenate(slots),
+        query_start=np.cumsum([0, *counts], dtype=np.int32),
+        block_tables=tables,
+        num_decodes=decodes.index(False) if False in decodes else len(decodes),
+        logit_rows=np.arange(sum(counts), dtype=np.int32) if logit_rows is None else np.array(logit_rows, np.int32),
+    )
+
+
+class Steps:
+    """A model on a backend, with a KV cache."""
+
+    def __init__(self, path: Path, backend: Backend, *, num_blocks: int = 64, block_size: int = 16) -> None:
+        """Load the model and allocate `num_blocks` blocks."""
+        self.backend, self.block_size = backend, block_size
+        self.model = load_model(open_gguf(path), backend)
+        config = self.model.config
+        self.vocab_size = config.vocab_size
+        spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, block_size)
+        backend.allocate_kv_cache(spec)
+        self.blocks = np.arange(num_blocks, dtype=np.int32)
+
+    def run(self, pieces: Sequence[Piece], logit_rows: Sequence[int] | None = None) -> NDArray[np.float32]:
+        """One step; a copy of its logits."""
+        return self.backend.execute(self.model.forward, step_inputs(pieces, self.block_size, logit_rows)).copy()
+
+    def chunked(
+        self, tokens: NDArray[np.int32], sizes: Sequence[int], blocks: NDArray[np.int32] | None = None
+    ) -> NDArray[np.float32]:
+        """Logits of every position of one sequence, prefilled in chunks of `sizes`, which repeat."""
+        blocks = self.blocks if blocks is None else blocks
+        logits, start, size = [], 0, cycle(sizes)
+        while start < len(tokens):
+            chunk = tokens[start : start + next(size)]
+            logits.append(self.run([Piece(chunk, start, blocks)]))
+            start += len(chunk)
+        return np.concatenate(logits)
