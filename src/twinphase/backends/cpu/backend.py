@@ -143,12 +143,17 @@ class CpuBackend:
                 f"block_size {spec.block_size} is not supported by the cpu backend.", "Use a multiple of 16."
             )
         self.kv_spec = spec
-        self._cells = spec.num_blocks * (spec.block_size // kv_layout.CELL)
-        heads = self._cells * spec.num_kv_heads
-        self._layer_bytes = (heads * kv_layout.key_bytes(spec.head_dim), heads * kv_layout.CELL * 4)
-        self.keys = aligned(spec.num_layers * self._layer_bytes[0], np.uint8)
-        self.values = aligned(spec.num_layers * self._layer_bytes[0], np.uint8)
-        self.key_scales = aligned(spec.num_layers * self._layer_bytes[1], np.uint8)
+        self._per_chunk = kv_layout.chunk_cells(spec.num_layers, spec.num_kv_heads)
+        cells = spec.num_blocks * (spec.block_size // kv_layout.CELL)
+        cells = -(-cells // kv_layout.CHUNK) * self._per_chunk
+        sizes = (kv_layout.key_bytes(spec.head_dim), kv_layout.SCALE_BYTES, kv_layout.value_bytes(spec.head_dim))
+        self._cache = Arena(cells * sum(sizes) + 128)
+        memory = [self._cache.take(cells * size) for size in sizes]
+        layer_cells = spec.num_kv_heads * kv_layout.CHUNK
+        self._layers = [
+            [array.ctypes.data + layer * layer_cells * size for array, size in zip(memory, sizes, strict=True)]
+            for layer in range(spec.num_layers)
+        ]
         self._step = StepMemory(self.max_rows["tokens"], self.max_num_seqs, spec, self.shape, self.threads)
         if self._pack_commands:
             pool = ThreadPool(self._kernels["run_program"], self.threads, 64)
@@ -257,27 +262,18 @@ class CpuBackend:
         program, step, source = self._program, self._step, qkv.floats
         args = [source.data + 4 * column for column in qkv.columns] + [source.stride]
         args += [table.ctypes.data for table in rope] + [step.positions.ctypes.data, step.slots.ctypes.data]
-        args += [num_heads, self.shape.num_kv_heads, *self._layer_cache(layer), *step.query_addresses]
-        args += [_bits(self.shape.head_dim**-0.5 * LOG2_E), self._cells]
-        writes = [(step.query_addresses[0], 0), (self._layer_cache(layer)[0], 0)]
+        args += [num_heads, self.shape.num_kv_heads, *self._layers[layer], *step.query_addresses]
+        args += [_bits(self.shape.head_dim**-0.5 * LOG2_E), self._per_chunk]
+        writes = [(step.query_addresses[0], 0), (self._layers[layer][0], 0)]
         program.add(self._rope_spec, program.count("tokens"), args, [source.data], writes)
         return step
 
-    def _layer_cache(self, layer: int) -> list[int]:
-        """Addresses of a layer's keys, key scales and values."""
-        keys, scales = self._layer_bytes
-        return [
-            self.keys.ctypes.data + layer * keys,
-            self.key_scales.ctypes.data + layer * scales,
-            self.values.ctypes.data + layer * keys,
-        ]
-
     def attention(self, q: StepMemory, layer: int, num_heads: int) -> Buffer:
         """Prefill's tiles, decode's tiles and the merge of the latter; whichever the step has."""
-        program, cache = self._program, self._layer_cache(layer)
+        program, cache = self._program, self._layers[layer]
         out = Buffer(program, "tokens", num_heads * self.shape.head_dim)
         common = [*q.query_addresses, *cache, self.shape.num_kv_heads, q.block_tables.ctypes.data]
-        common += [q.block_tables.strides[0], self.kv_spec.block_size // kv_layout.CELL, self._cells]
+        common += [q.block_tables.strides[0], self.kv_spec.block_size // kv_layout.CELL, self._per_chunk]
         reads, partials = [q.query_addresses[0], cache[0]], q.partials.ctypes.data
         cells = program.cells
         decode_units = cells.address("decode_units", lambda counts: counts["decode_units"])

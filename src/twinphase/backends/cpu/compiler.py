@@ -8,7 +8,6 @@ Loading needs neither Numba nor compilation, which keeps a warm start short and 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
 import importlib
@@ -45,8 +44,7 @@ KERNELS = {
     "run_program": ("program", "run_program"),
 }
 
-# What a write of an object file may fail with: no space, quota, no right, read-only.
-WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+WRITE_FAILED = 100  # exit code of a compiling process that could not write, plus the errno
 Progress = Callable[[int, int, str], None]  # done, total, what
 
 
@@ -124,10 +122,10 @@ def compile_kernels(folder: Path, isa: Isa, specs: Sequence[str], progress: Prog
 
 
 def _raise_failure(returncode: int, log: str, folder: Path, isa: Isa) -> NoReturn:
-    """Turn the end of a compiling process into an error; its exit code is the errno of a failed write, or 1."""
-    if returncode in WRITE_ERRNOS:
-        error = OSError(returncode, os.strerror(returncode))
-        raise storage_error(error, folder)
+    """Turn the end of a compiling process into an error; a failed write left its errno in the exit code."""
+    if returncode > WRITE_FAILED:
+        number = returncode - WRITE_FAILED
+        raise storage_error(OSError(number, os.strerror(number)), folder)
     last = (log.strip().splitlines() or [f"exit code {returncode}"])[-1]
     raise KernelCompileError(f"Compiling kernels failed: {last}", f"Try another path than --isa {isa.name}.")
 
@@ -164,7 +162,7 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
         try:
             write_atomically(_object_path(folder, isa, spec), hashlib.sha256(symbol + code).digest() + symbol + code)
         except OSError as error:
-            sys.exit(error.errno)
+            sys.exit(WRITE_FAILED + (error.errno or 0))
 
 
 def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> tuple[dict[str, int], object]:

@@ -1,34 +1,54 @@
 """How the KV cache lies in memory for the CPU kernels.
 
-Tokens are stored in cells of 16 (a block is one cell or several). For each layer, KV head and cell, so that one
-head's tokens lie in order where a sequence's blocks do:
+Tokens are stored in cells of 16 (a block is one cell or several), cells in chunks of 32: memory is [chunk][layer]
+[KV head][32 cells], so that a head's tokens lie in order where a sequence's blocks do, and that memory is touched
+chunk by chunk as the cache fills. A cell of one layer and head is:
 
-    keys     float16 [head_dim / 4][16 tokens][4], so that 4 dimensions of 16 tokens are one vector of byte quads
+    keys     uint8 [head_dim / 4][16 tokens][4], stored + 128, so that 4 dimensions of 16 tokens are one vector
     scales   float32 [16]: the largest magnitude of each token's key, divided by 127
-    values   float16 [8 pairs of tokens][head_dim][2], so that two tokens' values are one pair of a bfloat16 dot
+    values   16 bits [8 pairs of tokens][head_dim][2], so that two tokens' values are one pair of a bfloat16 dot;
+             bfloat16 where the processor multiplies it, float16 elsewhere
+
+Keys are kept in the form in which attention multiplies them: more bits would be read and never used.
 """
 
 from __future__ import annotations
 
 __all__ = [
     "CELL",
+    "CHUNK",
+    "SCALE_BYTES",
     "TILE",
     "attention_scratch_bytes",
+    "chunk_cells",
     "decode_rows",
     "key_bytes",
     "padded_group",
     "query_tile_tokens",
     "scratch_areas",
+    "value_bytes",
 ]
 
 CELL = 16  # tokens
+CHUNK = 32  # cells
+SCALE_BYTES = 4 * CELL  # of one cell
 TILE = 128  # tokens of KV that attention sums over at a time, at absolute positions
 MAX_QUERY_ROWS = 192  # rows (tokens x heads of a group) that share a converted KV tile in prefill
 
 
 def key_bytes(head_dim: int) -> int:
     """Bytes of one cell's keys of one head."""
+    return CELL * head_dim
+
+
+def value_bytes(head_dim: int) -> int:
+    """Bytes of one cell's values of one head."""
     return 2 * CELL * head_dim
+
+
+def chunk_cells(num_layers: int, num_kv_heads: int) -> int:
+    """Cells of one chunk, over all layers and heads."""
+    return num_layers * num_kv_heads * CHUNK
 
 
 def query_tile_tokens(group: int) -> int:
@@ -56,9 +76,8 @@ def scratch_areas(head_dim: int, group: int) -> dict[str, int]:
     """Byte offset of each area of a thread's scratch memory."""
     rows = query_tile_tokens(group) * group + 8
     sizes = {
-        "keys": TILE * head_dim,  # uint8 (stored + 128)
-        "key_scales": 4 * TILE,
-        "values": 4 * TILE * head_dim,  # bfloat16 pairs, or float32
+        "places": 8 * 3 * (TILE // CELL),  # addresses of the cells' keys, scales and values
+        "values": 4 * TILE * head_dim,  # float32, where values are not used in place
         "scores": 4 * TILE * 8,
         "weights": 4 * TILE * 8,  # softmax numerators, bfloat16 or float32
         "tile_stats": 4 * 8 * 4,  # of the row block: maximum, sum, and the two factors of the merge

@@ -51,9 +51,7 @@ class Command:
 class ThreadPool:
     """Runs one program, step after step, on `threads` threads."""
 
-    def __init__(
-        self, entry: int, threads: int, scratch_bytes: int, spins: int = 2000, idle_spins: int = 20000
-    ) -> None:
+    def __init__(self, entry: int, threads: int, scratch_bytes: int, spins: int = 500, idle_spins: int = 5000) -> None:
         """Start `threads` - 1 threads.
 
         Args:

@@ -16,14 +16,14 @@ from twinphase.backends.cpu.kernels.attention_tile import (
     STATS,
     copy_query_kernel,
     divide_kernel,
-    load_tile_kernel,
+    find_cells_kernel,
     merge_stats_kernel,
     scale_add_kernel,
     scores_kernel,
     softmax_kernel,
     weighted_values_kernel,
 )
-from twinphase.backends.cpu.kv_layout import TILE, decode_rows, padded_group, scratch_areas
+from twinphase.backends.cpu.kv_layout import CELL, TILE, decode_rows, padded_group, scratch_areas
 
 __all__ = ["attention_decode", "attention_merge"]
 
@@ -38,14 +38,14 @@ def attention_decode(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Cal
     dim, group = int(head_dim), int(group_size)
     rows, padded = decode_rows(group), padded_group(group)
     at = scratch_areas(dim, group)
-    load_tile, copy_query = load_tile_kernel(isa, dim, at), copy_query_kernel(dim, at)
+    find_cells, copy_query = find_cells_kernel(isa, dim, at), copy_query_kernel(dim, at)
     scores, softmax, weighted_values = (
         scores_kernel(isa, dim, rows),
         softmax_kernel(isa),
         weighted_values_kernel(isa, dim, rows, False),
     )
-    at_keys, at_key_scales, at_values, at_scores = at["keys"], at["key_scales"], at["values"], at["scores"]
-    at_weights, at_stats, at_queries = at["weights"], at["tile_stats"], at["queries"]
+    at_places, at_scores, at_weights = at["places"], at["scores"], at["weights"]
+    at_stats, at_queries = at["tile_stats"], at["queries"]
     at_query_scales, at_query_sums = at["query_scales"], at["query_sums"]
     weight_row, chunk, partial_bytes = (2 if isa.bf16_dot else 4) * TILE, 4 * isa.lanes, 64 + 4 * dim
 
@@ -53,7 +53,7 @@ def attention_decode(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Cal
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (units, queries, query_scales, query_sums, keys, key_scales, values, kv_heads, tables, table_stride,
-         cells_per_block, cells, partials, most_tiles) = arguments(args)  # fmt: skip
+         cells_per_block, per_chunk, partials, most_tiles) = arguments(args)  # fmt: skip
         sequence, kv_head, row, context, first, end = unit_of(units + 32 * tile)
         table = tables + sequence * table_stride
         for r in range(padded):
@@ -61,16 +61,17 @@ def attention_decode(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Cal
             copy_query(r, head, queries, query_scales, query_sums, scratch)
         for t in range(first, end):
             visible = min(TILE, context - t * TILE)
-            load_tile(t, visible, table, cells_per_block, cells, kv_head, keys, key_scales, values, scratch)
+            cells = (visible + CELL - 1) // CELL
+            find_cells(t, cells, table, cells_per_block, per_chunk, kv_head, keys, key_scales, values, scratch)
             for r in range(0, padded, rows):
-                scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_keys,
-                       scratch + at_key_scales, scratch + at_scores, (visible + chunk - 1) // chunk)  # fmt: skip
+                scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_places,
+                       scratch + at_scores, (visible + chunk - 1) // chunk)  # fmt: skip
                 place = partials + (((sequence * most_tiles + t) * kv_heads + kv_head) * padded + r) * partial_bytes
                 for i in range(rows):
                     softmax(scratch + at_scores + 4 * TILE * i, scratch + at_weights + weight_row * i,
                             scratch + at_query_scales + 4 * (r + i), visible, place + i * partial_bytes,
                             place + i * partial_bytes + 4)  # fmt: skip
-                weighted_values(scratch + at_weights, scratch + at_values, visible, place + 64, partial_bytes,
+                weighted_values(scratch + at_weights, scratch + at_places, cells, place + 64, partial_bytes,
                                 scratch + at_stats)  # fmt: skip
 
     return KERNEL_SIGNATURE, kernel

@@ -1,4 +1,4 @@
-"""Prefill's attention: many query rows of a sequence share each converted KV tile."""
+"""Prefill's attention: many query rows of a sequence share each KV tile."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from twinphase.backends.cpu.kernels.attention_tile import (
     STATS,
     copy_query_kernel,
     divide_kernel,
-    load_tile_kernel,
+    find_cells_kernel,
     merge_stats_kernel,
     scores_kernel,
     softmax_kernel,
     weighted_values_kernel,
 )
-from twinphase.backends.cpu.kv_layout import TILE, scratch_areas
+from twinphase.backends.cpu.kv_layout import CELL, TILE, scratch_areas
 
 __all__ = ["attention_prefill"]
 
@@ -30,20 +30,20 @@ def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Ca
     """One unit a tile: up to `query_tile_tokens` prompt tokens of one sequence and KV head.
 
     Arguments: units, int8 queries, their scales, their sums, keys, key scales and values of the layer, KV heads,
-    block tables (int32), their stride, cells a block, cells in all, out. A unit is int32 [8]:
+    block tables (int32), their stride, cells a block, cells of a chunk, out. A unit is int32 [8]:
     sequence, KV head, first row, tokens, position of the first token.
     """
     dim, group, rows = int(head_dim), int(group_size), isa.attention_rows
     at = scratch_areas(dim, group)
-    load_tile, copy_query = load_tile_kernel(isa, dim, at), copy_query_kernel(dim, at)
+    find_cells, copy_query = find_cells_kernel(isa, dim, at), copy_query_kernel(dim, at)
     scores, softmax = scores_kernel(isa, dim, rows), softmax_kernel(isa)
     weighted_values, merge_stats, divide = (
         weighted_values_kernel(isa, dim, rows, True),
         merge_stats_kernel(isa),
         divide_kernel(isa, dim),
     )
-    at_keys, at_key_scales, at_values, at_scores = at["keys"], at["key_scales"], at["values"], at["scores"]
-    at_weights, at_stats, at_queries = at["weights"], at["tile_stats"], at["queries"]
+    at_places, at_scores, at_weights = at["places"], at["scores"], at["weights"]
+    at_stats, at_queries = at["tile_stats"], at["queries"]
     at_query_scales, at_query_sums = at["query_scales"], at["query_sums"]
     at_maxima, at_sums, at_out = at["maxima"], at["sums"], at["out"]
     weight_row, chunk = (2 if isa.bf16_dot else 4) * TILE, 4 * isa.lanes
@@ -52,12 +52,12 @@ def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Ca
 
     @njit  # type: ignore[untyped-decorator]
     def row_block(r: int, seen: int, group: int, tokens: int, scratch: int) -> None:
-        # Rows r.. of the unit against the converted tile; token i of the unit sees `seen` + i of its tokens.
+        # Rows r.. of the unit against the KV tile; token i of the unit sees `seen` + i of its tokens.
         most = min(TILE, seen + min(tokens - 1, (r + rows - 1) // group))
         if most <= 0:
             return
-        scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_keys,
-               scratch + at_key_scales, scratch + at_scores, (most + chunk - 1) // chunk)  # fmt: skip
+        scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_places,
+               scratch + at_scores, (most + chunk - 1) // chunk)  # fmt: skip
         for i in range(rows):
             visible = max(0, min(TILE, seen + (r + i) // group))
             stats = scratch + at_stats + 4 * i
@@ -65,12 +65,12 @@ def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Ca
                     scratch + at_query_scales + 4 * (r + i), visible, stats, stats + 4 * STATS)  # fmt: skip
         block = 4 * STATS * (r // rows)
         merge_stats(scratch + at_maxima + block, scratch + at_sums + block, scratch + at_stats)
-        weighted_values(scratch + at_weights, scratch + at_values, most, scratch + at_out + 4 * dim * r, 4 * dim,
-                        scratch + at_stats)  # fmt: skip
+        weighted_values(scratch + at_weights, scratch + at_places, (most + CELL - 1) // CELL,
+                        scratch + at_out + 4 * dim * r, 4 * dim, scratch + at_stats)  # fmt: skip
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (units, queries, query_scales, query_sums, keys, key_scales, values, kv_heads, tables, table_stride,
-         cells_per_block, cells, out) = arguments(args)  # fmt: skip
+         cells_per_block, per_chunk, out) = arguments(args)  # fmt: skip
         sequence, kv_head, first_row, tokens, position = unit_of(units + 32 * tile)
         table = tables + sequence * table_stride
         count = tokens * group
@@ -86,8 +86,8 @@ def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Ca
                 store_f32(scratch + at_out + 4 * (r * dim + i), 0.0)
         for t in range((position + tokens - 1) // TILE + 1):
             seen = position + 1 - t * TILE
-            load_tile(t, min(TILE, seen + tokens - 1), table, cells_per_block, cells, kv_head, keys, key_scales,
-                      values, scratch)  # fmt: skip
+            cells = (min(TILE, seen + tokens - 1) + CELL - 1) // CELL
+            find_cells(t, cells, table, cells_per_block, per_chunk, kv_head, keys, key_scales, values, scratch)
             for r in range(0, count, rows):
                 row_block(r, seen, group, tokens, scratch)
         for r in range(count):

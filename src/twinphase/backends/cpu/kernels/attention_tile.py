@@ -1,11 +1,10 @@
 """What attention does with one KV tile: the micro-kernels that prefill and decode share.
 
-For each KV tile of 128 tokens at absolute positions: keys become int8 (one scale a token) and are multiplied with
-int8 queries in exact integers; the softmax of the tile alone gives maximum, sum and weighted values; tiles are merged
-in order with the online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Weights and values
-are multiplied in bfloat16 where the processor can, in float32 elsewhere. Since the arithmetic of a row is that of its
-tiles, prefill (many rows share a converted tile) and decode (the tiles of one row are spread over threads and merged
-afterwards) give the same bits.
+For each KV tile of 128 tokens at absolute positions: int8 keys are multiplied with int8 queries in exact integers;
+the softmax of the tile alone gives maximum, sum and weighted values; tiles are merged in order with the online softmax
+(Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Weights and values are multiplied in bfloat16 where
+the processor can, in float32 elsewhere. Since the arithmetic of a row is that of its tiles, prefill (many rows share
+a tile) and decode (the tiles of one row are spread over threads and merged afterwards) give the same bits.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit
 
-from twinphase.backends.cpu.emit import F16, F32, I8, I32, Emit, Value, vector
+from twinphase.backends.cpu.emit import F16, F32, I32, I64, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import (
     emitted,
     load_f32,
@@ -26,15 +25,14 @@ from twinphase.backends.cpu.intrinsics import (
     store_i64,
 )
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kernels.quantize import MAGIC
-from twinphase.backends.cpu.kv_layout import CELL, TILE, key_bytes
+from twinphase.backends.cpu.kv_layout import CELL, CHUNK, SCALE_BYTES, TILE, key_bytes, value_bytes
 
 __all__ = [
     "MASKED",
     "STATS",
     "copy_query_kernel",
     "divide_kernel",
-    "load_tile_kernel",
+    "find_cells_kernel",
     "merge_stats_kernel",
     "scale_add_kernel",
     "scores_kernel",
@@ -43,40 +41,17 @@ __all__ = [
 ]
 
 MASKED = -1e30  # finite, so that a wholly masked tile merges with weight 0 instead of NaN
-AHEAD = 8  # cells of KV asked for in advance
+CELLS = TILE // CELL  # of a tile
 STATS = 8  # lanes of the vectors that hold a row block's maxima and sums
 
 
-def _convert_keys(isa: Isa, dim: int) -> Any:
-    """Numba-callable (cell's keys, cell's scales, bytes out, scales out): float16 to uint8, stored + 128."""
-
-    def write(e: Emit, keys: Value, scales: Value, out: Value, scales_out: Value) -> None:
-        b, wide = e.b, vector(F32, 4 * CELL)
-        scale = e.load(vector(F32, CELL), scales)
-        e.store(scale, scales_out)
-        inverse = b.fdiv(e.splat(scale.type, 1.0), scale)
-        each = e.shuffle(inverse, None, [token for token in range(CELL) for _ in range(4)])
-        for quad in range(dim // 4):
-            key = e.widen(e.load(vector(F16, 4 * CELL), keys, quad * 8 * CELL))
-            # The low byte of the shifted float is the rounded number in two's complement.
-            bits = b.bitcast(e.fma(key, each, e.splat(wide, MAGIC)), vector(I32, 4 * CELL))
-            number = b.trunc(bits, vector(I8, 4 * CELL))
-            e.store(b.xor(number, e.splat(number.type, -128)), out, quad * 4 * CELL)
-
-    return emitted(isa, 4, write)
-
-
-def _convert_values(isa: Isa, dim: int) -> Any:
-    """Numba-callable (cell's values, out): float16 pairs to bfloat16 pairs, or to float32 rows."""
+def _widen_values(isa: Isa, dim: int) -> Any:
+    """Numba-callable (cell's values, out): float16 pairs of tokens to float32 rows."""
     lanes = isa.lanes
 
     def write(e: Emit, values: Value, out: Value) -> None:
-        for i in range(0, CELL // 2 * dim * 2, 2 * lanes):
+        for i in range(0, CELL * dim, 2 * lanes):
             pairs = e.widen(e.load(vector(F16, 2 * lanes), values, 2 * i))
-            if isa.bf16_dot:
-                low, high = (e.shuffle(pairs, None, range(n, n + lanes)) for n in (0, lanes))
-                e.store(e.to_bf16(low, high), out, 2 * i)
-                continue
             pair, column = i // (2 * dim), i % (2 * dim) // 2
             for side in (0, 1):
                 row = e.shuffle(pairs, None, range(side, 2 * lanes, 2))
@@ -86,17 +61,24 @@ def _convert_values(isa: Isa, dim: int) -> Any:
 
 
 def scores_kernel(isa: Isa, dim: int, rows: int) -> Any:
-    """Numba-callable (queries, sums, keys, key scales, out, key vectors): out[r, t] = (q . k) * key scale.
+    """Numba-callable (queries, sums, places, out, chunks): out[r, t] = (q . k) * key scale.
 
-    The register tile is `rows` queries x 64 tokens; `chunks` of 64 tokens are computed.
+    The register tile is `rows` queries x 4 vectors of tokens; `chunks` of them are computed. Places are the addresses
+    of the tile's cells: keys, then scales, then values (`find_cells_kernel`).
     """
     lanes, columns = isa.lanes, 4
     ints, floats = vector(I32, lanes), vector(F32, lanes)
 
-    def write(e: Emit, queries: Value, sums: Value, keys: Value, scales: Value, out: Value, chunks: Value) -> None:
+    def write(e: Emit, queries: Value, sums: Value, places: Value, out: Value, chunks: Value) -> None:
         b, signed = e.b, e.dot_is_signed(8)
         with e.loop(0, chunks) as chunk:
             first = e.mul(chunk, lanes * columns)  # token
+            keys, scales = [], []
+            for c in range(columns):
+                token = e.add(first, c * lanes)
+                place, part = e.mul(b.ashr(token, e.i64(4)), 8), e.mul(b.and_(token, e.i64(15)), 4)
+                keys.append(e.add(e.load(I64, places, place), part))
+                scales.append(e.load(floats, e.load(I64, places, place, 8 * CELLS), part))
             totals = []
             for r in range(rows):
                 start: Value = e.splat(ints, 0)
@@ -104,22 +86,17 @@ def scores_kernel(isa: Isa, dim: int, rows: int) -> Any:
                     start = e.broadcast(b.mul(e.load(I32, sums, 4 * r), ir.Constant(I32, -128)), lanes)
                 totals.append([e.variable(start) for _ in range(columns)])
             with e.loop(0, dim // 4) as quad:
-                vectors = []
-                for c in range(columns):
-                    token = e.add(first, c * lanes)
-                    cell, part = b.ashr(token, e.i64(4)), b.and_(token, e.i64(15))
-                    vectors.append(e.load(ints, keys, e.mul(cell, CELL * dim), e.mul(quad, 4 * CELL), e.mul(part, 4)))
+                vectors = [e.load(ints, key, e.mul(quad, 4 * CELL)) for key in keys]
                 for r in range(rows):
                     query = e.broadcast(e.load(I32, queries, r * dim, e.mul(quad, 4)), lanes)
                     for c in range(columns):
                         totals[r][c].set(e.dot(totals[r][c].get(), vectors[c], query, signed=signed))
             for c in range(columns):
                 at = e.mul(e.add(first, c * lanes), 4)
-                scale = e.load(floats, scales, at)
                 for r in range(rows):
-                    e.store(b.fmul(b.sitofp(totals[r][c].get(), floats), scale), out, 4 * TILE * r, at)
+                    e.store(b.fmul(b.sitofp(totals[r][c].get(), floats), scales[c]), out, 4 * TILE * r, at)
 
-    return emitted(isa, 6, write)
+    return emitted(isa, 5, write)
 
 
 def softmax_kernel(isa: Isa) -> Any:
@@ -163,33 +140,35 @@ def softmax_kernel(isa: Isa) -> Any:
 
 
 def weighted_values_kernel(isa: Isa, dim: int, rows: int, merge: bool) -> Any:
-    """Numba-callable (weights, values, tokens, out, out stride, stats): sum over tokens of weight * value.
+    """Numba-callable (weights, places, cells, out, out stride, stats): sum over tokens of weight * value.
 
     With `merge` the sums are folded into out (out * alpha + sum * beta, from `stats`), else stored.
     """
     lanes = isa.lanes
     floats, ints = vector(F32, lanes), vector(I32, lanes)
     columns = min(4, dim // lanes)
-    per_step = 2 if isa.bf16_dot else 1  # tokens
-    value_row = 4 * dim  # bytes: a pair of bfloat16 rows, or a float32 row
+    tokens = 2 if isa.bf16_dot else 1  # of one step
+    steps, value_row = CELL // tokens, 4 * dim  # bytes: a pair of bfloat16 rows, or a float32 row
 
-    def write(e: Emit, weights: Value, values: Value, tokens: Value, out: Value, stride: Value, stats: Value) -> None:
+    def write(e: Emit, weights: Value, places: Value, cells: Value, out: Value, stride: Value, stats: Value) -> None:
         b = e.b
-        steps = b.sdiv(e.add(tokens, per_step - 1), e.i64(per_step))
         for first in range(0, dim, columns * lanes):
             here = range(min(columns, (dim - first) // lanes))
             totals = [[e.variable(e.splat(floats, 0.0)) for _ in here] for _ in range(rows)]
-            with e.loop(0, steps) as step:
-                row = [e.load(ints, values, e.mul(step, value_row), 4 * (first + c * lanes)) for c in here]
-                for r in range(rows):
-                    place = (r * TILE * 4 // per_step, e.mul(step, 4))
-                    weight = e.broadcast(e.load(I32, weights, *place), lanes)
-                    for c in here:
-                        total = totals[r][c]
-                        if isa.bf16_dot:
-                            total.set(e.dot_bf16(total.get(), weight, row[c]))
-                        else:
-                            total.set(e.fma(b.bitcast(weight, floats), b.bitcast(row[c], floats), total.get()))
+            with e.loop(0, cells) as cell:
+                values = e.add(e.load(I64, places, e.mul(cell, 8), 16 * CELLS), 4 * first)
+                weight_at = e.add(weights, e.mul(cell, 4 * steps))
+                with e.loop(0, steps) as step:
+                    row = [e.load(ints, values, e.mul(step, value_row), 4 * c * lanes) for c in here]
+                    for r in range(rows):
+                        place = (r * TILE * 4 // tokens, e.mul(step, 4))
+                        weight = e.broadcast(e.load(I32, weight_at, *place), lanes)
+                        for c in here:
+                            total = totals[r][c]
+                            if isa.bf16_dot:
+                                total.set(e.dot_bf16(total.get(), weight, row[c]))
+                            else:
+                                total.set(e.fma(b.bitcast(weight, floats), b.bitcast(row[c], floats), total.get()))
             for r in range(rows):
                 for c in here:
                     at = (e.mul(stride, r), 4 * (first + c * lanes))
@@ -243,35 +222,36 @@ def divide_kernel(isa: Isa, dim: int) -> Any:
     return emitted(isa, 3, write)
 
 
-def load_tile_kernel(isa: Isa, dim: int, at: dict[str, int]) -> Any:
-    """Numba function that converts the first `tokens` tokens of KV tile t into scratch."""
-    convert_keys, convert_values = _convert_keys(isa, dim), _convert_values(isa, dim)
-    at_keys, at_scales, at_values = at["keys"], at["key_scales"], at["values"]
-    cell_bytes, value_cell = key_bytes(dim), (2 if isa.bf16_dot else 4) * CELL * dim
-    prefetch = emitted(isa, 2, lambda e, address, line: e.prefetch(address, e.mul(line, 64)))
+def find_cells_kernel(isa: Isa, dim: int, at: dict[str, int]) -> Any:
+    """Numba function that writes the places of KV tile t's first `cells` cells to scratch.
+
+    bfloat16 values are used where they lie; others are widened into scratch first.
+    """
+    widen = _widen_values(isa, dim)
+    at_places, at_values = at["places"], at["values"]
+    size, value_size, in_place = key_bytes(dim), value_bytes(dim), isa.bf16_dot
 
     @njit  # type: ignore[untyped-decorator]
-    def place_of(cell: int, table: int, cells_per_block: int, first: int) -> int:
-        block = load_u32(table + 4 * (cell // cells_per_block))
-        return first + block * cells_per_block + cell % cells_per_block
-
-    @njit  # type: ignore[untyped-decorator]
-    def load(t: int, tokens: int, table: int, cells_per_block: int, cells: int, kv_head: int, keys: int,
+    def find(t: int, cells: int, table: int, cells_per_block: int, per_chunk: int, kv_head: int, keys: int,
              scales: int, values: int, scratch: int) -> None:  # fmt: skip
-        # The table is padded with block 0, so looking ahead is safe and at worst useless.
-        first = kv_head * cells
-        for c in range((tokens + CELL - 1) // CELL):
-            cell = t * (TILE // CELL) + c
-            ahead = place_of(cell + AHEAD, table, cells_per_block, first)
-            for line in range(cell_bytes // 64):
-                prefetch(keys + ahead * cell_bytes, line)
-                prefetch(values + ahead * cell_bytes, line)
-            place = place_of(cell, table, cells_per_block, first)
-            convert_keys(keys + place * cell_bytes, scales + place * 4 * CELL, scratch + at_keys + c * CELL * dim,
-                         scratch + at_scales + 4 * CELL * c)  # fmt: skip
-            convert_values(values + place * cell_bytes, scratch + at_values + c * value_cell)
+        for c in range(cells):
+            cell = t * CELLS + c
+            where = load_u32(table + 4 * (cell // cells_per_block)) * cells_per_block + cell % cells_per_block
+            index = where // CHUNK * per_chunk + kv_head * CHUNK + where % CHUNK
+            place, value = scratch + at_places + 8 * c, values + index * value_size
+            if not in_place:
+                widened = scratch + at_values + c * 4 * CELL * dim
+                widen(value, widened)
+                value = widened
+            store_i64(place, keys + index * size)
+            store_i64(place + 8 * CELLS, scales + index * SCALE_BYTES)
+            store_i64(place + 16 * CELLS, value)
+        for c in range(cells, CELLS):
+            # A chunk of scores may reach past the last cell: any readable place will do, the result is masked.
+            store_i64(scratch + at_places + 8 * c, load_i64(scratch + at_places))
+            store_i64(scratch + at_places + 8 * (CELLS + c), load_i64(scratch + at_places + 8 * CELLS))
 
-    return load
+    return find
 
 
 def copy_query_kernel(dim: int, at: dict[str, int]) -> Any:

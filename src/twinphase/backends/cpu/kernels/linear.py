@@ -152,7 +152,7 @@ def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, in
             header = e.add(w, e.mul(i, step))
             if rows == 1:
                 for line in range(0, step, 64):
-                    e.prefetch(header, PREFETCH_BYTES + line)
+                    e.prefetch(header, PREFETCH_BYTES + line, locality=0 if fmt.name == "Q4_0" else 3)
             if not fmt.nested:
                 tile.group(header, None, x, i, totals)
             else:

@@ -11,11 +11,11 @@ from typing import Any
 
 from llvmlite import ir
 
-from twinphase.backends.cpu.emit import F32, I8, I32, I64, Emit, Value, vector
+from twinphase.backends.cpu.emit import F32, I8, I16, I32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
-from twinphase.backends.cpu.kv_layout import CELL, key_bytes
+from twinphase.backends.cpu.kv_layout import CELL, CHUNK, key_bytes, value_bytes
 
 __all__ = ["rope_kv_write"]
 
@@ -76,29 +76,36 @@ def _key(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
     """Numba-callable (x, cos, sin, cell's keys, cell's scales, token in the cell): one key head to the cache."""
 
     def write(e: Emit, x: Value, cos: Value, sin: Value, keys: Value, scales: Value, token: Value) -> None:
-        pieces = [e.narrow(p) for p in _rotated(e, x, cos, sin, dim, rotary, interleaved)]
+        pieces = _rotated(e, x, cos, sin, dim, rotary, interleaved)
+        step, inverse = absmax_scale(e, _largest(e, pieces))
         at = 0
         for piece in pieces:
-            quads = piece.type.count // 4
-            whole = e.b.bitcast(piece, vector(I64, quads))
-            for q in range(quads):
-                lane = e.b.extract_element(whole, ir.Constant(I32, q))
-                e.store(lane, keys, (at + q) * 8 * CELL, e.mul(token, 8))
-            at += quads
-        largest = _largest(e, [e.widen(p) for p in pieces])
-        e.store(e.b.fmul(largest, ir.Constant(F32, 1 / 127)), scales, e.mul(token, 4))
+            count = piece.type.count
+            numbers = e.b.trunc(round_to_int(e, piece, e.broadcast(inverse, count)), vector(I8, count))
+            quads = e.b.bitcast(e.b.xor(numbers, e.splat(numbers.type, -128)), vector(I32, count // 4))
+            for q in range(count // 4):
+                lane = e.b.extract_element(quads, ir.Constant(I32, q))
+                e.store(lane, keys, (at + q) * 4 * CELL, e.mul(token, 4))
+            at += count // 4
+        e.store(step, scales, e.mul(token, 4))
 
     return emitted(isa, 6, write)
 
 
 def _value(isa: Isa, dim: int) -> Any:
     """Numba-callable (x, cell's values, token in the cell): one value head to the cache."""
+    words = vector(I16, 16)
 
     def write(e: Emit, x: Value, values: Value, token: Value) -> None:
         pair, side = e.b.ashr(token, e.i64(1)), e.b.and_(token, e.i64(1))
         to = e.add(values, e.mul(pair, 4 * dim), e.mul(side, 2))
         for i in range(0, dim, 16):
-            small = e.narrow(e.load(vector(F32, 16), x, 4 * i))
+            piece = e.load(vector(F32, 16), x, 4 * i)
+            if isa.bf16_dot:
+                both = e.b.bitcast(e.to_bf16(piece, piece), vector(I16, 32))
+                small = e.shuffle(both, None, range(16))
+            else:
+                small = e.b.bitcast(e.narrow(piece), words)
             for k in range(16):
                 e.store(e.b.extract_element(small, ir.Constant(I32, k)), to, 4 * (i + k))
 
@@ -111,16 +118,17 @@ def rope_kv_write(
     """One row a tile.
 
     Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV heads, keys,
-    scales and values of the layer, int8 queries, their scales, their sums, softmax scale bits, cells of the cache.
+    scales and values of the layer, int8 queries, their scales, their sums, softmax scale bits, cells of a chunk.
     """
     dim, turned = int(head_dim), int(rotary)
     query = _query(isa, dim, turned, interleaved == "1")
     key, value = _key(isa, dim, turned, interleaved == "1"), _value(isa, dim)
-    cell_bytes, table_stride, arguments = key_bytes(dim), 4 * (turned // 2), fields(18)
+    cell_bytes, value_size = key_bytes(dim), value_bytes(dim)
+    table_stride, arguments = 4 * (turned // 2), fields(18)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (q, k, v, stride, cos, sin, positions, slots, heads, kv_heads, keys, scales, values, data, query_scales, sums,
-         factor, cells) = arguments(args)  # fmt: skip
+         factor, per_chunk) = arguments(args)  # fmt: skip
         turn = load_u32(positions + 4 * tile) * table_stride
         cos, sin, slot = cos + turn, sin + turn, load_i64(slots + 8 * tile)
         for head in range(heads):
@@ -128,9 +136,9 @@ def rope_kv_write(
             query(q + tile * stride + head * dim * 4, cos, sin, data + at * dim, query_scales + 4 * at, sums + 4 * at,
                   factor)  # fmt: skip
         for head in range(kv_heads):
-            at = head * cells + slot // 16
+            at = slot // (CELL * CHUNK) * per_chunk + head * CHUNK + slot // CELL % CHUNK
             here = tile * stride + head * dim * 4
             key(k + here, cos, sin, keys + at * cell_bytes, scales + at * 64, slot % 16)
-            value(v + here, values + at * cell_bytes, slot % 16)
+            value(v + here, values + at * value_size, slot % 16)
 
     return KERNEL_SIGNATURE, kernel

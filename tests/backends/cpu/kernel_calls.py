@@ -1,0 +1,70 @@
+"""Calls compiled kernels one tile at a time, without a model, a program or threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from steps import USER_CACHE
+from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
+from twinphase.backends.cpu.formats import FORMATS, STRIP
+from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.cpu.threads import aligned
+
+__all__ = ["DENSE", "SPECS", "call_kernel", "kernel", "pack", "random_blocks"]
+
+DENSE = ("F32", "F16", "BF16")
+SPECS = (
+    *(f"{kind}:{name}" for name in FORMATS for kind in ("quantized_linear", "pack")),
+    *(f"dense_linear:{name}" for name in DENSE),
+    "quantize",
+    "run_program",
+)
+KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
+_RESULT = ctypes.create_string_buffer(64)
+# Where a block of each format holds float16 numbers.
+_HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}
+
+
+@cache
+def _loaded(isa: str) -> tuple[dict[str, int], object]:
+    folder = USER_CACHE / "kernels"
+    compile_kernels(folder, choose_isa(isa), SPECS)
+    return load_kernels(folder, choose_isa(isa), SPECS)
+
+
+def kernel(isa: str, spec: str) -> int:
+    """Address of a kernel; all of a path compile together, the first time."""
+    return _loaded(isa)[0][spec]
+
+
+def call_kernel(address: int, args: Sequence[int], tiles: int) -> None:
+    """Run a kernel's tiles in order."""
+    numbers, place = np.array(args, np.int64), ctypes.addressof(_RESULT)
+    for tile in range(tiles):
+        KERNEL(address)(place, place, numbers.ctypes.data, tile, 0)
+
+
+def random_blocks(rng: np.random.Generator, outputs: int, inputs: int, name: str) -> NDArray[np.uint8]:
+    """Random blocks of a format: every pattern of codes and small scales, float16 parameters of about 0.05."""
+    size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    raw = rng.integers(0, 256, (outputs, inputs // size, nbytes), dtype=np.uint8)
+    for at in _HALVES.get(name, (0, 2)):
+        halves = (rng.random((outputs, inputs // size, 1)) * 0.1 - 0.03).astype(np.float16)
+        raw[:, :, at : at + 2] = halves.view(np.uint8)
+    return raw.reshape(outputs, -1)
+
+
+def pack(isa: str, name: str, raw: NDArray[np.uint8], inputs: int) -> NDArray[np.uint8]:
+    """The matrix in strips, uint8 [strips, bytes of a strip]."""
+    outputs, row_bytes = raw.shape
+    strips, strip_bytes = -(-outputs // STRIP), FORMATS[name].strip_bytes(inputs)
+    packed = aligned(strips * strip_bytes + 65536, np.uint8)  # a row's prefetch runs past the end
+    args = [raw.ctypes.data, row_bytes, outputs, inputs // 32, packed.ctypes.data]
+    call_kernel(kernel(isa, f"pack:{name}"), args, strips)
+    return packed[: strips * strip_bytes].reshape(strips, strip_bytes)

@@ -1,0 +1,156 @@
+"""Attention of the cpu backend beside the reference's float32: both write the same queries, keys and values to a paged
+cache, then attend over it, without a model around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from steps import Piece, own_cache, step_inputs
+from tiny_gguf import write_tiny_gguf
+from twinphase.backends.base import Array, Backend, KVCacheSpec, ModelShape, RopeSpec, StepInputs
+from twinphase.backends.cpu.backend import CpuBackend
+from twinphase.backends.cpu.isa import available_isas
+from twinphase.backends.reference import ReferenceBackend
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.gguf import open_gguf
+
+F32 = NDArray[np.float32]
+
+CONTEXTS = (1, 127, 128, 129, 300)
+BLOCKS = 96
+# Relative norm of the attention's output. Queries and keys are int8 with a scale for each token and head, which is
+# what is seen here: an error of 1/254 of the largest number in each of head_dim products.
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A model that is one attention: its rows are the embeddings, multiplied by the matrix that gives Q, K and V."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def hidden(self) -> int:
+        """Width of the rows."""
+        return self.heads * self.head_dim
+
+    def write(self, folder: Path) -> Checkpoint:
+        """A file with float32 matrices, so that linear layers add no error."""
+        sizes: dict[str, Any] = {"hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads}
+        name = f"{self.heads}-{self.kv_heads}-{self.head_dim}.gguf"
+        path = write_tiny_gguf(folder / name, **sizes, layers=1, tensor_type="F32", context=512, vocab=320)
+        return open_gguf(path)
+
+
+class Attention:
+    """The attention of layer 0 on one backend."""
+
+    def __init__(self, checkpoint: Checkpoint, heads: Heads, backend: Backend) -> None:
+        self.heads, self.backend = heads, backend
+        rope = RopeSpec(10000.0, heads.head_dim, interleaved=True)
+        backend.prepare(checkpoint, ModelShape(heads.heads, heads.kv_heads, heads.head_dim, rope))
+        self.rope = backend.rope(checkpoint, rope, 512)
+        self.table = backend.embedding(checkpoint, "token_embd.weight")
+        self.qkv = backend.matrix(checkpoint, [f"blk.0.attn_{part}.weight" for part in "qkv"])
+        self.norm = backend.vector(checkpoint, "blk.0.attn_norm.weight")
+        self.output = backend.matrix(checkpoint, ["blk.0.attn_output.weight"])
+        backend.allocate_kv_cache(KVCacheSpec(1, heads.kv_heads, heads.head_dim, BLOCKS))
+
+    def forward(self, backend: Backend) -> Array:
+        """Rows of the attention's output, through the output matrix as in a model."""
+        x = backend.rms_norm(backend.embed(self.table), self.norm, 1e-5)
+        q = backend.rope_kv_write(backend.linear(x, self.qkv), self.rope, 0, self.heads.heads)
+        return backend.linear(backend.attention(q, 0, self.heads.heads), self.output)
+
+    def __call__(self, inputs: StepInputs) -> F32:
+        """Run a step."""
+        return self.backend.execute(self.forward, inputs).copy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("attention")
+    with own_cache(path / "cache"):
+        yield path
+
+
+SHAPES = (Heads(3, 1, 32), Heads(4, 4, 64), Heads(14, 2, 64), Heads(4, 2, 16), Heads(4, 2, 128))
+per_shape = pytest.mark.parametrize("heads", SHAPES, ids=lambda h: f"d{h.head_dim}-g{h.heads // h.kv_heads}")
+
+
+def pair(folder: Path, heads: Heads, isa: str) -> tuple[Attention, Attention]:
+    """The cpu's attention and the reference's."""
+    checkpoint = heads.write(folder)
+    cpu = CpuBackend(threads=2, isa=isa, max_num_batched_tokens=512, max_num_seqs=8)
+    return Attention(checkpoint, heads, cpu), Attention(checkpoint, heads, ReferenceBackend())
+
+
+def sequences(seed: int) -> list[Piece]:
+    """A sequence of every context length, in shuffled blocks that are nobody else's."""
+    rng = np.random.default_rng(seed)
+    blocks, pieces = rng.permutation(BLOCKS).astype(np.int32), []
+    for length in CONTEXTS:
+        count = -(-length // 16)
+        mine, blocks = blocks[:count], blocks[count:]
+        pieces.append(Piece(rng.integers(0, 320, length, dtype=np.int32), 0, mine))
+    return pieces
+
+
+def assert_close(actual: F32, expected: F32) -> None:
+    """Row by row, so that one wrong row does not hide among the others."""
+    errors = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert errors.max() < TOLERANCE, f"row {errors.argmax()}: {errors.max():.4f}, mean {errors.mean():.4f}"
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@per_shape
+def test_prefill_and_decode(folder: Path, heads: Heads, isa: str) -> None:
+    cpu, reference = pair(folder, heads, isa)
+    pieces = sequences(0)
+    for piece in pieces:  # each prefilled in one chunk but for its last token ...
+        head = Piece(piece.tokens[:-1], 0, piece.blocks)
+        if len(head.tokens):
+            inputs = step_inputs([head])
+            assert_close(cpu(inputs), reference(inputs))
+    # ... which all decode together.
+    last = [Piece(piece.tokens[-1:], len(piece.tokens) - 1, piece.blocks) for piece in pieces]
+    inputs = step_inputs(last)
+    assert_close(cpu(inputs), reference(inputs))
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_both_phases_in_a_step(folder: Path, isa: str) -> None:
+    cpu, reference = pair(folder, SHAPES[0], isa)
+    pieces = sequences(1)
+    for size, start in ((100, 0), (20, 100), (1, 120)):
+        long = [Piece(p.tokens[start : start + size], start, p.blocks) for p in pieces if len(p.tokens) >= 127]
+        inputs = step_inputs(long)
+        assert_close(cpu(inputs), reference(inputs))
+    decodes = [Piece(p.tokens[121:122], 121, p.blocks) for p in pieces[1:3]]
+    prefills = [Piece(p.tokens[121:127], 121, p.blocks) for p in pieces[3:]]
+    inputs = step_inputs(decodes + prefills)
+    assert inputs.num_decodes == 2
+    assert_close(cpu(inputs), reference(inputs))
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_what_is_masked_or_not_in_the_table_does_not_count(folder: Path, isa: str) -> None:
+    # Fill the cache with other sequences first: stale rows behind a context must not be seen.
+    piece = sequences(2)[3]
+    tail = Piece(piece.tokens[:30], 0, piece.blocks)
+    inputs = step_inputs([tail])
+    fresh, _ = pair(folder, SHAPES[0], isa)
+    used, _ = pair(folder, SHAPES[0], isa)
+    for other in sequences(3):
+        used(step_inputs([other]))
+    np.testing.assert_array_equal(used(inputs), fresh(inputs))

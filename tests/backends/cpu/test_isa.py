@@ -1,0 +1,112 @@
+"""Instruction-set paths: which are offered, which is chosen, and that each emits the instructions it is named for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import llvmlite.binding as llvm
+import pytest
+from llvmlite import ir
+
+from twinphase.backends.cpu import isa as isa_module
+from twinphase.backends.cpu.emit import I32, Emit, vector
+from twinphase.backends.cpu.isa import ISAS, Isa, available_isas, baseline_cpu, choose_isa
+from twinphase.errors import InvalidRequestError
+
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vnni"}
+
+
+@pytest.fixture
+def features(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Features of the processor that is pretended to be here."""
+    present: set[str] = set()
+    monkeypatch.setattr(isa_module, "_host_features", lambda: frozenset(present))
+    yield present
+
+
+@pytest.mark.parametrize(
+    ("present", "expected"),
+    (
+        (set(), ["generic"]),
+        ({"avx2", "fma"}, ["generic"]),
+        (AVX2, ["avx2", "generic"]),
+        (AVX512, ["avx512-vnni", "avx2", "generic"]),
+        (AVX512 | {"avx512bf16"}, ["avx512-bf16", "avx512-vnni", "avx2", "generic"]),
+        ({"neon", "dotprod"}, ["neon-dot", "generic"]),
+    ),
+    ids=("none", "half of avx2", "avx2", "vnni", "bf16", "arm"),
+)
+def test_best_first(features: set[str], present: set[str], expected: list[str]) -> None:
+    features |= present
+    assert available_isas() == expected
+    assert choose_isa(None).name == expected[0]
+
+
+def test_a_lesser_path_can_be_forced(features: set[str]) -> None:
+    features |= AVX512
+    assert choose_isa("avx2") is ISAS["avx2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), (("avx512-bf16", "lacks"), ("AVX2", "is not an instruction-set path"), ("", "is not"))
+)
+def test_what_is_not_here_is_refused(features: set[str], name: str, why: str) -> None:
+    features |= AVX2
+    with pytest.raises(InvalidRequestError, match=why) as caught:
+        choose_isa(name)
+    assert caught.value.fix == "Use one of: avx2, generic."
+
+
+def test_this_processor_runs_something() -> None:
+    assert available_isas()[-1] == "generic"
+
+
+def _assembly(isa: Isa, triple: str, cpu: str, features: str, signed: bool) -> str:
+    """Assembly of one `Emit.dot` of whole registers, compiled for another processor."""
+    module = ir.Module("dot")
+    module.triple = triple
+    ty = vector(I32, isa.lanes)
+    function = ir.Function(module, ir.FunctionType(ty, [ty, ty, ty]), "dot")
+    e = Emit(ir.IRBuilder(function.append_basic_block()), isa)
+    e.b.ret(e.dot(*function.args, signed=signed))
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=3)
+    return str(machine.emit_assembly(parsed))
+
+
+X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+
+
+@pytest.mark.parametrize("signed", (False, True))
+@pytest.mark.parametrize(
+    ("name", "triple", "cpu", "features", "instruction"),
+    (
+        ("avx512-bf16", X86, "znver4", "", "vpdpbusd"),
+        ("avx512-vnni", X86, "cascadelake", "", "vpdpbusd"),
+        ("avx2", X86, "haswell", "", "vpmaddubsw"),
+        ("neon-dot", ARM, "generic", "+dotprod", "sdot"),
+    ),
+)
+def test_dot_products_are_the_instruction(
+    name: str, triple: str, cpu: str, features: str, instruction: str, signed: bool
+) -> None:
+    lines = _assembly(ISAS[name], triple, cpu, features, signed).splitlines()
+    assert sum(line.split()[:1] == [instruction] for line in lines) == 1
+    assert not any(line.split()[:1] in (["bl"], ["callq"]) for line in lines), "a library call"
+
+
+@pytest.mark.parametrize(("triple", "cpu"), ((X86, "x86-64"), (ARM, "generic")))
+def test_the_generic_path_compiles_for_any_processor(triple: str, cpu: str) -> None:
+    text = _assembly(ISAS["generic"], triple, cpu, "", signed=False)
+    assert "dot" in text and not any(word in text for word in ("vpdp", "sdot", "callq"))
+
+
+def test_paths_are_told_apart_by_name() -> None:
+    assert all(name == isa.name for name, isa in ISAS.items())
+    assert len({dataclasses.astuple(isa) for isa in ISAS.values()}) == len(ISAS)
+    assert all(baseline_cpu(isa) for isa in ISAS.values())

@@ -1,0 +1,155 @@
+"""Linear kernels against a float64 matrix product of the same quantized numbers."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from kernel_calls import DENSE, call_kernel, kernel, pack, random_blocks
+from numpy.typing import NDArray
+
+from twinphase.backends.cpu.formats import FORMATS
+from twinphase.backends.cpu.isa import available_isas
+from twinphase.backends.cpu.threads import aligned
+from twinphase.backends.cpu.tiling import ROW_CHUNK, ROWS_PER_TILE
+
+F32 = NDArray[np.float32]
+TOLERANCE = 1e-5  # relative norm; float32 sums over some thousand inputs
+per_isa = pytest.mark.parametrize("isa", available_isas())
+
+
+class Activations:
+    """Rows as the `quantize` kernel writes them."""
+
+    def __init__(self, isa: str, x: F32) -> None:
+        rows, inputs = x.shape
+        self.x, groups = x, inputs // 32
+        self.data = aligned(rows * inputs, np.int8).reshape(rows, inputs)
+        self.scale = aligned(rows * groups, np.float32).reshape(rows, groups)
+        self.fsum = aligned(rows * groups, np.float32).reshape(rows, groups)
+        self.isum = aligned(rows * groups * 2, np.int32).reshape(rows, groups, 2)
+        self.rows = np.array([rows], np.int64)
+        args = [self.rows.ctypes.data, x.ctypes.data, 4 * inputs, groups]
+        args += [array.ctypes.data for array in (self.data, self.scale, self.fsum, self.isum)]
+        call_kernel(kernel(isa, "quantize"), args, -(-rows // ROWS_PER_TILE))
+
+    @property
+    def values(self) -> NDArray[np.float64]:
+        """What the int8 numbers stand for."""
+        groups = self.data.reshape(len(self.x), -1, 32) * self.scale.astype(np.float64)[..., None]
+        return groups.reshape(self.x.shape)
+
+
+def linear(isa: str, spec: str, weights: int, groups: int, outputs: int, x: Activations, per_tile: int,
+           residual: F32 | None = None) -> F32:  # fmt: skip
+    """Run the kernel over all its tiles; [rows, outputs rounded up to strips]."""
+    rows, strips = len(x.x), -(-outputs // 32)
+    out = aligned(rows * strips * 32, np.float32).reshape(rows, -1)
+    out[:] = np.nan  # every output must be written
+    base, stride = (aligned(strips * 32, np.float32), 0) if residual is None else (residual, residual.strides[0])
+    cells = np.array([rows, per_tile], np.int64)
+    source = x.x if spec.startswith("dense") else x.data
+    args = [weights, groups, strips, source.ctypes.data, source.strides[0], x.scale.ctypes.data, x.fsum.ctypes.data]
+    args += [4 * (x.x.shape[1] // 32), x.isum.ctypes.data, out.ctypes.data, out.strides[0]]
+    args += [base.ctypes.data, stride, cells.ctypes.data, cells.ctypes.data + 8]
+    tiles = -(-strips // per_tile) * -(-rows // ROW_CHUNK)
+    call_kernel(kernel(isa, spec), args, tiles)
+    return out
+
+
+def random_rows(rng: np.random.Generator, rows: int, inputs: int) -> F32:
+    """Activations with a few outliers, as models have, and groups of zeros where there are several."""
+    x = aligned(rows * inputs, np.float32).reshape(rows, inputs)
+    x[:] = rng.standard_normal((rows, inputs)) * np.where(rng.random((rows, inputs)) < 0.01, 30, 1)
+    x[0, : inputs // 64 * 32] = 0
+    return x
+
+
+def relative(actual: F32, expected: NDArray[np.float64]) -> float:
+    """Relative error of the norm."""
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+@per_isa
+def test_activations(isa: str) -> None:
+    x = random_rows(np.random.default_rng(0), 7, 96)
+    rows = Activations(isa, x)
+    groups = x.reshape(7, 3, 32)
+    largest = np.abs(groups).max(axis=2)
+    np.testing.assert_allclose(rows.scale, largest / 127, rtol=1e-6)
+    np.testing.assert_array_equal(np.abs(rows.data.reshape(7, 3, 32)).max(axis=2), np.where(largest > 0, 127, 0))
+    error = np.abs(rows.values - x).reshape(7, 3, 32)
+    assert (error <= 0.5001 * rows.scale[..., None]).all()
+    np.testing.assert_array_equal(rows.isum, rows.data.reshape(7, 3, 2, 16).sum(axis=3, dtype=np.int32))
+    np.testing.assert_allclose(rows.fsum, rows.scale * rows.isum.sum(axis=2), rtol=1e-6)
+
+
+@per_isa
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized(name: str, isa: str) -> None:
+    rng = np.random.default_rng(2)
+    unit = 256 if FORMATS[name].nested else 32
+    for outputs, inputs, rows, per_tile in (
+        (32, unit, 1, 1), (70, 3 * unit, 5, 2), (100, 7 * unit, 11, 3), (33, 2 * unit, ROW_CHUNK + 3, 1),
+    ):  # fmt: skip
+        raw = random_blocks(rng, outputs, inputs, name)
+        weights, x = pack(isa, name, raw, inputs), Activations(isa, random_rows(rng, rows, inputs))
+        matrix = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).astype(np.float64)
+        out = linear(isa, f"quantized_linear:{name}", weights.ctypes.data, inputs // 32, outputs, x, per_tile)
+        assert relative(out[:, :outputs], x.values @ matrix.T) < TOLERANCE
+        assert not out[:, outputs:].any(), "padding"
+
+
+@per_isa
+@pytest.mark.parametrize("name", FORMATS)
+def test_extreme_codes_do_not_overflow(name: str, isa: str) -> None:
+    # All codes at an end of their range, all activations +-127: the largest sums that 16-bit lanes could meet.
+    rng, inputs = np.random.default_rng(3), 256
+    for fill in (0, 255):
+        raw = random_blocks(rng, 32, inputs, name)
+        blocks = raw.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1])
+        halves = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q6_K": [208]}.get(name, [0, 2])
+        keep = {at: blocks[:, at : at + 2].copy() for at in halves}
+        blocks[:] = fill
+        for at, half in keep.items():
+            blocks[:, at : at + 2] = half
+        x = random_rows(rng, 3, inputs)
+        x[0], x[1], x[2] = 1, -1, np.where(np.arange(inputs) % 2, 1, -1)
+        weights, rows = pack(isa, name, raw, inputs), Activations(isa, x)
+        matrix = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).astype(np.float64)
+        out = linear(isa, f"quantized_linear:{name}", weights.ctypes.data, inputs // 32, 32, rows, 1)
+        expected = rows.values @ matrix.T
+        # The alternating row cancels to nearly nothing: compare with what was added, not with what is left.
+        added = np.abs(rows.values) @ np.abs(matrix).T
+        assert (np.abs(out - expected) <= TOLERANCE * added).all()
+
+
+@per_isa
+def test_residual(isa: str) -> None:
+    rng = np.random.default_rng(4)
+    raw, x = random_blocks(rng, 40, 64, "Q4_1"), Activations(isa, random_rows(rng, 9, 64))
+    weights = pack(isa, "Q4_1", raw, 64)
+    residual = aligned(9 * 64, np.float32).reshape(9, 64)
+    residual[:] = rng.standard_normal((9, 64)) * 10
+    alone = linear(isa, "quantized_linear:Q4_1", weights.ctypes.data, 2, 40, x, 1)
+    out = linear(isa, "quantized_linear:Q4_1", weights.ctypes.data, 2, 40, x, 1, residual)
+    np.testing.assert_array_equal(out, alone + residual)
+
+
+@per_isa
+@pytest.mark.parametrize("name", DENSE)
+def test_dense(name: str, isa: str) -> None:
+    rng = np.random.default_rng(5)
+    for inputs, rows in ((32, 1), (96, 5), (160, ROW_CHUNK + 1)):
+        matrix = (rng.standard_normal((64, inputs)) / 8).astype(np.float32)
+        if name == "F16":
+            stored = matrix.astype(np.float16)
+            matrix = stored.astype(np.float32)
+        else:
+            bits = matrix.view(np.uint32)
+            stored = bits if name == "F32" else (bits >> 16).astype(np.uint16)
+            matrix = matrix if name == "F32" else (stored.astype(np.uint32) << 16).view(np.float32)
+        strips = np.ascontiguousarray(stored.reshape(2, 32, inputs).transpose(0, 2, 1))
+        x = Activations(isa, random_rows(rng, rows, inputs))
+        out = linear(isa, f"dense_linear:{name}", strips.ctypes.data, inputs, 64, x, 1)
+        assert relative(out, x.x.astype(np.float64) @ matrix.astype(np.float64).T) < TOLERANCE

@@ -1,0 +1,76 @@
+"""Packing changes no value: a reader of the packed layout, written from `formats.py` alone, gives back the weights."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from kernel_calls import pack, random_blocks
+from numpy.typing import NDArray
+
+from twinphase.backends.cpu.formats import FORMATS, PackedFormat
+from twinphase.backends.cpu.isa import available_isas
+
+Bytes = NDArray[np.uint8]
+
+
+def read_codes(record: Bytes, fmt: PackedFormat) -> NDArray[np.int32]:
+    """Codes of a record, [32 outputs, 32 inputs]."""
+    codes = np.zeros((32, 32), np.int32)
+    low = record[: 128 * fmt.low_lines].reshape(2, fmt.low_lines, 16, 4)  # block, line, output, input of a quad
+    planes = record[128 * fmt.low_lines : fmt.code_bytes].reshape(2, fmt.plane_lines, 16, 4)
+    high_bits = fmt.bits - 4
+    for quad in range(8):
+        if fmt.bits == 8:
+            quads = low[:, quad].astype(np.int32)
+        else:
+            quads = low[:, quad // 2].astype(np.int32) >> 4 * (quad % 2) & 15
+        if fmt.plane_lines:
+            per_line = 8 // fmt.plane_lines
+            line = planes[:, quad // per_line].astype(np.int32)
+            quads = quads | (line >> high_bits * (quad % per_line) & (1 << high_bits) - 1) << 4
+        codes[:, 4 * quad : 4 * quad + 4] = quads.reshape(32, 4)
+    return codes
+
+
+def read_group(record: Bytes, header: Bytes, fmt: PackedFormat) -> NDArray[np.float32]:
+    """Weights of a record, [32 outputs, 32 inputs]."""
+    parts = 32 // fmt.group
+    scales, minima = record[fmt.code_bytes :][: fmt.scale_bytes], record[fmt.code_bytes + fmt.scale_bytes :]
+    if fmt.nested:
+        shared = header.view(np.float16).reshape(-1, 32).astype(np.float32)
+        small = scales.view(np.int8 if fmt.name == "Q6_K" else np.uint8).reshape(parts, 32)
+        scale = shared[0] * small.astype(np.float32)
+        minimum = shared[1] * minima.astype(np.float32) if fmt.minimum else None
+    else:
+        scale = scales.view(np.float16).reshape(parts, 32).astype(np.float32)
+        minimum = minima.view(np.float16).astype(np.float32) if fmt.minimum else None
+    spread = np.repeat(scale.T, fmt.group, axis=1)  # [32 outputs, 32 inputs]
+    values = spread * (read_codes(record, fmt) - fmt.offset).astype(np.float32)
+    return values if minimum is None else values + minimum[:, None]
+
+
+def read_strip(strip: Bytes, fmt: PackedFormat, groups: int) -> NDArray[np.float32]:
+    """Weights of a strip, [32 outputs, inputs]."""
+    values, at, header = [], 0, strip[:0]
+    for group in range(groups):
+        if fmt.nested and group % 8 == 0:
+            header, at = strip[at : at + fmt.header_bytes], at + fmt.header_bytes
+        values.append(read_group(strip[at : at + fmt.record_bytes], header, fmt))
+        at += fmt.record_bytes
+    assert at == len(strip)
+    return np.concatenate(values, axis=1)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_weight_comes_back(name: str, isa: str) -> None:
+    rng, fmt = np.random.default_rng(1), FORMATS[name]
+    unit = 256 if fmt.nested else 32
+    for outputs, inputs in ((32, unit), (1, 3 * unit), (33, 2 * unit), (70, 5 * unit), (96, 18 * unit)):
+        raw = random_blocks(rng, outputs, inputs, name)
+        packed = pack(isa, name, raw, inputs)
+        values = np.concatenate([read_strip(strip, fmt, inputs // 32) for strip in packed])
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+        np.testing.assert_array_equal(values[:outputs], expected)
+        assert not values[outputs:].any(), "padding must be zeros, whatever it is multiplied with"

@@ -1,0 +1,235 @@
+"""The thread pool: every tile runs once, and what depends on a tile waits for it, however late a thread is.
+
+Kernels here are Python functions where order is looked at, and compiled ones where bits are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from kernel_calls import call_kernel, kernel, pack, random_blocks
+
+from twinphase.backends.cpu.isa import available_isas
+from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
+
+BEST = available_isas()[0]
+KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
+ROWS, INPUTS, OUTPUTS = 64, 64, 96
+SLEEPY = {"spins": 1, "idle_spins": 1}  # waiting threads go to sleep at once
+per_count = pytest.mark.parametrize("threads", (1, 2, 3, 4))
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., ThreadPool]]:
+    pools: list[ThreadPool] = []
+
+    def make(threads: int, **options: int) -> ThreadPool:
+        pools.append(ThreadPool(kernel(BEST, "run_program"), threads, 64, **options))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+class Log:
+    """Commands whose kernels write down what ran; worker threads dawdle now and then."""
+
+    def __init__(self, syncs: list[bool], dawdle: float = 0.0) -> None:
+        self.tiles = aligned(len(syncs), np.int64)
+        self.runs: list[tuple[int, int]] = []  # (command, tile) in the order of their ends
+        self.early: list[tuple[int, int]] = []  # tiles that began before what they depend on was done
+        self._syncs, self._dawdle = syncs, dawdle
+        self._functions = [KERNEL(self._kernel(index)) for index in range(len(syncs))]
+
+    @property
+    def commands(self) -> list[Command]:
+        """The program."""
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions]
+        first = self.tiles.ctypes.data
+        return [Command(a, first + 8 * i, self._syncs[i], ()) for i, a in enumerate(addresses)]
+
+    def _kernel(self, index: int) -> Callable[..., int]:
+        def run(place: int, again: int, args: int, tile: int, scratch: int) -> int:
+            last_sync = max((i for i in range(index + 1) if self._syncs[i]), default=0)
+            if Counter(command for command, _ in self.runs if command < last_sync) != Counter(
+                {i: int(self.tiles[i]) for i in range(last_sync) if self.tiles[i]}
+            ):
+                self.early.append((index, tile))
+            if self._dawdle and threading.current_thread() is not threading.main_thread():
+                time.sleep(random.random() * self._dawdle)
+            self.runs.append((index, tile))
+            return 0
+
+        return run
+
+    def check(self) -> None:
+        """Every tile ran once, none too early; starts the next step's log."""
+        assert Counter(self.runs) == Counter((i, t) for i, n in enumerate(self.tiles) for t in range(n))
+        assert not self.early
+        self.runs.clear()
+
+
+@per_count
+@pytest.mark.parametrize("options", ({}, SLEEPY), ids=("spinning", "sleeping"))
+def test_every_tile_once_and_in_order(
+    make_pool: Callable[..., ThreadPool], threads: int, options: dict[str, int]
+) -> None:
+    rng = np.random.default_rng(threads)
+    log = Log([False, True, False, True, True, False])
+    pool = make_pool(threads, **options)
+    pool.load(log.commands)
+    for _ in range(200):
+        log.tiles[:] = rng.choice([0, 1, 2, 3, 7, 20], len(log.tiles))
+        pool.run()
+        log.check()
+
+
+@pytest.mark.parametrize("threads", (2, 4))
+def test_slow_threads_are_waited_for(make_pool: Callable[..., ThreadPool], threads: int) -> None:
+    rng = np.random.default_rng(threads)
+    log = Log([False, True, False, True], dawdle=0.002)
+    pool = make_pool(threads, **SLEEPY)
+    pool.load(log.commands)
+    for _ in range(60):
+        log.tiles[:] = rng.integers(0, 6, len(log.tiles))
+        pool.run()
+        log.check()
+
+
+class Chain:
+    """quantize, linear, quantize, linear: each reads what the one before wrote."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.counts = aligned(4, np.int64)  # rows, strips a tile takes, tiles of quantize, tiles of linear
+        self.x = aligned(ROWS * INPUTS, np.float32).reshape(ROWS, INPUTS)
+        self.x[:] = rng.standard_normal(self.x.shape)
+        self.middle, self.end = (aligned(ROWS * OUTPUTS, np.float32).reshape(ROWS, OUTPUTS) for _ in range(2))
+        self.keep: list[object] = []
+        self.calls: list[tuple[int, list[int], int]] = []  # kernel, arguments, address of the number of tiles
+        for source, out in ((self.x, self.middle), (self.middle, self.end)):
+            self._layer(rng, source, out)
+
+    def _layer(self, rng: np.random.Generator, source: np.ndarray, out: np.ndarray) -> None:
+        inputs, rows = source.shape[1], self.counts.ctypes.data
+        groups = inputs // 32
+        weights = pack(BEST, "Q4_1", random_blocks(rng, OUTPUTS, inputs, "Q4_1"), inputs)
+        data, zeros = aligned(ROWS * inputs, np.int8), aligned(OUTPUTS, np.float32)
+        scale, fsum, isum = (aligned(ROWS * groups * 2, kind) for kind in (np.float32, np.float32, np.int32))
+        self.keep += [weights, data, scale, fsum, isum, zeros]
+        at = [array.ctypes.data for array in (data, scale, fsum, isum)]
+        self.calls.append((kernel(BEST, "quantize"), [rows, source.ctypes.data, 4 * inputs, groups, *at], rows + 16))
+        args = [weights.ctypes.data, groups, OUTPUTS // 32, at[0], inputs, at[1], at[2], 4 * groups, at[3]]
+        args += [out.ctypes.data, out.strides[0], zeros.ctypes.data, 0, rows, rows + 8]
+        self.calls.append((kernel(BEST, "quantized_linear:Q4_1"), args, rows + 24))
+
+    @property
+    def commands(self) -> list[Command]:
+        """The program; every command reads what the last one wrote."""
+        return [Command(fn, tiles, True, args) for fn, args, tiles in self.calls]
+
+    def set_rows(self, rows: int, per_tile: int) -> None:
+        """The next step's counts; what it should write is spoilt first."""
+        self.counts[:] = rows, per_tile, -(-rows // 4), -(-OUTPUTS // 32 // per_tile) if rows else 0
+        self.middle[:] = self.end[:] = np.nan
+
+    def expected(self) -> np.ndarray:
+        """The result, computed in order by this thread."""
+        self.set_rows(ROWS, 1)
+        for fn, args, tiles in self.calls:
+            call_kernel(fn, args, int(self.counts[(tiles - self.counts.ctypes.data) // 8]))
+        return self.end.copy()
+
+
+@per_count
+@pytest.mark.parametrize("options", ({}, SLEEPY), ids=("spinning", "sleeping"))
+def test_many_tiny_steps(make_pool: Callable[..., ThreadPool], threads: int, options: dict[str, int]) -> None:
+    chain, rng, pool = Chain(0), np.random.default_rng(1), make_pool(threads, **options)
+    expected = chain.expected()
+    pool.load(chain.commands)
+    for _ in range(1500):
+        rows = int(rng.integers(0, 9))
+        chain.set_rows(rows, int(rng.integers(1, 4)))
+        pool.run()
+        np.testing.assert_array_equal(chain.end[:rows], expected[:rows])
+        assert np.isnan(chain.end[rows:]).all()
+
+
+def test_with_a_busy_competitor(make_pool: Callable[..., ThreadPool]) -> None:
+    # More threads than cores, and one that never rests: the pool's are put aside in the middle of steps.
+    chain, pool, stop = Chain(2), make_pool(4), threading.Event()
+    expected = chain.expected()
+    pool.load(chain.commands)
+    competitor = threading.Thread(target=lambda: [sum(range(50_000)) for _ in iter(stop.is_set, True)])
+    competitor.start()
+    try:
+        for step in range(300):
+            rows = 1 + step % ROWS
+            chain.set_rows(rows, 1)
+            pool.run()
+            np.testing.assert_array_equal(chain.end[:rows], expected[:rows])
+    finally:
+        stop.set()
+        competitor.join()
+
+
+def test_two_pools_at_once(make_pool: Callable[..., ThreadPool]) -> None:
+    chains, failures = [Chain(3), Chain(4)], []
+
+    def work(chain: Chain, pool: ThreadPool, expected: np.ndarray) -> None:
+        for step in range(300):
+            rows = 1 + step % 16
+            chain.set_rows(rows, 1)
+            pool.run()
+            if not np.array_equal(chain.end[:rows], expected[:rows]):
+                failures.append(step)
+
+    callers = []
+    for chain in chains:
+        expected, pool = chain.expected(), make_pool(3)
+        pool.load(chain.commands)
+        callers.append(threading.Thread(target=work, args=(chain, pool, expected)))
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("steps", (0, 1, 5))
+def test_close_ends_the_threads(steps: int) -> None:
+    before = set(threading.enumerate())
+    pool, log = ThreadPool(kernel(BEST, "run_program"), 3, 64), Log([True])
+    pool.load(log.commands)
+    assert len(set(threading.enumerate()) - before) == 2
+    log.tiles[0] = 3
+    for _ in range(steps):
+        pool.run()
+        log.check()
+    pool.close()
+    assert set(threading.enumerate()) == before
+    pool.close()  # again, without harm
+
+
+def test_a_forgotten_pool_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    pool, log = ThreadPool(kernel(BEST, "run_program"), 3, 64), Log([True])
+    pool.load(log.commands)
+    pool.run()
+    del pool
+    assert set(threading.enumerate()) == before
+
+
+def test_a_pool_runs_one_program(make_pool: Callable[..., ThreadPool]) -> None:
+    pool, log = make_pool(2), Log([False])
+    pool.load(log.commands)
+    with pytest.raises(RuntimeError, match="one program"):
+        pool.load(log.commands)

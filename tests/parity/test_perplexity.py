@@ -1,0 +1,48 @@
+"""What the `cpu` backend's int8 activations, float16 cache and attention cost: perplexity against the float32 model.
+
+Like is compared with like: both run the same quantized weights, so the loss of quantizing the weights is not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle import CHUNK, Oracle, chunks, negative_log_likelihood, requantized
+
+from steps import Piece, Steps
+from twinphase.backends.cpu.backend import CpuBackend
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+TOLERANCE = 0.01
+
+
+def cpu_loss(steps: Steps, ids: list[int]) -> float:
+    """Sum of -log p over a text."""
+    tokens = np.array(ids, np.int32)
+    steps_of_text = ((at, steps.run([Piece(tokens[at], at.start, steps.blocks)])) for at in chunks(len(ids)))
+    return sum(negative_log_likelihood(ids, at, logits) for at, logits in steps_of_text)
+
+
+def oracle_loss(oracle: Oracle, ids: list[int]) -> float:
+    """The same by the float32 model."""
+    return sum(negative_log_likelihood(ids, at, logits) for at, logits in oracle.logits(ids))
+
+
+@pytest.mark.parametrize("tensor_type", ("Q4_1", "Q4_0", "Q8_0"))
+def test_within_one_percent(
+    tensor_type: str, model_path: Path, token_ids: dict[str, list[int]], tmp_path: Path
+) -> None:
+    shipped = "Q4_1"
+    path = model_path if tensor_type == shipped else requantized(model_path, tmp_path / "model.gguf", tensor_type)
+    steps = Steps(path, CpuBackend(max_num_batched_tokens=CHUNK), num_blocks=125)
+    oracle = Oracle(path)
+    texts = list(token_ids.values())
+    count = sum(len(ids) - 1 for ids in texts)
+    actual = math.exp(sum(cpu_loss(steps, ids) for ids in texts) / count)
+    expected = math.exp(sum(oracle_loss(oracle, ids) for ids in texts) / count)
+    print(f"{tensor_type}: perplexity {actual:.4f}, float32 {expected:.4f}, ratio {actual / expected:.5f}")
+    assert abs(actual / expected - 1) < TOLERANCE

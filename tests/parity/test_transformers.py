@@ -1,0 +1,31 @@
+"""The `reference` backend computes what transformers computes in float32 on the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle import Oracle
+
+from steps import Piece, Steps
+from twinphase.backends.reference import ReferenceBackend
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+TOLERANCE = 1e-3  # relative norm of the logits
+
+
+def test_logits_of_twenty_texts(model_path: Path, token_ids: dict[str, list[int]]) -> None:
+    oracle = Oracle(model_path)
+    reference = Steps(model_path, ReferenceBackend(), num_blocks=125)
+    errors = {}
+    for name, ids in token_ids.items():
+        tokens, worst = np.array(ids, np.int32), 0.0
+        for rows, expected in oracle.logits(ids):
+            logits = reference.run([Piece(tokens[rows], rows.start, reference.blocks)])
+            error = np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
+            worst = max(worst, float(error.max()))
+        errors[name] = worst
+    print({name: f"{error:.1e}" for name, error in errors.items()})
+    assert max(errors.values()) < TOLERANCE, errors
