@@ -228,8 +228,7 @@ class CpuBackend:
             args += [program.count(x.rows), strips_per_tile]
             kernel = "quantized_linear" if quantized else "dense_linear"
             reads = [source.data] if base is None else [source.data, base.data]
-            writes, weights = [(out.floats.data, part.column)], (part.address, part.strips * part.strip_bytes)
-            program.add(f"{kernel}:{part.type}", tiles, args, reads, writes, weights)
+            program.add(f"{kernel}:{part.type}", tiles, args, reads, [(out.floats.data, part.column)])
         self._outputs = weight.sizes[0]
         return out
 

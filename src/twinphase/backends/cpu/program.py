@@ -169,7 +169,6 @@ class Program:
         args: Sequence[int],
         reads: Sequence[int],
         writes: Sequence[tuple[int, int]],
-        weights: tuple[int, int] = (0, 0),
     ) -> None:
         """Append a command.
 
@@ -179,7 +178,6 @@ class Program:
             args: its arguments.
             reads: addresses of the memory it reads that some command writes.
             writes: (address, part) it writes; commands that write different parts of one memory may overlap.
-            weights: (address, bytes) it streams, for prefetching.
         """
         written = {address for address, _ in writes}
         busy = {address for address, _ in self._writes}
@@ -188,7 +186,7 @@ class Program:
             self._reads, self._writes = set(), set()
         self._reads |= set(reads)
         self._writes |= set(writes)
-        self.commands.append(Command(self.kernels[spec], tiles, sync, list(args), weights))
+        self.commands.append(Command(self.kernels[spec], tiles, sync, list(args)))
 
     def quantize(self, source: Memory) -> Memory:
         """The rows of `source` as int8 groups."""

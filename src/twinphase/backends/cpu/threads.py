@@ -38,14 +38,12 @@ class Command:
         tiles: address of the int64 that says how many tiles it has in this step.
         sync: whether all earlier commands must be done before it starts.
         args: int64 arguments.
-        weights: (address, bytes) of weights that it streams; threads that wait before it ask for them.
     """
 
     fn: int
     tiles: int
     sync: bool
     args: Sequence[int]
-    weights: tuple[int, int] = (0, 0)
 
 
 class ThreadPool:
@@ -85,11 +83,9 @@ class ThreadPool:
         if self._program:
             raise RuntimeError("a pool runs one program; make another pool")
         records = aligned(max(1, len(commands)) * at.COMMAND_BYTES // 8, np.int64).reshape(-1, at.COMMAND_BYTES // 8)
-        ahead = (0, 0)
-        for record, command in zip(reversed(records), reversed(commands), strict=True):
-            record[:5] = command.fn, command.tiles, command.sync, *ahead
-            record[5 : 5 + len(command.args)] = command.args
-            ahead = command.weights if command.weights[1] else ahead
+        for record, command in zip(records, commands, strict=True):
+            record[:3] = command.fn, command.tiles, command.sync
+            record[3 : 3 + len(command.args)] = command.args
         claims = aligned(len(commands) * self.threads * at.COUNTER_BYTES // 8, np.int64)
         done = aligned(len(commands) * at.COUNTER_BYTES // 8, np.int64)
         self._program = [records, claims, done]

@@ -20,8 +20,6 @@ from twinphase.backends.cpu.tiling import ROW_CHUNK
 
 __all__ = ["dense_linear", "quantized_linear"]
 
-PREFETCH_BYTES = 8192  # how far ahead a single row asks for weights
-
 
 class Inputs(NamedTuple):
     """Addresses of a tile's first input row, and the bytes between rows."""
@@ -150,9 +148,6 @@ def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, in
         totals = [[e.variable(e.splat(tile.floats, 0.0)) for _ in range(vectors)] for _ in range(rows)]
         with e.loop(0, e.b.sdiv(groups, e.i64(per_header))) as i:
             header = e.add(w, e.mul(i, step))
-            if rows == 1:
-                for line in range(0, step, 64):
-                    e.prefetch(header, PREFETCH_BYTES + line, locality=0 if fmt.name == "Q4_0" else 3)
             if not fmt.nested:
                 tile.group(header, None, x, i, totals)
             else:

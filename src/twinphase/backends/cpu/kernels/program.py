@@ -23,12 +23,10 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from twinphase.backends.cpu.emit import I32, I64, Emit, Value
+from twinphase.backends.cpu.emit import I32, I64, Value
 from twinphase.backends.cpu.intrinsics import load_i64
-from twinphase.backends.cpu.isa import ISAS, Isa
+from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program_layout import (
-    COMMAND_AHEAD,
-    COMMAND_AHEAD_BYTES,
     COMMAND_ARGS,
     COMMAND_BYTES,
     COMMAND_FN,
@@ -59,7 +57,6 @@ __all__ = ["run_program"]
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 NO_TILE, LATE = -1, -2
-MOST_AHEAD = 131072  # bytes; a fraction of a second-level cache
 TILE_MASK = (1 << TILE_BITS) - 1
 
 
@@ -170,37 +167,17 @@ def _over(claims: int, index: int, thread: int, threads: int, epoch: int) -> boo
     return _atomic_load(claims + (index * threads + thread) * COUNTER_BYTES) >> EPOCH_SHIFT != epoch
 
 
-@intrinsic
-def _prefetch(ctx: Any, address: Any) -> Any:
-    """Ask for a cache line."""
-
-    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        Emit(b, ISAS["generic"]).prefetch(args[0])
-        return ir.Constant(I64, 0)
-
-    return types.int64(types.int64), codegen
-
-
 @njit  # type: ignore[untyped-decorator]
-def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int, line: int, end: int) -> int:
-    """Wait until a command's tiles are done, asking for the memory line..end meanwhile; LATE if the step is over.
-
-    Returns how far the asking came. A thread that waits has nothing better to do than to keep the memory busy with
-    what it will read next.
-    """
+def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int) -> bool:
+    """Wait until a command's tiles are done; False when this thread came late."""
     done = load_i64(control + CTL_DONE) + index * COUNTER_BYTES
     claims, threads = load_i64(control + CTL_CLAIMS), load_i64(control + CTL_THREADS)
     spins = 0
     while True:
         if _over(claims, index, thread, threads, epoch):
-            return LATE
+            return False
         if _atomic_load(done) >= tiles:
-            return line
-        if line < end:
-            _prefetch(line)
-            _prefetch(line + 64)
-            line += 128
-            continue
+            return True
         spins += 1
         if spins < load_i64(control + CTL_SPINS):
             _pause()
@@ -252,20 +229,13 @@ def _run_tiles(control: int, index: int, command: int, thread: int, epoch: int) 
 def _walk(control: int, thread: int, epoch: int) -> None:
     commands, count = load_i64(control + CTL_COMMANDS), load_i64(control + CTL_COUNT)
     dones = load_i64(control + CTL_DONE)
-    threads = load_i64(control + CTL_THREADS)
     unfinished = 0  # first command not yet known to be done
-    weights = line = end = 0  # memory to ask for while waiting: the start of this thread's share of the next weights
     for i in range(count + 1):
         command = commands + i * COMMAND_BYTES
         if i == count or load_i64(command + COMMAND_SYNC):
             for j in range(unfinished, i):
-                before = commands + j * COMMAND_BYTES
-                if load_i64(before + COMMAND_AHEAD) != weights:
-                    weights, share = load_i64(before + COMMAND_AHEAD), load_i64(before + COMMAND_AHEAD_BYTES) // threads
-                    line = weights + thread * share
-                    end = line + min(share, MOST_AHEAD)
-                line = _wait_done(control, j, load_i64(load_i64(before + COMMAND_TILES)), thread, epoch, line, end)
-                if line == LATE:
+                tiles = load_i64(load_i64(commands + j * COMMAND_BYTES + COMMAND_TILES))
+                if not _wait_done(control, j, tiles, thread, epoch):
                     return
             unfinished = i
         if i == count:
