@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit
 
-from twinphase.backends.cpu.emit import F16, F32, I32, I64, Emit, Value, vector
+from twinphase.backends.cpu.emit import EXP2_DEGREE_3, EXP2_DEGREE_5, F16, F32, I32, I64, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import (
     emitted,
     load_f32,
@@ -105,26 +105,20 @@ def softmax_kernel(isa: Isa) -> Any:
     ints, floats = vector(I32, lanes), vector(F32, lanes)
     count = TILE // lanes
 
-    def write(e: Emit, scores: Value, out: Value, scale: Value, visible: Value, maximum: Value, total: Value) -> None:
-        b = e.b
-        factor = e.broadcast(e.load(F32, scale), lanes)
-        limit = e.broadcast(b.trunc(visible, I32), lanes)
-        numbers = ir.Constant(ints, list(range(lanes)))
-        masked = e.splat(floats, MASKED)
-        x = []
-        for i in range(count):
-            seen = b.icmp_signed("<", b.add(numbers, e.splat(ints, i * lanes)), limit)
-            x.append(b.select(seen, b.fmul(e.load(floats, scores, 4 * i * lanes), factor), masked))
+    def row(e: Emit, x: list[Value], masks: list[Value], out: Value, maximum: Value, total: Value) -> None:
+        b, zero = e.b, e.splat(floats, 0.0)
+        # The tile's own maximum: a tile is computed alike whatever came before it.
         largest = x[0]
         for value in x[1:]:
             largest = e.maximum(largest, value)
         top = e.reduce_max(largest)
         e.store(top, maximum)
         top = e.broadcast(top, lanes)
-        weights = [e.exp2(b.fsub(value, top)) for value in x]
-        # A masked token's weight is exactly 0 (exp2 alone would leave 2^-126).
-        zero = e.splat(floats, 0.0)
-        weights = [b.select(b.fcmp_ordered("==", value, masked), zero, w) for value, w in zip(x, weights, strict=True)]
+        # bfloat16 keeps 8 bits of a weight, so the short polynomial costs nothing; float32 gets the long one.
+        powers = EXP2_DEGREE_3 if isa.bf16_dot else EXP2_DEGREE_5
+        weights = [e.exp2(b.fsub(value, top), powers) for value in x]
+        if masks:
+            weights = [b.select(seen, w, zero) for seen, w in zip(masks, weights, strict=True)]
         summed = weights[0]
         for value in weights[1:]:
             summed = b.fadd(summed, value)
@@ -135,6 +129,20 @@ def softmax_kernel(isa: Isa) -> Any:
         else:
             for i, value in enumerate(weights):
                 e.store(value, out, 4 * i * lanes)
+
+    def write(e: Emit, scores: Value, out: Value, scale: Value, visible: Value, maximum: Value, total: Value) -> None:
+        b = e.b
+        factor = e.broadcast(e.load(F32, scale), lanes)
+        x = [b.fmul(e.load(floats, scores, 4 * i * lanes), factor) for i in range(count)]
+        with b.if_else(b.icmp_signed("<", visible, e.i64(TILE))) as (partly, wholly):
+            with partly:
+                limit = e.broadcast(b.trunc(visible, I32), lanes)
+                numbers = [ir.Constant(ints, list(range(i * lanes, (i + 1) * lanes))) for i in range(count)]
+                masks = [b.icmp_signed("<", number, limit) for number in numbers]
+                seen = [b.select(mask, value, e.splat(floats, MASKED)) for mask, value in zip(masks, x, strict=True)]
+                row(e, seen, masks, out, maximum, total)
+            with wholly:
+                row(e, x, [], out, maximum, total)
 
     return emitted(isa, 6, write)
 
