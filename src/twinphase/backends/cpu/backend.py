@@ -259,10 +259,12 @@ class CpuBackend:
     def rope_kv_write(self, qkv: Buffer, rope: tuple[F32, F32], layer: int, num_heads: int) -> StepMemory:
         """Rotate, write the cache; the queries stay in the step's memory, as int8."""
         program, step, source = self._program, self._step, qkv.floats
+        # The Hadamard transform of both sides multiplies their products by its size.
+        scale = self.shape.head_dim**-0.5 * LOG2_E / kv_layout.spread_size(self.shape.head_dim)
         args = [source.data + 4 * column for column in qkv.columns] + [source.stride]
         args += [table.ctypes.data for table in rope] + [step.positions.ctypes.data, step.slots.ctypes.data]
         args += [num_heads, self.shape.num_kv_heads, *self._layers[layer], *step.query_addresses]
-        args += [_bits(self.shape.head_dim**-0.5 * LOG2_E), self._per_chunk]
+        args += [_bits(scale), self._per_chunk]
         writes = [(step.query_addresses[0], 0), (self._layers[layer][0], 0)]
         program.add(self._rope_spec, program.count("tokens"), args, [source.data], writes)
         return step

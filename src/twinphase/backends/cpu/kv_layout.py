@@ -26,6 +26,7 @@ __all__ = [
     "padded_group",
     "query_tile_tokens",
     "scratch_areas",
+    "spread_size",
     "value_bytes",
 ]
 
@@ -44,6 +45,11 @@ def key_bytes(head_dim: int) -> int:
 def value_bytes(head_dim: int) -> int:
     """Bytes of one cell's values of one head."""
     return 2 * CELL * head_dim
+
+
+def spread_size(head_dim: int) -> int:
+    """Dimensions that the Hadamard transform of queries and keys mixes: the largest power of two that divides."""
+    return head_dim & -head_dim
 
 
 def chunk_cells(num_layers: int, num_kv_heads: int) -> int:

@@ -15,7 +15,7 @@ from twinphase.backends.cpu.emit import F32, I8, I16, I32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
-from twinphase.backends.cpu.kv_layout import CELL, CHUNK, key_bytes, value_bytes
+from twinphase.backends.cpu.kv_layout import CELL, CHUNK, key_bytes, spread_size, value_bytes
 
 __all__ = ["rope_kv_write"]
 
@@ -23,7 +23,7 @@ __all__ = ["rope_kv_write"]
 def _rotated(e: Emit, x: Value, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool) -> list[Value]:
     """The head at address x rotated (RoFormer, Su et al., 2021), as vectors of at most 32 floats in order."""
     b, pairs = e.b, math.gcd(rotary // 2, 16)
-    half = vector(F32, pairs)
+    half = vector(F32, pairs)  # at least 8, since `rotary` is a multiple of 16
     pieces: dict[int, Value] = {}
     for i in range(0, rotary // 2, pairs):
         c, s = e.load(half, cos, 4 * i), e.load(half, sin, 4 * i)
@@ -43,6 +43,38 @@ def _rotated(e: Emit, x: Value, cos: Value, sin: Value, dim: int, rotary: int, i
     return [pieces[i] for i in sorted(pieces)]
 
 
+def _spread(e: Emit, pieces: list[Value], size: int) -> list[Value]:
+    """Hadamard transform of each run of `size` dimensions, times sqrt(size).
+
+    Queries and keys are turned alike, so their products stay the same, but a dimension with outliers is spread over
+    all of them, and int8 with one scale loses less (QuaRot, Ashkboos et al., 2024, arXiv:2404.00456).
+    """
+    b, count = e.b, pieces[0].type.count
+    for h in [1 << i for i in range(min(size, count).bit_length() - 1)]:
+        signs = ir.Constant(pieces[0].type, [-1.0 if lane & h else 1.0 for lane in range(count)])
+        order = [lane ^ h for lane in range(count)]
+        pieces = [b.fadd(b.fmul(piece, signs), e.shuffle(piece, None, order)) for piece in pieces]
+    step = 1
+    while step * count < size:
+        for i in range(len(pieces)):
+            if not i & step:
+                left, right = pieces[i], pieces[i | step]
+                pieces[i], pieces[i | step] = b.fadd(left, right), b.fsub(left, right)
+        step *= 2
+    return pieces
+
+
+def _head(e: Emit, x: Value, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool) -> list[Value]:
+    """A query or key head as attention multiplies it, before rounding: rotated and spread, in vectors of 16."""
+    pieces = _rotated(e, x, cos, sin, dim, rotary, interleaved)
+    return _spread(e, [part for piece in pieces for part in _sixteens(e, piece)], spread_size(dim))
+
+
+def _sixteens(e: Emit, piece: Value) -> list[Value]:
+    count = piece.type.count
+    return [e.shuffle(piece, None, range(i, i + 16)) for i in range(0, count, 16)]
+
+
 def _largest(e: Emit, pieces: list[Value]) -> Value:
     largest = e.reduce_max(e.unary("fabs", pieces[0]))
     for piece in pieces[1:]:
@@ -56,7 +88,7 @@ def _query(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
     def write(
         e: Emit, x: Value, cos: Value, sin: Value, data: Value, scale: Value, total: Value, factor: Value
     ) -> None:
-        pieces = _rotated(e, x, cos, sin, dim, rotary, interleaved)
+        pieces = _head(e, x, cos, sin, dim, rotary, interleaved)
         step, inverse = absmax_scale(e, _largest(e, pieces))
         at, sums = 0, ir.Constant(I32, 0)
         for piece in pieces:
@@ -76,7 +108,7 @@ def _key(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
     """Numba-callable (x, cos, sin, cell's keys, cell's scales, token in the cell): one key head to the cache."""
 
     def write(e: Emit, x: Value, cos: Value, sin: Value, keys: Value, scales: Value, token: Value) -> None:
-        pieces = _rotated(e, x, cos, sin, dim, rotary, interleaved)
+        pieces = _head(e, x, cos, sin, dim, rotary, interleaved)
         step, inverse = absmax_scale(e, _largest(e, pieces))
         at = 0
         for piece in pieces:
