@@ -161,9 +161,11 @@ def _run(
 ) -> int:
     from twinphase.answer import INTERRUPTED, chat, report_answer, result_json, stream_answer
     from twinphase.engine.llm import LLM
-    from twinphase.terminal import show_report
+    from twinphase.terminal import Bar, show_report
 
-    llm = LLM(model, **config)
+    bar = Bar("Compiling kernels", "kernels")
+    llm = LLM(model, compile_progress=lambda done, total, kernel: bar.update(done, total), **config)
+    bar.clear()
     before["load"] = time.perf_counter() - _process_start() - sum(before.values())
     if text is None:
         return chat(llm, params, system)

@@ -57,11 +57,6 @@ class KVCacheSpec:
     num_blocks: int
     block_size: int = 16
 
-    @property
-    def bytes_per_token(self) -> int:
-        """2 L H_kv d b, with b = 2 for float16."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
-
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -134,6 +129,9 @@ class Backend(Protocol):
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Make the KV cache; called once, after the weights and before the first step."""
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token in the allocated cache, over all layers."""
 
     # One step.
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:

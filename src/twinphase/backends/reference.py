@@ -52,6 +52,10 @@ class ReferenceBackend:
         self.kv_spec = spec
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
 
+    def kv_bytes_per_token(self) -> int:
+        """2 L H_kv d b, with b = 4."""
+        return 2 * self.kv_spec.num_layers * self.kv_spec.num_kv_heads * self.kv_spec.head_dim * 4
+
     def execute(self, forward: Forward, inputs: StepInputs) -> F32:
         """Run the forward pass operation by operation."""
         self.inputs = inputs

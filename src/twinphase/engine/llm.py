@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -52,11 +53,14 @@ class LLM:
         engine: the engine, which other front ends may drive too.
     """
 
-    def __init__(self, model: str | Path, **config: Any) -> None:
+    def __init__(
+        self, model: str | Path, *, compile_progress: Callable[[int, int, str], None] | None = None, **config: Any
+    ) -> None:
         """Load a model.
 
         Args:
             model: a path, or a name that `twinphase pull` takes.
+            compile_progress: called with (done, total, kernel) when kernels have to be compiled first.
             config: fields of `EngineConfig`.
 
         Raises:
@@ -64,7 +68,7 @@ class LLM:
         """
         wanted = EngineConfig(**config)
         self.checkpoint = open_gguf(resolve_model(str(model)))
-        backend = make_backend(wanted)
+        backend = make_backend(wanted, compile_progress)
         loaded = load_model(self.checkpoint, backend)
         self.model_config = loaded.config
         self.config = wanted.resolve(loaded.config.context_length)
@@ -242,7 +246,7 @@ class LLM:
                 transcript.flush()
 
 
-def make_backend(config: EngineConfig) -> Backend:
+def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str], None] | None = None) -> Backend:
     """The backend a configuration asks for; imported here because the other one costs start-up time."""
     if config.backend == "reference":
         from twinphase.backends.reference import ReferenceBackend
@@ -251,7 +255,11 @@ def make_backend(config: EngineConfig) -> Backend:
     from twinphase.backends.cpu.backend import CpuBackend
 
     backend: Backend = CpuBackend(
-        threads=config.threads, isa=config.isa, max_num_batched_tokens=config.max_num_batched_tokens
+        threads=config.threads,
+        isa=config.isa,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        progress=compile_progress,
     )
     return backend
 
@@ -278,6 +286,7 @@ def make_engine(
         block_size=config.block_size,
     )
     backend.allocate_kv_cache(spec)
+    shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
     scheduler = Scheduler(
         KVCacheManager(config.num_kv_blocks, config.block_size),
         max_model_len=config.max_model_len,

@@ -24,7 +24,7 @@ class ModelShape:
         num_heads: H, query heads.
         num_kv_heads: H_kv.
         head_dim: d.
-        kv_element_bytes: b, of one number in the KV cache.
+        kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula with float16.
     """
 
     linear_parameters: int
@@ -35,7 +35,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    kv_element_bytes: int = 2
+    kv_token_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Cost:
 
 
 def kv_bytes_per_token(shape: ModelShape) -> int:
-    """2 L H_kv d b: keys and values of one token in every layer."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.kv_element_bytes
+    """Keys and values of one token in every layer: what the backend stores, or 2 L H_kv d b with b = 2."""
+    return shape.kv_token_bytes or 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2
 
 
 def weight_bytes_read(shape: ModelShape, num_logits: int) -> int:

@@ -163,6 +163,12 @@ class CpuBackend:
             pool.close()
             self._pack_commands = []
 
+    def kv_bytes_per_token(self) -> int:
+        """Keys in int8 with a scale, values in 16 bits."""
+        spec = self.kv_spec
+        cell = kv_layout.key_bytes(spec.head_dim) + kv_layout.SCALE_BYTES + kv_layout.value_bytes(spec.head_dim)
+        return spec.num_layers * spec.num_kv_heads * cell // kv_layout.CELL
+
     # One step
     def execute(self, forward: Forward, inputs: StepInputs) -> F32:
         """Run the step; captures the forward pass the first time."""
