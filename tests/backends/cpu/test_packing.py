@@ -17,8 +17,8 @@ Bytes = NDArray[np.uint8]
 def read_codes(record: Bytes, fmt: PackedFormat) -> NDArray[np.int32]:
     """Codes of a record, [32 outputs, 32 inputs]."""
     codes = np.zeros((32, 32), np.int32)
-    low = record[: 128 * fmt.low_lines].reshape(2, fmt.low_lines, 16, 4)  # block, line, output, input of a quad
-    planes = record[128 * fmt.low_lines : fmt.code_bytes].reshape(2, fmt.plane_lines, 16, 4)
+    low = record[: 128 * fmt.low_lines].reshape(fmt.low_lines, 2, 16, 4).swapaxes(0, 1)  # block, line, output, input
+    planes = record[128 * fmt.low_lines : fmt.code_bytes].reshape(fmt.plane_lines, 2, 16, 4).swapaxes(0, 1)
     high_bits = fmt.bits - 4
     for quad in range(8):
         if fmt.bits == 8:

@@ -2,9 +2,9 @@
 
 A matrix is cut into strips of 32 outputs. A strip is one linear stream: for each group of 32 inputs a record of
 
-    codes    2 blocks of 16 outputs; each 64-byte line holds 4 inputs of 16 outputs, [output][input], 8 lines a block
-             (8 bits), or 4 lines with two lines' low nibbles in one (4, 5, 6 bits)
-    planes   the 5th (1 line a block) or 5th and 6th bits (2 lines a block) of all codes
+    codes    64-byte lines, each with 4 inputs of 16 outputs, [output][input]; lines of the strip's two blocks of 16
+             outputs in turn; 8 lines a block (8 bits), or 4 with two quads of inputs in a line's low and high nibbles
+    planes   the 5th (1 line a block) or the 5th and 6th bits (2 lines a block) of all codes, blocks in turn
     scales   one number for each output (two where groups are of 16), then the minima where the format has them
 
 so that decode reads memory in order and prefill keeps a strip in the first-level cache. Weights are

@@ -40,8 +40,7 @@ class _Tile:
         self.lanes = e.isa.lanes
         self.ints, self.floats = vector(I32, self.lanes), vector(F32, self.lanes)
         # Byte offsets of the first block: 0, or those of the strip's second block of 16 outputs.
-        self.low_at = e.mul(block, 64 * fmt.low_lines)
-        self.plane_at = e.mul(block, 64 * fmt.plane_lines)
+        self.low_at = e.mul(block, 64)
         self.scale_at = e.mul(block, 16 * (1 if fmt.nested else 2))
         self.shared_at = e.mul(block, 32)
 
@@ -51,16 +50,16 @@ class _Tile:
         per_block = 16 // self.lanes
         block, part = n // per_block, n % per_block * 4 * self.lanes
         if fmt.bits == 8:
-            return e.load(self.ints, record, self.low_at, (block * 8 + quad) * 64 + part)
-        low = e.load(self.ints, record, self.low_at, (block * 4 + quad // 2) * 64 + part)
+            return e.load(self.ints, record, self.low_at, (2 * quad + block) * 64 + part)
+        low = e.load(self.ints, record, self.low_at, (2 * (quad // 2) + block) * 64 + part)
         low = b.and_(b.lshr(low, e.splat(self.ints, 4 * (quad % 2))), e.splat(self.ints, 0x0F0F0F0F))
         if not fmt.plane_lines:
             return low
         high_bits = fmt.bits - 4
         per_line = 8 // fmt.plane_lines  # quads whose high bits share a line
-        line = 2 * 4 * 64 + (block * fmt.plane_lines + quad // per_line) * 64 + part
+        line = 2 * 4 * 64 + (2 * (quad // per_line) + block) * 64 + part
         shift = high_bits * (quad % per_line) - 4
-        plane = e.load(self.ints, record, self.plane_at, line)
+        plane = e.load(self.ints, record, self.low_at, line)
         moved = b.shl(plane, e.splat(self.ints, -shift)) if shift < 0 else b.lshr(plane, e.splat(self.ints, shift))
         mask = 0x10101010 if high_bits == 1 else 0x30303030
         return b.or_(low, b.and_(moved, e.splat(self.ints, mask)))

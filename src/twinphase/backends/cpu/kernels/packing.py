@@ -134,11 +134,11 @@ def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], Non
                     for quad in range(8):
                         value = code(block, j, 4 * quad + i)
                         if bits == 8:
-                            store_u8(record + (block_of_16 * 8 + quad) * 64 + lane + i, value)
+                            store_u8(record + (2 * quad + block_of_16) * 64 + lane + i, value)
                         elif quad % 2 == 0:
-                            store_u8(record + (block_of_16 * 4 + quad // 2) * 64 + lane + i, value & 15)
+                            store_u8(record + (2 * (quad // 2) + block_of_16) * 64 + lane + i, value & 15)
                         else:
-                            at = record + (block_of_16 * 4 + quad // 2) * 64 + lane + i
+                            at = record + (2 * (quad // 2) + block_of_16) * 64 + lane + i
                             store_u8(at, load_u8(at) | (value & 15) << 4)
                         if plane_lines == 1:
                             plane0 |= value >> 4 << quad
@@ -147,9 +147,9 @@ def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], Non
                         else:
                             plane1 |= value >> 4 << 2 * (quad - 4)
                     if plane_lines >= 1:
-                        at = record + 512 + block_of_16 * plane_lines * 64 + lane + i
+                        at = record + 512 + block_of_16 * 64 + lane + i
                         store_u8(at, plane0)
                         if plane_lines == 2:
-                            store_u8(at + 64, plane1)
+                            store_u8(at + 128, plane1)
 
     return KERNEL_SIGNATURE, kernel
