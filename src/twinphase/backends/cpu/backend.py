@@ -249,9 +249,9 @@ class CpuBackend:
         """Addresses of the strips a tile takes and of the number of tiles.
 
         Many rows: one strip, so that its weights stay in the first-level cache and the rows in the second. Few rows:
-        about four tiles a thread, long enough to stream memory, short enough to even out.
+        about eight tiles a thread, long enough to stream memory, short enough to even out.
         """
-        most = max(1, strips // (4 * self.threads))
+        most = max(1, strips // (8 * self.threads))
 
         def per_tile(counts: dict[str, int]) -> int:
             return 1 if counts[rows] > FEW_ROWS else most
