@@ -99,11 +99,9 @@ def arena_bytes(checkpoint: Checkpoint) -> int:
     """Memory for all matrices, the embedding included when it is also the output head."""
     matrices = [t for t in checkpoint.tensors.values() if len(t.shape) == 2]
     tied = "output.weight" not in checkpoint.tensors
-    total = sum(
+    return sum(
         padded(t.shape[0]) // STRIP * _strip_bytes(t) + 64 for t in matrices if tied or t.name != "token_embd.weight"
     )
-    # A row's prefetch runs past the end of the last strip.
-    return total + 65536
 
 
 def load_matrix(
