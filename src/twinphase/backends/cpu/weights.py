@@ -32,7 +32,9 @@ class Arena:
 
     def __init__(self, nbytes: int) -> None:
         page = 2 << 20
-        self._map = mmap.mmap(-1, padded(nbytes, page) + page)
+        # Private, because Linux gives shared anonymous memory (Python's default) no huge pages.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self._map = mmap.mmap(-1, padded(nbytes, page) + page, **private)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(self._map, np.uint8)
