@@ -6,7 +6,6 @@ Not for reading the command line (cli.py) nor for drawing (terminal.py).
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from twinphase import terminal
+from twinphase.config import available_cores
 from twinphase.errors import TwinphaseError
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
 from twinphase.phases.report import Report, Units, report
@@ -107,7 +107,7 @@ def report_answer(
     """
     from twinphase.backends.cpu.isa import choose_isa
 
-    threads = llm.config.threads or len(os.sched_getaffinity(0))
+    threads = llm.config.threads or available_cores()
     isa = choose_isa(llm.config.isa).name
     ceilings = load_ceilings(threads, isa)
 

@@ -5,13 +5,19 @@ Not for a request's wishes (`SamplingParams`) nor for a model's shape (`models.c
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["BACKENDS", "EngineConfig"]
+__all__ = ["BACKENDS", "EngineConfig", "available_cores"]
 
 BACKENDS = ("cpu", "reference")
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

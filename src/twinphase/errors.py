@@ -13,6 +13,7 @@ __all__ = [
     "DownloadError",
     "InvalidRequestError",
     "ModelNotFoundError",
+    "OutOfMemoryError",
     "StorageError",
     "TwinphaseError",
     "UnsupportedModelError",
@@ -78,6 +79,13 @@ class StorageError(TwinphaseError):
 
     http_status = 507
     exit_code = 7
+
+
+class OutOfMemoryError(TwinphaseError):
+    """The memory for weights or KV cache cannot be had."""
+
+    http_status = 507
+    exit_code = 9
 
 
 class CacheFullError(TwinphaseError):

@@ -1,4 +1,4 @@
-"""What the `cpu` backend's int8 activations, float16 cache and attention cost: perplexity against the float32 model.
+"""What the `cpu` backend's int8 activations, quantized cache and attention cost: perplexity against the float32 model.
 
 Like is compared with like: both run the same quantized weights, so the loss of quantizing the weights is not in it.
 """

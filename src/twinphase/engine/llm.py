@@ -24,7 +24,7 @@ from twinphase.engine.outputs import RequestOutput, StreamUpdate, Transcript
 from twinphase.engine.runner import Runner
 from twinphase.errors import InvalidRequestError
 from twinphase.models.config import ModelConfig
-from twinphase.models.loader import Model, load_model
+from twinphase.models.loader import Model, load_model, read_config
 from twinphase.phases.cost import ModelShape
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
@@ -68,10 +68,10 @@ class LLM:
         """
         wanted = EngineConfig(**config)
         self.checkpoint = open_gguf(resolve_model(str(model)))
-        backend = make_backend(wanted, compile_progress)
-        loaded = load_model(self.checkpoint, backend)
-        self.model_config = loaded.config
-        self.config = wanted.resolve(loaded.config.context_length)
+        self.model_config = read_config(self.checkpoint)
+        self.config = wanted.resolve(self.model_config.context_length)
+        backend = make_backend(self.config, compile_progress)
+        loaded = load_model(self.checkpoint, backend, self.config.max_model_len)
         self.engine = make_engine(
             self.config, loaded, backend, model_shape(self.checkpoint, loaded.config), self.tokenizer.eos_token_ids
         )

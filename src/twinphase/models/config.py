@@ -9,6 +9,10 @@ from twinphase.weights.checkpoint import Checkpoint
 
 __all__ = ["ModelConfig"]
 
+MAX_CONTEXT = 1 << 24  # tokens; no model comes near, so a larger number is a damaged file
+# Features that would change the answers if they were ignored, with the value that means "not used".
+NEUTRAL = {"rope.scale_linear": 1.0, "expert_count": 0, "attention.sliding_window": 0}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -46,6 +50,9 @@ class ModelConfig:
         scaling = checkpoint.metadata.get(f"{arch}.rope.scaling.type", "none")
         if scaling not in ("none", ""):
             raise UnsupportedModelError(f"RoPE scaling {scaling!r} is not supported.", "Use a model without it.")
+        for key, neutral in NEUTRAL.items():
+            if checkpoint.metadata.get(f"{arch}.{key}", neutral) not in (neutral, 0):
+                raise UnsupportedModelError(f"{arch}.{key} is not supported.", "Use a model without it.")
         hidden, heads = int(number("embedding_length")), int(number("attention.head_count"))
         head_dim = int(number("attention.key_length", hidden // heads))
         embedding = checkpoint.tensors.get("token_embd.weight")
@@ -54,6 +61,14 @@ class ModelConfig:
         kv_heads = int(number("attention.head_count_kv", heads))
         if heads % kv_heads:
             raise CheckpointError(f"{heads} heads do not divide by {kv_heads} KV heads.", "Convert the model again.")
+        rope_dim = int(number("rope.dimension_count", head_dim))
+        if rope_dim % 2 or rope_dim > head_dim:
+            raise CheckpointError(
+                f"{arch}.rope.dimension_count is {rope_dim}, but a head has {head_dim}.", "Convert the model again."
+            )
+        context_length = int(number("context_length"))
+        if context_length > MAX_CONTEXT:
+            raise CheckpointError(f"{arch}.context_length is {context_length}.", "Convert the model again.")
         return cls(
             architecture=arch,
             hidden_size=hidden,
@@ -63,10 +78,10 @@ class ModelConfig:
             head_dim=head_dim,
             ffn_size=int(number("feed_forward_length")),
             vocab_size=embedding.shape[0],
-            context_length=int(number("context_length")),
+            context_length=context_length,
             rms_norm_eps=float(number("attention.layer_norm_rms_epsilon", 1e-5)),
             rope_theta=float(number("rope.freq_base", 10000.0)),
-            rope_dim=int(number("rope.dimension_count", head_dim)),
+            rope_dim=rope_dim,
         )
 
     @property

@@ -29,13 +29,13 @@ class Layer:
 class Llama:
     """Weights on one backend, and the forward pass of a step."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, backend: Backend) -> None:
-        """Load every tensor onto `backend`."""
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, backend: Backend, max_positions: int) -> None:
+        """Load every tensor onto `backend`; positions stay below `max_positions`."""
         self.config = config
         factors = "rope_freqs.weight" if "rope_freqs.weight" in checkpoint.tensors else None
         spec = RopeSpec(config.rope_theta, config.rope_dim, interleaved=True, factors=factors)
         backend.prepare(checkpoint, ModelShape(config.num_heads, config.num_kv_heads, config.head_dim, spec))
-        self.rope = backend.rope(checkpoint, spec, config.context_length)
+        self.rope = backend.rope(checkpoint, spec, max_positions)
         self.embedding = backend.embedding(checkpoint, "token_embd.weight")
         self.layers = [self._layer(checkpoint, backend, f"blk.{i}.") for i in range(config.num_layers)]
         self.norm = backend.vector(checkpoint, "output_norm.weight")

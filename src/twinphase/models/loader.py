@@ -11,7 +11,7 @@ from twinphase.models.llama import Llama
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.names import check_tensors
 
-__all__ = ["Model", "load_model"]
+__all__ = ["Model", "load_model", "read_config"]
 
 ARCHITECTURES = {"llama": Llama}
 
@@ -25,15 +25,14 @@ class Model(Protocol):
         """Logits of the backend's current step."""
 
 
-def load_model(checkpoint: Checkpoint, backend: Backend) -> Model:
-    """Load `checkpoint` onto `backend`.
+def read_config(checkpoint: Checkpoint) -> ModelConfig:
+    """The model's hyper-parameters, once its architecture and tensors are known to be right.
 
     Raises:
-        UnsupportedModelError: the architecture is not implemented; the message names it and those that are.
-        CheckpointError: a tensor is missing or has the wrong shape; the message names it.
+        UnsupportedModelError: the architecture or a feature is not implemented; the message names it.
+        CheckpointError: a hyper-parameter or tensor is missing or wrong; the message names it.
     """
-    model_class = ARCHITECTURES.get(checkpoint.architecture)
-    if model_class is None:
+    if checkpoint.architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModelError(
             f"Architecture {checkpoint.architecture!r} of {checkpoint.path.name} is not supported.",
@@ -41,4 +40,15 @@ def load_model(checkpoint: Checkpoint, backend: Backend) -> Model:
         )
     config = ModelConfig.from_checkpoint(checkpoint)
     check_tensors(checkpoint, config)
-    return model_class(checkpoint, config, backend)
+    return config
+
+
+def load_model(checkpoint: Checkpoint, backend: Backend, max_positions: int | None = None) -> Model:
+    """Load `checkpoint` onto `backend`, for sequences of up to `max_positions` tokens (None: the model's context).
+
+    Raises:
+        TwinphaseError: as `read_config`, or what the backend cannot compute.
+    """
+    config = read_config(checkpoint)
+    model_class = ARCHITECTURES[checkpoint.architecture]
+    return model_class(checkpoint, config, backend, max_positions or config.context_length)

@@ -83,8 +83,7 @@ class Report:
     @property
     def over_ceiling(self) -> bool:
         """True when a phase seems faster than the machine, so a count or a ceiling is wrong."""
-        values = [e for row in self.phases for e in (row.efficiency, row.other_efficiency) if e is not None]
-        return any(value > 1 for value in values)
+        return any(row.efficiency is not None and row.efficiency > 1 for row in self.phases)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the formulas."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from twinphase.errors import CheckpointError
+from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Shape", "check_tensors", "expected_tensors"]
+__all__ = ["Shape", "check_tensors", "expected_tensors", "optional_tensors"]
 
 
 class Shape(Protocol):
@@ -28,6 +28,8 @@ class Shape(Protocol):
     def ffn_size(self) -> int: ...  # noqa: D102
     @property
     def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def rope_dim(self) -> int: ...  # noqa: D102
 
 
 def expected_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -48,11 +50,31 @@ def expected_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"blk.{i}.ffn_down.weight", (hidden, ffn)
 
 
+def optional_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, row-major shape) of the tensors that a model may have: an output head of its own, frequency factors."""
+    yield "output.weight", (shape.vocab_size, shape.hidden_size)
+    yield "rope_freqs.weight", (shape.rope_dim // 2,)
+
+
 def check_tensors(checkpoint: Checkpoint, shape: Shape) -> None:
-    """Raise CheckpointError naming the first tensor that is missing or misshapen, before anything is allocated."""
-    for name, expected in expected_tensors(shape):
+    """Check names and shapes before anything is allocated.
+
+    Raises:
+        CheckpointError: names the first tensor that is missing or misshapen.
+        UnsupportedModelError: names a tensor that would be ignored, such as a bias or an expert.
+    """
+    required, optional = dict(expected_tensors(shape)), dict(optional_tensors(shape))
+    for name in checkpoint.tensors:
+        if name not in required and name not in optional:
+            raise UnsupportedModelError(
+                f"{checkpoint.path.name} has a tensor {name}, which this architecture does not use here.",
+                "Use a model without it: ignoring it would change the answers.",
+            )
+    for name, expected in {**required, **optional}.items():
         info = checkpoint.tensors.get(name)
         if info is None:
+            if name in optional:
+                continue
             raise CheckpointError(f"{checkpoint.path.name} has no tensor {name}.", "Convert the model again.")
         if info.shape != expected:
             raise CheckpointError(

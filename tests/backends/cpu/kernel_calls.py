@@ -64,7 +64,7 @@ def pack(isa: str, name: str, raw: NDArray[np.uint8], inputs: int) -> NDArray[np
     """The matrix in strips, uint8 [strips, bytes of a strip]."""
     outputs, row_bytes = raw.shape
     strips, strip_bytes = -(-outputs // STRIP), FORMATS[name].strip_bytes(inputs)
-    packed = aligned(strips * strip_bytes + 65536, np.uint8)  # a row's prefetch runs past the end
+    packed = aligned(strips * strip_bytes, np.uint8)
     args = [raw.ctypes.data, row_bytes, outputs, inputs // 32, packed.ctypes.data]
     call_kernel(kernel(isa, f"pack:{name}"), args, strips)
     return packed[: strips * strip_bytes].reshape(strips, strip_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Sequence
 
@@ -19,7 +18,8 @@ from twinphase.backends.cpu.step import StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
 from twinphase.backends.cpu.weights import Arena, Embedding, Matrix, arena_bytes, load_matrix, padded, vector_of
 from twinphase.backends.rope_tables import rope_tables
-from twinphase.errors import UnsupportedModelError
+from twinphase.config import available_cores
+from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.storage import cache_root
 
@@ -27,6 +27,8 @@ __all__ = ["CpuBackend"]
 
 ROW_CHUNK, ROWS_PER_TILE, SILU_PARTS = tiling.ROW_CHUNK, tiling.ROWS_PER_TILE, tiling.SILU_PARTS
 FEW_ROWS = 16
+MAX_ROWS = 1 << 16
+MAX_TILES = 1 << 17  # of a linear layer; a claim word holds numbers below 2^18
 LOG2_E = 1.4426950408889634
 F32 = NDArray[np.float32]
 
@@ -34,11 +36,6 @@ F32 = NDArray[np.float32]
 def _bits(value: float) -> int:
     """The bits of a float32, as kernels take float arguments."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
-
-
-def _cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class CpuBackend:
@@ -64,7 +61,11 @@ class CpuBackend:
             max_num_seqs: most sequences of a step.
             progress: called with (done, total, name) while kernels compile.
         """
-        self.threads = threads or _cores()
+        if max_num_batched_tokens > MAX_ROWS:
+            raise InvalidRequestError(
+                f"max_num_batched_tokens is {max_num_batched_tokens} with the cpu backend.", f"Use at most {MAX_ROWS}."
+            )
+        self.threads = threads or available_cores()
         self.isa = choose_isa(isa)
         self.max_rows = {"tokens": max_num_batched_tokens, "logits": max_num_batched_tokens}
         self.max_num_seqs = max_num_seqs
@@ -79,6 +80,10 @@ class CpuBackend:
         Raises:
             UnsupportedModelError: head sizes that the attention kernels do not cover.
         """
+        if not shape.rope.interleaved and shape.rope.dim % 32:
+            raise UnsupportedModelError(
+                f"Rotating {shape.rope.dim} dimensions in halves is not supported.", "It must be a multiple of 32."
+            )
         if shape.head_dim % 16 or shape.rope.dim % 16 or shape.head_dim > 256 or shape.num_heads * shape.head_dim % 32:
             raise UnsupportedModelError(
                 f"Head size {shape.head_dim} (rotated {shape.rope.dim}) is not supported by the cpu backend.",
@@ -104,7 +109,7 @@ class CpuBackend:
         compile_kernels(folder, self.isa, specs, self._progress)
         self._kernels, self._engine = load_kernels(folder, self.isa, specs)
         self._program = Program(self._kernels, self.max_rows)
-        self._arena = Arena(arena_bytes(checkpoint))
+        self._arena = Arena(arena_bytes(checkpoint), "weights")
         self._keep: list[NDArray[np.generic]] = [aligned(64, np.float32)]  # arrays that kernels know by address
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
@@ -139,15 +144,13 @@ class CpuBackend:
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Make the paged cache (`kv_layout`) and pack the weights."""
         if spec.block_size % kv_layout.CELL:
-            raise UnsupportedModelError(
-                f"block_size {spec.block_size} is not supported by the cpu backend.", "Use a multiple of 16."
-            )
+            raise InvalidRequestError(f"block_size is {spec.block_size} with the cpu backend.", "Use a multiple of 16.")
         self.kv_spec = spec
         self._per_chunk = kv_layout.chunk_cells(spec.num_layers, spec.num_kv_heads)
         cells = spec.num_blocks * (spec.block_size // kv_layout.CELL)
         cells = -(-cells // kv_layout.CHUNK) * self._per_chunk
         sizes = (kv_layout.key_bytes(spec.head_dim), kv_layout.SCALE_BYTES, kv_layout.value_bytes(spec.head_dim))
-        self._cache = Arena(cells * sum(sizes) + 128)
+        self._cache = Arena(cells * sum(sizes) + 128, "KV cache")
         memory = [self._cache.take(cells * size) for size in sizes]
         layer_cells = spec.num_kv_heads * kv_layout.CHUNK
         self._layers = [
@@ -253,11 +256,14 @@ class CpuBackend:
         """
         most = max(1, strips // (8 * self.threads))
 
+        def chunks(counts: dict[str, int]) -> int:
+            return -(-counts[rows] // ROW_CHUNK)
+
         def per_tile(counts: dict[str, int]) -> int:
-            return 1 if counts[rows] > FEW_ROWS else most
+            return most if counts[rows] <= FEW_ROWS else -(-strips * chunks(counts) // MAX_TILES)
 
         def tiles(counts: dict[str, int]) -> int:
-            return -(-strips // per_tile(counts)) * -(-counts[rows] // ROW_CHUNK)
+            return -(-strips // per_tile(counts)) * chunks(counts)
 
         cells = self._program.cells
         return cells.address(("strips", rows, strips), per_tile), cells.address(("tiles", rows, strips), tiles)

@@ -1,7 +1,7 @@
 """Compiles kernels to object files on disk and loads them: Numba once, in a process of its own; LLVM's loader after.
 
-A kernel is named by a spec such as `linear:Q4_0`, the name of a factory in KERNELS and its parameters. Object files
-are keyed by everything that could change them (kernel sources, versions, processor, spec), so a cache can only miss.
+A kernel is named by a spec such as `quantized_linear:Q4_0`, the name of a factory in KERNELS and its parameters. Object
+files are keyed by everything that could change them (kernel sources, versions, processor, spec): a cache can only miss.
 Loading needs neither Numba nor compilation, which keeps a warm start short and its memory small.
 """
 

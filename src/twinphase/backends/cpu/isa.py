@@ -45,7 +45,7 @@ class Isa:
 
     @property
     def row_tiles(self) -> tuple[int, ...]:
-        """Rows of the linear kernels' register tiles, largest first; every count of rows is a sum of these."""
+        """Rows of the linear kernels' register tiles, largest first; the widest that fits is used for all."""
         return (6, 4, 2, 1) if self.registers == 32 else (2, 1)
 
     @property

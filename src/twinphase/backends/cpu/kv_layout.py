@@ -74,7 +74,7 @@ def padded_group(group: int) -> int:
 
 
 def attention_scratch_bytes(head_dim: int, group: int) -> int:
-    """Scratch memory one thread needs; the areas of `attention.Scratch`."""
+    """Scratch memory one thread needs; see `scratch_areas`."""
     return scratch_areas(head_dim, group)["end"]
 
 

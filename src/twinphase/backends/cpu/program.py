@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu.threads import Command, aligned
+from twinphase.backends.cpu.tiling import ROWS_PER_TILE
 
 __all__ = ["Buffer", "Program", "StepCells"]
 
@@ -192,5 +193,5 @@ class Program:
         """The rows of `source` as int8 groups."""
         out = Memory(self, source.rows, source.width, quantized=True)
         args = [self.count(source.rows), source.data, source.stride, source.groups, *out.addresses]
-        self.add("quantize", self.tiles(source.rows, 4), args, [source.data], [(out.data, 0)])
+        self.add("quantize", self.tiles(source.rows, ROWS_PER_TILE), args, [source.data], [(out.data, 0)])
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from twinphase.backends.base import KVCacheSpec, ModelShape, StepInputs
-from twinphase.backends.cpu.kv_layout import TILE, padded_group, query_tile_tokens
+from twinphase.backends.cpu.kv_layout import CELL, TILE, padded_group, query_tile_tokens
 from twinphase.backends.cpu.threads import aligned
 
 __all__ = ["StepMemory"]
@@ -24,7 +24,7 @@ class StepMemory:
         self.slots, self.logit_rows = aligned(max_tokens, np.int64), aligned(max_tokens, np.int32)
         self.context_lens = aligned(max_seqs, np.int32)
         # One column more: the last cell of a tile may lie behind the table's end.
-        columns = spec.num_blocks + TILE // 16
+        columns = spec.num_blocks + TILE // CELL
         self.block_tables = aligned(max_seqs * columns, np.int32).reshape(max_seqs, columns)
         heads = shape.num_heads
         self.queries = [aligned(max_tokens * heads * shape.head_dim, np.int8),

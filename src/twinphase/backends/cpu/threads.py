@@ -56,7 +56,7 @@ class ThreadPool:
             entry: address of `run_program`.
             threads: threads in all, the caller included.
             scratch_bytes: private memory of each thread.
-            spins: looks (of about 10 ns) before a thread that waits for another's tile sleeps.
+            spins: looks before a thread that waits for another's tile sleeps.
             idle_spins: looks before a thread that waits for the next step sleeps; waking it costs more than the
                 scheduler and the sampler take between two steps.
         """

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP
 from twinphase.backends.cpu.threads import Command
+from twinphase.errors import OutOfMemoryError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.quant import dequantize
 
@@ -25,16 +26,26 @@ def padded(count: int, multiple: int = STRIP) -> int:
 
 
 class Arena:
-    """One block of memory for all weights, on huge pages where the system has them.
+    """One block of memory for weights or KV cache, on huge pages where the system has them.
 
-    Huge pages let decode stream weights without a page-table miss every 4 KB.
+    Huge pages let decode stream memory without a page-table miss every 4 KB.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, purpose: str) -> None:
+        """Reserve `nbytes`; pages are taken when they are first written.
+
+        Raises:
+            OutOfMemoryError: the system refuses; the message names the purpose.
+        """
         page = 2 << 20
         # Private, because Linux gives shared anonymous memory (Python's default) no huge pages.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        self._map = mmap.mmap(-1, padded(nbytes, page) + page, **private)
+        try:
+            self._map = mmap.mmap(-1, padded(nbytes, page) + page, **private)
+        except (OSError, OverflowError, ValueError) as error:
+            raise OutOfMemoryError(
+                f"No memory for the {purpose}: {nbytes / 1e9:.1f} GB.", "Lower --max-model-len, or use a smaller model."
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(self._map, np.uint8)
@@ -70,16 +81,12 @@ class Matrix:
         columns: first output column of each named tensor.
         sizes: outputs of each named tensor.
         width: columns of the result, padding included.
-        inputs: length of an input row.
-        quantized: whether inputs are wanted as int8 groups.
     """
 
     parts: tuple[Part, ...]
     columns: tuple[int, ...]
     sizes: tuple[int, ...]
     width: int
-    inputs: int
-    quantized: bool
 
 
 @dataclass(frozen=True)
@@ -136,9 +143,8 @@ def load_matrix(
         here = Part(info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info))
         parts = _joined(parts, here)
         column += padded(outputs)
-    quantized = all(info.type in FORMATS for info in infos)
     sizes = tuple(info.shape[0] for info in infos)
-    return Matrix(tuple(parts), tuple(columns), sizes, column, infos[0].shape[1], quantized), commands
+    return Matrix(tuple(parts), tuple(columns), sizes, column), commands
 
 
 def _joined(parts: list[Part], new: Part) -> list[Part]:

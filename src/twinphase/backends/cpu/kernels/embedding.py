@@ -87,5 +87,8 @@ def embed(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], No
         row, to = table + load_u32(ids + 4 * tile) * row_bytes, out + tile * stride
         for k in range(width):
             store_f32(to + 4 * k, value_of(row, k))
+        for k in range(width, stride // 4):
+            # Memory is shared with other rows of this width, whose last columns need not be padding.
+            store_f32(to + 4 * k, 0.0)
 
     return KERNEL_SIGNATURE, kernel

@@ -47,6 +47,7 @@ from twinphase.backends.cpu.program_layout import (
     CTL_SPINS,
     CTL_THREADS,
     CTL_WAKE,
+    EPOCH_MASK,
     EPOCH_SHIFT,
     FUTEX_CALL,
     SHUTDOWN_THREAD,
@@ -270,7 +271,7 @@ def _close(control: int, epoch: int) -> None:
     )
     for _ in range(load_i64(control + CTL_COUNT)):
         for _t in range(threads):
-            _atomic_store(claims, (epoch + 1) << EPOCH_SHIFT)
+            _atomic_store(claims, (epoch + 1 & EPOCH_MASK) << EPOCH_SHIFT)
             claims += COUNTER_BYTES
         _atomic_store(done, 0)
         done += COUNTER_BYTES
@@ -288,7 +289,7 @@ def run_program(isa: Isa) -> tuple[Any, Callable[[int, int], int]]:
             _wake_sleepers(control)
             return 0
         if thread == 0:
-            epoch = _atomic_load(control + CTL_EPOCH) + 1
+            epoch = _atomic_load(control + CTL_EPOCH) + 1 & EPOCH_MASK
             _open(control, epoch)
             _atomic_store(control + CTL_EPOCH, epoch)
             _wake_sleepers(control)

@@ -15,9 +15,11 @@ from twinphase.backends.cpu.emit import F32, I8, I16, I32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
-from twinphase.backends.cpu.kv_layout import CELL, CHUNK, key_bytes, spread_size, value_bytes
+from twinphase.backends.cpu.kv_layout import CELL, CHUNK, SCALE_BYTES, key_bytes, spread_size, value_bytes
 
 __all__ = ["rope_kv_write"]
+
+LARGEST_VALUE = 65504.0  # of float16
 
 
 def _rotated(e: Emit, x: Value, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool) -> list[Value]:
@@ -133,6 +135,9 @@ def _value(isa: Isa, dim: int) -> Any:
         to = e.add(values, e.mul(pair, 4 * dim), e.mul(side, 2))
         for i in range(0, dim, 16):
             piece = e.load(vector(F32, 16), x, 4 * i)
+            # A value that is not finite must not outlive its request: times a weight of 0 it would poison another's.
+            finite = e.b.fcmp_ordered("<", e.unary("fabs", piece), e.splat(piece.type, LARGEST_VALUE))
+            piece = e.b.select(finite, piece, e.splat(piece.type, 0.0))
             if isa.bf16_dot:
                 both = e.b.bitcast(e.to_bf16(piece, piece), vector(I16, 32))
                 small = e.shuffle(both, None, range(16))
@@ -170,7 +175,7 @@ def rope_kv_write(
         for head in range(kv_heads):
             at = slot // (CELL * CHUNK) * per_chunk + head * CHUNK + slot // CELL % CHUNK
             here = tile * stride + head * dim * 4
-            key(k + here, cos, sin, keys + at * cell_bytes, scales + at * 64, slot % 16)
-            value(v + here, values + at * value_size, slot % 16)
+            key(k + here, cos, sin, keys + at * cell_bytes, scales + at * SCALE_BYTES, slot % CELL)
+            value(v + here, values + at * value_size, slot % CELL)
 
     return KERNEL_SIGNATURE, kernel
