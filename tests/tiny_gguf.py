@@ -6,6 +6,7 @@ template. A hidden size of 64 gives a file of some hundred kilobytes, written in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -36,6 +37,7 @@ def write_tiny_gguf(
     context: int = 512,
     tensor_type: str = "Q4_0",
     embedding_type: str | None = None,
+    types: Mapping[str, str] | None = None,
     tied: bool = True,
     seed: int = 0,
     architecture: str = "llama",
@@ -56,6 +58,7 @@ def write_tiny_gguf(
         context: trained context length.
         tensor_type: type of every matrix: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K.
         embedding_type: type of token_embd and output, `tensor_type` if None.
+        types: type of single matrices, such as {"attn_v": "Q6_K"}, where it differs.
         tied: whether the output matrix is the embedding (no output.weight).
         seed: of the weights.
         architecture: GGUF architecture, also the prefix of the hyper-parameter keys.
@@ -94,7 +97,7 @@ def write_tiny_gguf(
         for norm in ("attn_norm", "ffn_norm"):
             _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden)
         for name, shape in matrices.items():
-            _add_matrix(writer, rng, f"blk.{layer}.{name}.weight", shape, tensor_type)
+            _add_matrix(writer, rng, f"blk.{layer}.{name}.weight", shape, (types or {}).get(name, tensor_type))
     _add_norm(writer, rng, "output_norm.weight", hidden)
     if not tied:
         _add_matrix(writer, rng, "output.weight", (vocab, hidden), embedding_type or tensor_type)

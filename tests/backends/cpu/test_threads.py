@@ -17,6 +17,7 @@ import pytest
 from kernel_calls import call_kernel, kernel, pack, random_blocks
 
 from twinphase.backends.cpu.isa import available_isas
+from twinphase.backends.cpu.program_layout import CTL_EPOCH, EPOCH_MASK
 from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
 
 BEST = available_isas()[0]
@@ -161,6 +162,18 @@ def test_many_tiny_steps(make_pool: Callable[..., ThreadPool], threads: int, opt
         pool.run()
         np.testing.assert_array_equal(chain.end[:rows], expected[:rows])
         assert np.isnan(chain.end[rows:]).all()
+
+
+def test_the_epoch_wraps(make_pool: Callable[..., ThreadPool]) -> None:
+    # Days of steps: the epoch must not run into the sign bit of a claim word, where nothing could be claimed.
+    chain, pool = Chain(3), make_pool(2)
+    expected = chain.expected()
+    pool.load(chain.commands)
+    pool._set(CTL_EPOCH, EPOCH_MASK - 5)
+    for _ in range(20):
+        chain.set_rows(ROWS, 1)
+        pool.run()
+        np.testing.assert_array_equal(chain.end, expected)
 
 
 def test_with_a_busy_competitor(make_pool: Callable[..., ThreadPool]) -> None:

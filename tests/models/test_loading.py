@@ -1,0 +1,102 @@
+"""Models whose parts differ in type, and files that must be refused before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from steps import Piece, own_cache, step_inputs
+from tiny_gguf import write_tiny_gguf
+from twinphase.backends.base import Backend, KVCacheSpec
+from twinphase.backends.cpu.backend import CpuBackend
+from twinphase.backends.reference import ReferenceBackend
+from twinphase.errors import CheckpointError, OutOfMemoryError, TwinphaseError, UnsupportedModelError
+from twinphase.models.loader import load_model, read_config
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.gguf import open_gguf
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with own_cache(tmp_path_factory.mktemp("cache")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_gguf(write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="F32"))
+
+
+def logits(checkpoint: Checkpoint, backend: Backend) -> np.ndarray:
+    model = load_model(checkpoint, backend)
+    config = model.config
+    backend.allocate_kv_cache(KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 8))
+    tokens = np.arange(3, 53, dtype=np.int32)
+    piece = Piece(tokens, 0, np.array([5, 0, 2, 7], np.int32))
+    return backend.execute(model.forward, step_inputs([piece])).copy()
+
+
+@pytest.mark.parametrize(
+    ("tensor_type", "types", "hidden"),
+    [
+        ("Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K"}, 256),  # what llama.cpp calls Q4_K_M
+        ("Q8_0", {"attn_v": "F16", "ffn_up": "BF16"}, 64),  # quantized and dense in one layer
+        ("F32", {"attn_k": "Q4_0"}, 96),
+    ],
+)
+def test_a_layer_of_several_types(tmp_path: Path, tensor_type: str, types: dict[str, str], hidden: int) -> None:
+    path = write_tiny_gguf(
+        tmp_path / "mixed.gguf", hidden=hidden, heads=2, kv_heads=1, ffn=256, tensor_type=tensor_type,
+        embedding_type="Q8_0" if hidden % 256 else None, types=types,
+    )  # fmt: skip
+    expected, found = (logits(open_gguf(path), backend) for backend in (ReferenceBackend(), CpuBackend(threads=2)))
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error < 0.05  # int8 activations and keys; a wrong column or type would be of order 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "error", "says"),
+    [
+        ("blk.0.attn_q.bias", (64,), UnsupportedModelError, "attn_q.bias"),
+        ("blk.1.ffn_gate_exps.weight", (4, 128, 64), UnsupportedModelError, "ffn_gate_exps"),
+        ("output.weight", (320, 128), CheckpointError, "output.weight"),
+        ("rope_freqs.weight", (3,), CheckpointError, "rope_freqs.weight"),
+        ("blk.0.attn_q.weight", (64, 32), CheckpointError, "attn_q.weight"),
+    ],
+)
+def test_tensors_that_are_wrong_or_would_be_ignored(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], error: type[TwinphaseError], says: str
+) -> None:
+    known = checkpoint.tensors["token_embd.weight"]
+    wrong = replace(known, name=name, shape=shape)
+    with pytest.raises(error, match=says):
+        read_config(replace(checkpoint, tensors={**checkpoint.tensors, name: wrong}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("rope.dimension_count", 128, CheckpointError),
+        ("rope.dimension_count", 7, CheckpointError),
+        ("context_length", 900_000_000, CheckpointError),
+        ("rope.scale_linear", 4.0, UnsupportedModelError),
+        ("expert_count", 8, UnsupportedModelError),
+        ("attention.sliding_window", 4096, UnsupportedModelError),
+    ],
+)
+def test_hyper_parameters_that_cannot_be_honoured(
+    checkpoint: Checkpoint, key: str, value: float, error: type[TwinphaseError]
+) -> None:
+    with pytest.raises(error, match=key.rpartition(".")[2]):
+        read_config(replace(checkpoint, metadata={**checkpoint.metadata, f"llama.{key}": value}))
+
+
+def test_a_kv_cache_beyond_all_memory(checkpoint: Checkpoint) -> None:
+    backend = CpuBackend(threads=1)
+    load_model(checkpoint, backend)
+    with pytest.raises(OutOfMemoryError, match="KV cache"):
+        backend.allocate_kv_cache(KVCacheSpec(2, 2, 16, 1 << 40))
