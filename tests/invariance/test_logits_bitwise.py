@@ -87,7 +87,7 @@ def model(folder: Path, case: Case, isa: str, threads: int = 2, block_size: int 
     path = folder / f"{case.id}.gguf"
     if not path.exists():
         case.write(folder)
-    backend = CpuBackend(threads=threads, isa=isa, max_num_batched_tokens=640, max_num_seqs=8)
+    backend = CpuBackend(threads=threads, isa=isa, max_num_batched_tokens=640, max_num_seqs=64)
     return Steps(path, backend, num_blocks=1600 // block_size, block_size=block_size)
 
 
@@ -195,6 +195,19 @@ def run_crowd(steps: Steps, seed: int, sizes: Sequence[int]) -> Logits:
 def test_with_other_requests(folder: Path, case: Case, isa: str) -> None:
     for seed, sizes in enumerate(([300, 1, 1, 1], [50, 3], [1])):
         assert_same_bits(run_crowd(model(folder, case, isa), seed, sizes), one_pass(folder, case, isa))
+
+
+@per_isa
+@per_case
+def test_many_decodes(folder: Path, case: Case, isa: str) -> None:
+    """Steps of 2 to 64 decodes, which share the blocks of one sequence as requests with a common prefix do."""
+    steps, expected = model(folder, case, isa), one_pass(folder, case, isa)
+    steps.chunked(tokens(), [LENGTH])
+    rng = np.random.default_rng(4)
+    for count in (2, 3, 5, 8, 11, 13, 16, 17, 24, 31, 64):
+        positions = rng.integers(1, LENGTH, count)
+        logits = steps.run([Piece(tokens()[at : at + 1], int(at), steps.blocks) for at in positions])
+        assert_same_bits(logits, expected[positions])
 
 
 @per_isa

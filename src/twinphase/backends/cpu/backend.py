@@ -14,7 +14,7 @@ from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.formats import FORMATS, STRIP
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.program import Buffer, Memory, Program
-from twinphase.backends.cpu.step import StepMemory
+from twinphase.backends.cpu.step import COUNTS, StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
 from twinphase.backends.cpu.weights import Arena, Embedding, Matrix, arena_bytes, load_matrix, padded, vector_of
 from twinphase.backends.rope_tables import rope_tables
@@ -139,6 +139,7 @@ class CpuBackend:
         """Cosines and sines, float32 [max_positions, dim / 2] each."""
         tables = rope_tables(checkpoint, spec, max_positions)
         self._keep += tables
+        self._max_positions = max_positions
         return tables
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
@@ -157,10 +158,12 @@ class CpuBackend:
             [array.ctypes.data + layer * layer_cells * size for array, size in zip(memory, sizes, strict=True)]
             for layer in range(spec.num_layers)
         ]
-        self._step = StepMemory(self.max_rows["tokens"], self.max_num_seqs, spec, self.shape, self.threads)
+        self._step = StepMemory(
+            self.max_rows["tokens"], self.max_num_seqs, self._max_positions, spec, self.shape, self.threads
+        )
         if self._pack_commands:
             pool = ThreadPool(self._kernels["run_program"], self.threads, 64)
-            self._program.cells.update({"tokens": 0, "logits": 0, "decode_units": 0, "prefill_units": 0, "decodes": 0})
+            self._program.cells.update(dict.fromkeys(COUNTS, 0))
             pool.load(self._pack_commands)
             pool.run()
             pool.close()
@@ -291,13 +294,14 @@ class CpuBackend:
         cells = program.cells
         decode_units = cells.address("decode_units", lambda counts: counts["decode_units"])
         prefill_units = cells.address("prefill_units", lambda counts: counts["prefill_units"])
-        heads = cells.address("decode_heads", lambda counts: counts["decodes"] * num_heads)
-        args = [q.decode_units.ctypes.data, *common, partials, q.most_tiles]
-        program.add(f"attention_decode:{self._attention}", decode_units, args, reads, [(partials, 0)])
+        merged_heads = cells.address("merged_heads", lambda counts: counts["decode_merges"] * num_heads)
+        writes = [(partials, 0), (out.floats.data, 1)]
+        args = [q.decode_units.ctypes.data, *common, out.floats.data, partials]
+        program.add(f"attention_decode:{self._attention}", decode_units, args, reads, writes)
         args = [q.prefill_units.ctypes.data, *common, out.floats.data]
         program.add(f"attention_prefill:{self._attention}", prefill_units, args, reads, [(out.floats.data, 0)])
-        args = [partials, q.most_tiles, self.shape.num_kv_heads, q.context_lens.ctypes.data, out.floats.data]
-        program.add(f"attention_merge:{self._attention}", heads, args, [partials], [(out.floats.data, 1)])
+        args = [q.merges.ctypes.data, partials, self.shape.num_kv_heads, out.floats.data]
+        program.add(f"attention_merge:{self._attention}", merged_heads, args, [partials], [(out.floats.data, 2)])
         return out
 
     def silu_mul(self, gate_up: Buffer) -> Buffer:

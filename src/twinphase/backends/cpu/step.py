@@ -3,38 +3,57 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from twinphase.backends.base import KVCacheSpec, ModelShape, StepInputs
-from twinphase.backends.cpu.kv_layout import CELL, TILE, padded_group, query_tile_tokens
+from twinphase.backends.cpu.kv_layout import TILE, padded_group, query_tile_tokens
 from twinphase.backends.cpu.threads import aligned
 
-__all__ = ["StepMemory"]
+__all__ = ["COUNTS", "StepMemory"]
 
 UNIT = 8  # int32 numbers of an attention unit
+MERGE = 4  # int32 numbers of a merge
+UNITS_PER_THREAD = 8  # shares of decode's KV tiles that a thread should find, so that threads end together
+COUNTS = ("tokens", "logits", "decode_units", "decode_merges", "prefill_units")  # what differs from step to step
+Ints = NDArray[np.int32]
 
 
 class StepMemory:
-    """Fixed arrays for the inputs of a step, its int8 queries and decode's partial results."""
+    """Fixed arrays for the inputs of a step, its int8 queries and decode's partial results.
 
-    def __init__(self, max_tokens: int, max_seqs: int, spec: KVCacheSpec, shape: ModelShape, threads: int) -> None:
-        self._spec, self._shape, self._threads = spec, shape, threads
+    Nothing here grows with the whole cache: a sequence's blocks are bounded by the positions a model was loaded for,
+    partial results by the few sequences whose tiles are spread over several units.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_seqs: int,
+        max_positions: int,
+        spec: KVCacheSpec,
+        shape: ModelShape,
+        threads: int,
+    ) -> None:
+        self._shape, self._threads = shape, threads
         self._group = shape.num_heads // shape.num_kv_heads
-        self.most_tiles = -(-spec.num_blocks * spec.block_size // TILE)
+        max_seqs = min(max_seqs, max_tokens)
         self.token_ids, self.positions = aligned(max_tokens, np.int32), aligned(max_tokens, np.int32)
         self.slots, self.logit_rows = aligned(max_tokens, np.int64), aligned(max_tokens, np.int32)
-        self.context_lens = aligned(max_seqs, np.int32)
-        # One column more: the last cell of a tile may lie behind the table's end.
-        columns = spec.num_blocks + TILE // CELL
+        columns = -(-max_positions // spec.block_size)
         self.block_tables = aligned(max_seqs * columns, np.int32).reshape(max_seqs, columns)
-        heads = shape.num_heads
+        heads, shares = shape.num_heads, UNITS_PER_THREAD * threads
         self.queries = [aligned(max_tokens * heads * shape.head_dim, np.int8),
                         aligned(max_tokens * heads, np.float32), aligned(max_tokens * heads, np.int32)]  # fmt: skip
-        self.decode_units = aligned(max_seqs * shape.num_kv_heads * self.most_tiles * UNIT, np.int32).reshape(-1, UNIT)
+        # Pieces of spread sequences: each has at least one share's tiles, but for its last piece.
+        self.decode_units = aligned((max_seqs * shape.num_kv_heads + 2 * shares) * UNIT, np.int32).reshape(-1, UNIT)
         most_units = (max_tokens // query_tile_tokens(self._group) + max_seqs + 1) * shape.num_kv_heads
         self.prefill_units = aligned(most_units * UNIT, np.int32).reshape(-1, UNIT)
-        partial = 16 + shape.head_dim
-        count = max_seqs * self.most_tiles * shape.num_kv_heads * padded_group(self._group)
-        self.partials = aligned(count * partial, np.float32)
+        # A spread sequence has more than a share's tiles in each KV head, so that fewer heads than shares are spread.
+        # Pages are taken when first written: an upper bound costs nothing.
+        spread = min(shares, max_seqs * shape.num_kv_heads)
+        self.merges = aligned(spread * MERGE, np.int32).reshape(-1, MERGE)
+        count = spread * -(-max_positions // TILE) * padded_group(self._group)
+        self.partials = aligned(count * (16 + shape.head_dim), np.float32)
 
     @property
     def query_addresses(self) -> list[int]:
@@ -48,38 +67,54 @@ class StepMemory:
         self.positions[:tokens] = inputs.positions
         self.slots[:tokens] = inputs.slot_mapping
         self.logit_rows[:logits] = inputs.logit_rows
-        sequences, width = inputs.block_tables.shape
-        self.block_tables[:sequences, :width] = inputs.block_tables
-        self.context_lens[:sequences] = inputs.context_lens
+        sequences = len(inputs.block_tables)
+        width = min(inputs.block_tables.shape[1], self.block_tables.shape[1])
+        self.block_tables[:sequences, :width] = inputs.block_tables[:, :width]
         starts = inputs.query_start.tolist()
         decodes = 0  # leading sequences with a single row: decode's kernel, row number = sequence number
         while decodes < sequences and starts[decodes + 1] - starts[decodes] == 1:
             decodes += 1
-        return {
-            "tokens": tokens,
-            "logits": logits,
-            "decodes": decodes,
-            "decode_units": self._decode_units(decodes, inputs.context_lens.tolist()),
-            "prefill_units": self._prefill_units(decodes, starts, inputs.positions),
-        }
+        units, merges = self._decode_units(inputs.context_lens[:decodes])
+        prefills = self._prefill_units(decodes, starts, inputs.positions)
+        return dict(zip(COUNTS, (tokens, logits, units, merges, prefills), strict=True))
 
-    def _decode_units(self, decodes: int, contexts: list[int]) -> int:
-        """Cut each decoding sequence's KV tiles so that all threads have work; returns the number of units."""
+    def _decode_units(self, contexts: Ints) -> tuple[int, int]:
+        """Share out the decoding sequences' KV tiles; returns the number of units and of sequences to merge.
+
+        A unit takes all tiles of one sequence and KV head, and merges them itself. Only a sequence with more tiles
+        than a fair share is cut, so that few long sequences still feed all threads; its pieces leave partial results.
+        """
+        if not len(contexts):
+            return 0, 0
         kv_heads = self._shape.num_kv_heads
-        wanted = 8 * self._threads
-        units = []
-        for sequence in range(decodes):
-            tiles = -(-contexts[sequence] // TILE)
-            step = max(1, tiles * decodes * kv_heads // wanted)
+        tiles = -(-contexts // TILE)
+        share = max(1, int(tiles.sum()) * kv_heads // (UNITS_PER_THREAD * self._threads))
+        spread = tiles > share
+        whole = np.flatnonzero(~spread)
+        count = len(whole) * kv_heads
+        if count:
+            units = self.decode_units[:count].reshape(-1, kv_heads, UNIT)
+            units[:] = 0
+            units[:, :, 0] = units[:, :, 2] = whole[:, None]
+            units[:, :, 1] = np.arange(kv_heads)
+            units[:, :, 3] = contexts[whole, None]
+            units[:, :, 5] = tiles[whole, None]
+        if len(whole) == len(contexts):
+            return count, 0
+        rows, merges, base = [], [], 0
+        for sequence in np.flatnonzero(spread).tolist():
+            context, end = int(contexts[sequence]), int(tiles[sequence])
+            merges.append((sequence, end, base, 0))
             for kv_head in range(kv_heads):
-                for first in range(0, tiles, step):
-                    end = min(tiles, first + step)
-                    units.append((sequence, kv_head, sequence, contexts[sequence], first, end, 0, 0))
-        if units:
-            self.decode_units[: len(units)] = units
-        return len(units)
+                for first in range(0, end, share):
+                    last = min(end, first + share)
+                    rows.append((sequence, kv_head, sequence, context, first, last, 1, base + kv_head * end))
+            base += end * kv_heads
+        self.decode_units[count : count + len(rows)] = rows
+        self.merges[: len(merges)] = merges
+        return count + len(rows), len(merges)
 
-    def _prefill_units(self, decodes: int, starts: list[int], positions: np.typing.NDArray[np.int32]) -> int:
+    def _prefill_units(self, decodes: int, starts: list[int], positions: Ints) -> int:
         """Cut each prefill chunk into query tiles; returns the number of units."""
         units, size = [], query_tile_tokens(self._group)
         for sequence in range(decodes, len(starts) - 1):

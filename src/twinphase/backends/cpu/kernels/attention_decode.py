@@ -1,4 +1,6 @@
-"""Decode's attention: the KV tiles of one query row spread over threads, then merged in order of position.
+"""Decode's attention: a unit of work is one new token and one KV head, its KV tiles merged in order of position.
+
+Where there are few, the tiles are spread over more units, and partial results merged afterwards to the same bits.
 
 A head's keys and values are read once for all query heads of its group (GQA).
 """
@@ -8,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from numba import njit
+
 from twinphase.backends.cpu.emit import I32
-from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, fields, load_f32, load_u32, store_f32
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, fields, load_f32, store_f32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.attention_tile import (
     MASKED,
@@ -29,58 +33,85 @@ __all__ = ["attention_decode", "attention_merge"]
 
 
 def attention_decode(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One unit a tile: some KV tiles of one sequence and KV head, for one new token; leaves partial results.
+    """One unit a tile: KV tiles of one sequence and KV head, for one new token.
 
-    Arguments: those of `attention_prefill` with the partials' address for out, then the most KV tiles a sequence can
-    have. A unit is int32 [8]: sequence, KV head, row, context length, first KV tile, end of KV tiles. A partial is
-    float32 [maximum, sum, 14 unused, weighted values], by sequence, KV tile and head.
+    Arguments: those of `attention_prefill`, then the partials' address. A unit is int32 [8]: sequence, KV head, row,
+    context length, first KV tile, end of KV tiles, whether it is a piece, number of the piece's head's first partial.
+    A unit that is not a piece has all tiles, merges them in order and writes the row's result. A piece leaves a partial
+    for each tile and head of the group, float32 [maximum, sum, 14 unused, weighted values], for `attention_merge`.
     """
     dim, group = int(head_dim), int(group_size)
     rows, padded = decode_rows(group), padded_group(group)
     at = scratch_areas(dim, group)
     find_cells, copy_query = find_cells_kernel(isa, dim, at), copy_query_kernel(dim, at)
-    scores, softmax, weighted_values = (
+    scores, softmax, weighted_values, merge_values, merge_stats, divide = (
         scores_kernel(isa, dim, rows),
         softmax_kernel(isa),
         weighted_values_kernel(isa, dim, rows, False),
+        weighted_values_kernel(isa, dim, rows, True),
+        merge_stats_kernel(isa),
+        divide_kernel(isa, dim),
     )
     at_places, at_scores, at_weights = at["places"], at["scores"], at["weights"]
-    at_stats, at_queries = at["tile_stats"], at["queries"]
+    at_stats, at_queries, at_out = at["tile_stats"], at["queries"], at["out"]
     at_query_scales, at_query_sums = at["query_scales"], at["query_sums"]
+    at_maxima, at_sums = at["maxima"], at["sums"]
     weight_row, chunk, partial_bytes = (2 if isa.bf16_dot else 4) * TILE, 4 * isa.lanes, 64 + 4 * dim
+    row_bytes = 4 * dim
 
-    arguments, unit_of = fields(14), fields(6, I32)
+    arguments, unit_of = fields(14), fields(8, I32)
+
+    @njit  # type: ignore[untyped-decorator]
+    def weigh(r: int, visible: int, maximum: int, total: int, stride: int, scratch: int) -> None:
+        # Scores and softmax of rows r.. against the KV tile in scratch; maxima and sums go `stride` bytes apart.
+        scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_places,
+               scratch + at_scores, (visible + chunk - 1) // chunk)  # fmt: skip
+        for i in range(rows):
+            softmax(scratch + at_scores + 4 * TILE * i, scratch + at_weights + weight_row * i,
+                    scratch + at_query_scales + 4 * (r + i), visible, maximum + stride * i,
+                    total + stride * i)  # fmt: skip
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (units, queries, query_scales, query_sums, keys, key_scales, values, kv_heads, tables, table_stride,
-         cells_per_block, per_chunk, partials, most_tiles) = arguments(args)  # fmt: skip
-        sequence, kv_head, row, context, first, end = unit_of(units + 32 * tile)
-        table = tables + sequence * table_stride
+         cells_per_block, per_chunk, out, partials) = arguments(args)  # fmt: skip
+        sequence, kv_head, row, context, first, end, piece, base = unit_of(units + 32 * tile)
+        table, first_head = tables + sequence * table_stride, (row * kv_heads + kv_head) * group
+        stats, total = scratch + at_stats, scratch + at_out
         for r in range(padded):
-            head = (row * kv_heads + kv_head) * group + min(r, group - 1)
-            copy_query(r, head, queries, query_scales, query_sums, scratch)
+            copy_query(r, first_head + min(r, group - 1), queries, query_scales, query_sums, scratch)
+            lane = 4 * (r // rows * STATS + r % rows)
+            store_f32(scratch + at_maxima + lane, MASKED)
+            store_f32(scratch + at_sums + lane, 0.0)
+        if not piece:
+            for i in range(padded * dim):
+                store_f32(total + 4 * i, 0.0)
         for t in range(first, end):
             visible = min(TILE, context - t * TILE)
             cells = (visible + CELL - 1) // CELL
             find_cells(t, cells, table, cells_per_block, per_chunk, kv_head, keys, key_scales, values, scratch)
             for r in range(0, padded, rows):
-                scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_places,
-                       scratch + at_scores, (visible + chunk - 1) // chunk)  # fmt: skip
-                place = partials + (((sequence * most_tiles + t) * kv_heads + kv_head) * padded + r) * partial_bytes
-                for i in range(rows):
-                    softmax(scratch + at_scores + 4 * TILE * i, scratch + at_weights + weight_row * i,
-                            scratch + at_query_scales + 4 * (r + i), visible, place + i * partial_bytes,
-                            place + i * partial_bytes + 4)  # fmt: skip
-                weighted_values(scratch + at_weights, scratch + at_places, cells, place + 64, partial_bytes,
-                                scratch + at_stats)  # fmt: skip
+                if piece:
+                    place = partials + ((base + t) * padded + r) * partial_bytes
+                    weigh(r, visible, place, place + 4, partial_bytes, scratch)
+                    weighted_values(scratch + at_weights, scratch + at_places, cells, place + 64, partial_bytes, stats)
+                else:
+                    weigh(r, visible, stats, stats + 4 * STATS, 4, scratch)
+                    block = 4 * STATS * (r // rows)
+                    merge_stats(scratch + at_maxima + block, scratch + at_sums + block, stats)
+                    merge_values(scratch + at_weights, scratch + at_places, cells, total + row_bytes * r, row_bytes,
+                                 stats)  # fmt: skip
+        if not piece:
+            for r in range(group):
+                divide(out + row_bytes * (first_head + r), total + row_bytes * r,
+                       scratch + at_sums + 4 * (r // rows * STATS + r % rows))  # fmt: skip
 
     return KERNEL_SIGNATURE, kernel
 
 
 def attention_merge(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One decoding sequence and head a tile: merge its partials in order of position.
+    """One head of a sequence whose tiles were spread over pieces: merge its partials in order of position.
 
-    Arguments: partials, most KV tiles of a sequence, KV heads, context lengths (int32), out.
+    Arguments: merges, partials, KV heads, out. A merge is int32 [4]: sequence, KV tiles, number of the first partial.
     """
     dim, group = int(head_dim), int(group_size)
     padded = padded_group(group)
@@ -89,24 +120,25 @@ def attention_merge(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Call
     partial_bytes, at_stats, at_maxima, at_sums, at_out = (
         64 + 4 * dim, at["tile_stats"], at["maxima"], at["sums"], at["out"])  # fmt: skip
 
-    arguments = fields(5)
+    arguments, merge_of = fields(4), fields(3, I32)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        partials, most_tiles, kv_heads, contexts, out = arguments(args)
-        sequence, head = tile // (kv_heads * group), tile % (kv_heads * group)
-        context = load_u32(contexts + 4 * sequence)
+        merges, partials, kv_heads, out = arguments(args)
+        heads = kv_heads * group
+        sequence, tiles, base = merge_of(merges + 16 * (tile // heads))
+        head = tile % heads
         stats, total = scratch + at_stats, scratch + at_out
         store_f32(scratch + at_maxima, MASKED)
         store_f32(scratch + at_sums, 0.0)
         for i in range(dim):
             store_f32(total + 4 * i, 0.0)
-        for t in range((context + TILE - 1) // TILE):
-            index = ((sequence * most_tiles + t) * kv_heads + head // group) * padded + head % group
+        for t in range(tiles):
+            index = (base + head // group * tiles + t) * padded + head % group
             place = partials + index * partial_bytes
             store_f32(stats, load_f32(place))
             store_f32(stats + 4 * STATS, load_f32(place + 4))
             merge_stats(scratch + at_maxima, scratch + at_sums, stats)
             scale_add(total, place + 64, stats + 8 * STATS, stats + 12 * STATS)
-        divide(out + 4 * dim * tile, total, scratch + at_sums)
+        divide(out + 4 * dim * (sequence * heads + head), total, scratch + at_sums)
 
     return KERNEL_SIGNATURE, kernel
