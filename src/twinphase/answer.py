@@ -20,7 +20,8 @@ from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, s
 from twinphase.phases.report import Report, Units, report
 
 if TYPE_CHECKING:  # the engine's imports are cli.py's business: it does them when nothing else is left to check
-    from twinphase.engine.llm import LLM, Prompt
+    from twinphase.engine.llm import LLM
+    from twinphase.engine.load import Prompt
     from twinphase.engine.outputs import RequestOutput
     from twinphase.request import SamplingParams
 
@@ -114,7 +115,6 @@ def report_answer(
     def divide(known: Ceilings | None) -> Report:
         return report(
             answer.output.metrics,
-            shape=llm.engine.shape,
             units=_units(llm),
             ceilings=known,
             wall_seconds=wall_seconds,
@@ -162,7 +162,7 @@ def result_json(model: str, answer: Answer, result: Report, ceilings: Ceilings |
 def chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
     """Talk until /exit or end of input; returns the exit code.
 
-    The engine keeps the KV of the last turn, so that each turn computes only what is new.
+    The prefix cache holds the last turns, so that each turn computes only what is new.
     """
     with suppress(ImportError):
         import readline  # noqa: F401  line editing and history for input()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from twinphase.request import SamplingParams
 
-__all__ = ["Batch", "Phase", "ScheduledRequest", "StepOutput", "TokenLogprobs"]
+__all__ = ["Batch", "Phase", "ScheduledRequest", "StepOutput", "StepWork", "TokenLogprobs"]
 
 
 class Phase(enum.Enum):
@@ -18,6 +20,34 @@ class Phase(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class StepWork(NamedTuple):
+    """What a step computes, in the counts that its time depends on. Work of parts adds up by `plus`.
+
+    Attributes:
+        rows: tokens computed.
+        prefill_contexts: sum over the prefills' rows of the tokens each attends to.
+        decode_contexts: the same over the decodes' rows.
+        logits: rows whose logits are wanted.
+        sequences: scheduled requests.
+    """
+
+    rows: int = 0
+    prefill_contexts: int = 0
+    decode_contexts: int = 0
+    logits: int = 0
+    sequences: int = 0
+
+    def plus(self, other: StepWork) -> StepWork:
+        """Both together."""
+        return StepWork(*map(sum, zip(self, other, strict=True)))
+
+    @classmethod
+    def of_chunk(cls, start: int, num_tokens: int, samples: bool) -> StepWork:
+        """A prefill chunk at positions `start` .. `start + num_tokens - 1`."""
+        contexts = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+        return cls(num_tokens, contexts, 0, int(samples), 1)
 
 
 @dataclass(frozen=True)
@@ -36,6 +66,7 @@ class ScheduledRequest:
     sampling_params: SamplingParams
     prompt_token_ids: list[int] = field(repr=False, default_factory=list)  # penalties look at both
     output_token_ids: list[int] = field(repr=False, default_factory=list)
+    most_computed_tokens: int = 0  # computed before a preemption: what lies below is recomputed
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -45,10 +76,20 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's work. Decodes come first in every flattened array."""
+    """One step's work. Decodes come first in every flattened array.
+
+    Attributes:
+        decodes: requests in their decode phase.
+        prefills: chunks of requests in their prefill phase.
+        preempted: ids of the requests whose blocks were taken away for this step.
+        held_back: what kept the first waiting request from being admitted: "seats" (`max_num_seqs`), "blocks" (KV
+            cache), "budget" (tokens of this step, or the SLO); None when nobody waits.
+    """
 
     decodes: list[ScheduledRequest]
     prefills: list[ScheduledRequest]
+    preempted: tuple[str, ...] = ()
+    held_back: str | None = None
 
     @property
     def scheduled(self) -> list[ScheduledRequest]:
@@ -58,7 +99,30 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Rows of the flattened batch."""
-        return sum(s.num_scheduled_tokens for s in self.scheduled)
+        return self.work.rows
+
+    @cached_property
+    def decode_work(self) -> StepWork:
+        """Work of the decodes."""
+        rows = contexts = 0
+        for share in self.decodes:
+            count = len(share.token_ids)
+            rows += count
+            contexts += count * share.num_computed_tokens + count * (count + 1) // 2
+        return StepWork(rows, 0, contexts, rows, len(self.decodes))
+
+    @cached_property
+    def prefill_work(self) -> StepWork:
+        """Work of the prefill chunks."""
+        total = StepWork()
+        for share in self.prefills:
+            total = total.plus(StepWork.of_chunk(share.num_computed_tokens, len(share.token_ids), share.samples))
+        return total
+
+    @cached_property
+    def work(self) -> StepWork:
+        """Work of the whole step."""
+        return self.decode_work.plus(self.prefill_work) if self.prefills else self.decode_work
 
 
 @dataclass(frozen=True)
@@ -73,7 +137,11 @@ class TokenLogprobs:
 
 @dataclass
 class StepOutput:
-    """What a step produced: per request a list of new tokens (one today, several with speculation)."""
+    """What a step produced: per request a list of new tokens (one today, several with speculation).
+
+    A request of the batch that should have sampled and has no tokens failed; `errors` says why, in one line.
+    """
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)

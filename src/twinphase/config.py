@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["BACKENDS", "EngineConfig", "available_cores"]
+__all__ = ["BACKENDS", "KV_CACHE_DTYPES", "POLICIES", "EngineConfig", "available_cores"]
 
 BACKENDS = ("cpu", "reference")
+KV_CACHE_DTYPES = ("auto", "int8")
+POLICIES = ("fcfs", "priority")
+DEFAULT_CACHE_TOKENS = 16384  # of the KV cache, unless one request alone may need more
 
 
 def available_cores() -> int:
@@ -29,7 +32,14 @@ class EngineConfig:
         max_num_seqs: requests running at once; at most `max_num_batched_tokens`.
         max_model_len: longest prompt + output in tokens; None is the model's context.
         block_size: tokens of a KV cache block.
-        num_kv_blocks: blocks of the KV cache; None is enough for one request of `max_model_len`.
+        num_kv_blocks: blocks of the KV cache; None is enough for 16,384 tokens, or for one request of `max_model_len`
+            if that is more.
+        kv_cache_dtype: "auto" (int8 keys with a scale per token and head, 16-bit values) or "int8" (values too).
+        enable_prefix_caching: share the KV of equal prompt beginnings between requests.
+        scheduling_policy: "fcfs", or "priority" (lower `Request.priority` first, then order of arrival).
+        itl_slo_ms: longest gap between a request's tokens to aim for, in milliseconds; prefill chunks are cut so that
+            running decodes keep within it, by the measured cost model. None: chunks fill the token budget.
+        trace_file: where to log every request, decision and step time, one JSON object a line; None for nowhere.
         threads: compute threads; None lets the backend choose.
         isa: instruction-set path of the cpu backend; None is the best this processor has.
         backend: "cpu", or "reference" (slow NumPy float32, the oracle of the tests).
@@ -40,10 +50,15 @@ class EngineConfig:
     """
 
     max_num_batched_tokens: int = 512
-    max_num_seqs: int = 16
+    max_num_seqs: int = 64
     max_model_len: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    itl_slo_ms: float | None = None
+    trace_file: str | None = None
     threads: int | None = None
     isa: str | None = None
     backend: str = "cpu"
@@ -57,8 +72,18 @@ class EngineConfig:
                 self._check_positive(name)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise InvalidRequestError(f"seed is {self.seed!r}.", "Use a non-negative integer.")
-        if self.backend not in BACKENDS:
-            raise InvalidRequestError(f"backend is {self.backend!r}.", f"Use one of: {', '.join(BACKENDS)}.")
+        for name, choices in (
+            ("backend", BACKENDS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("scheduling_policy", POLICIES),
+        ):
+            if getattr(self, name) not in choices:
+                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}.", f"Use one of: {', '.join(choices)}.")
+        slo = self.itl_slo_ms
+        if slo is not None and (isinstance(slo, bool) or not isinstance(slo, (int, float)) or not 0 < slo < 1e6):
+            raise InvalidRequestError(f"itl_slo_ms is {slo!r}.", "Use milliseconds above 0, or none for no limit.")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise InvalidRequestError(f"enable_prefix_caching is {self.enable_prefix_caching!r}.", "Use true or false.")
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)
@@ -79,6 +104,6 @@ class EngineConfig:
                 f"max_model_len is {max_model_len}, but the model was trained for {context_length} tokens.",
                 f"Use at most {context_length}.",
             )
-        num_kv_blocks = self.num_kv_blocks or -(-max_model_len // self.block_size)
+        num_kv_blocks = self.num_kv_blocks or -(-max(max_model_len, DEFAULT_CACHE_TOKENS) // self.block_size)
         max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         return replace(self, max_model_len=max_model_len, num_kv_blocks=num_kv_blocks, max_num_seqs=max_num_seqs)

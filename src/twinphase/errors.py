@@ -7,13 +7,16 @@ ordinary Python exceptions, so that a bug never looks like bad input.
 from __future__ import annotations
 
 __all__ = [
+    "CacheCapacityError",
     "CacheFullError",
     "CheckpointError",
     "ContextLengthError",
     "DownloadError",
+    "EngineDeadError",
     "InvalidRequestError",
     "ModelNotFoundError",
     "OutOfMemoryError",
+    "RequestNotFoundError",
     "StorageError",
     "TwinphaseError",
     "UnsupportedModelError",
@@ -46,6 +49,23 @@ class InvalidRequestError(TwinphaseError):
 
 class ContextLengthError(InvalidRequestError):
     """Prompt plus requested tokens do not fit the model's context; the message carries the numbers."""
+
+
+class CacheCapacityError(InvalidRequestError):
+    """A request that the whole KV cache could not hold; the message carries the numbers."""
+
+
+class RequestNotFoundError(TwinphaseError):
+    """No unfinished request of that id."""
+
+    http_status = 404
+    exit_code = 2
+
+
+class EngineDeadError(TwinphaseError):
+    """The engine's loop has ended; nothing more is computed."""
+
+    http_status = 503
 
 
 class ModelNotFoundError(TwinphaseError):

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["FinishReason", "Request", "RequestStatus", "SamplingParams"]
+__all__ = ["FinishReason", "MissReason", "PrefixMiss", "Request", "RequestStatus", "SamplingParams"]
 
 MAX_LOGPROBS = 20
+MAX_PRIORITY = 2**31 - 1
+MAX_SALT_BYTES = 1024
 
 
 class RequestStatus(enum.Enum):
@@ -34,6 +36,25 @@ class FinishReason(str, enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class MissReason(str, enum.Enum):
+    """Why the prefix cache did not hold more of a prompt. A reason never tells of another salt's content."""
+
+    DIVERGED = "diverged"  # a cached prompt goes on with other tokens
+    BLOCK_GRANULARITY = "block_granularity"  # what is left is shorter than a block
+    SALT = "salt"  # nothing is cached under this request's `cache_salt`, and nothing is shared across salts
+    EVICTED = "evicted"  # it was there, and its blocks were needed for others
+    NEVER_SEEN = "never_seen"
+    DISABLED = "disabled"
+
+
+@dataclass(frozen=True)
+class PrefixMiss:
+    """The first prompt token that had to be computed although a longer cached prefix would have spared it, and why."""
+
+    reason: MissReason
+    token_index: int
 
 
 def _reject(name: str, value: object, allowed: str) -> None:
@@ -119,24 +140,66 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One request and how far it has come.
 
     `num_computed_tokens` is the one arithmetic of the engine: tokens of prompt + output whose KV is in the cache.
     Chunks, prefix hits, preemption and speculation all are ways of advancing it.
+
+    Attributes:
+        request_id: unique among the unfinished requests of an engine.
+        prompt_token_ids: the prompt.
+        sampling_params: how to choose tokens.
+        arrival_time: seconds on the engine's clock.
+        priority: lower goes first; honoured by the policy "priority" only.
+        cache_salt: requests share cached prefixes only with those of the same salt.
+        num_cached_tokens: prompt tokens that the prefix cache held when the request was first admitted, or later
+            when another request computed them first.
+        prefix_miss: why it did not hold more; None when nothing more could be held.
+        num_preemptions: how often its blocks were taken away.
+        num_recomputed_tokens: tokens computed once more after that.
+        error: one line, when `finish_reason` is ERROR.
+        order: place in the line of arrival, given by the scheduler.
+        most_computed_tokens: the largest `num_computed_tokens` so far.
+        block_hashes: of its leading full blocks, as far as they were needed.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    arrival_time: float = field(default_factory=time.perf_counter)  # seconds, monotonic
+    arrival_time: float = field(default_factory=time.perf_counter)
+    priority: int = 0
+    cache_salt: str | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    prefix_miss: PrefixMiss | None = None
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
+    error: str | None = None
+    order: int = -1
+    most_computed_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what no engine could honour.
+
+        Raises:
+            InvalidRequestError: priority or salt out of range.
+        """
+        _check_number("priority", self.priority, -MAX_PRIORITY - 1, MAX_PRIORITY, "an integer of 32 bits")
+        if not isinstance(self.priority, int):
+            _reject("priority", self.priority, "an integer of 32 bits")
+        salt = self.cache_salt
+        if salt is not None and (
+            not isinstance(salt, str) or not 0 < len(salt.encode(errors="replace")) <= MAX_SALT_BYTES
+        ):
+            _reject("cache_salt", salt if isinstance(salt, str) and len(salt) < 40 else type(salt).__name__,
+                    f"a text of 1 to {MAX_SALT_BYTES} bytes, or none")  # fmt: skip
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ from twinphase.batch import Batch, StepOutput
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.engine.engine import Engine
 from twinphase.errors import CacheFullError, ContextLengthError, InvalidRequestError
-from twinphase.phases.cost import ModelShape, rows_cost
+from twinphase.phases.work import ModelShape, rows_cost
 from twinphase.phases.timeline import IntervalKind
 from twinphase.request import FinishReason, Request, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler

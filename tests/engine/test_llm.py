@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from twinphase.batch import Phase
-from twinphase.engine.llm import model_shape
+from twinphase.engine.load import model_shape
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.phases.timeline import IntervalKind
 from twinphase.request import SamplingParams

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from twinphase.batch import Phase
-from twinphase.phases.cost import Cost, ModelShape
+from twinphase.phases.work import Cost, ModelShape
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.report import Report, Units, report
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord

@@ -1,7 +1,7 @@
 import pytest
 
 from twinphase.batch import Phase
-from twinphase.phases.cost import Cost
+from twinphase.phases.work import Cost
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 
 

@@ -1,8 +1,13 @@
-"""The free list of KV cache blocks. Ints only: which block holds what memory is the backend's business."""
+"""The KV cache's blocks: free, held by requests, or cached. Ints only: what memory a block is, the backend knows.
+
+A *held* block has one owner or several (requests that share a prefix). A *cached* block has none, but its content may
+be wanted again; it is given out, oldest use first, when no free block is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 
 from twinphase.errors import CacheFullError
 
@@ -10,66 +15,112 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Block ids 0 .. num_blocks - 1, each either free or allocated to exactly one owner."""
+    """Block ids 0 .. num_blocks - 1 and who has them."""
 
-    def __init__(self, num_blocks: int) -> None:
-        """All blocks are free. The lowest id is handed out first, so that a lone request's blocks are contiguous."""
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = lambda block_id: None) -> None:
+        """All blocks are free. The lowest id is handed out first, so that a lone request's blocks are contiguous.
+
+        Args:
+            num_blocks: size of the pool.
+            on_evict: told the id of a cached block whose content is given up.
+        """
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: blocks freed last are the warmest in cache
-        self._allocated = bytearray(num_blocks)
+        self._cached: dict[int, None] = {}  # in order of last use
+        self._owners = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now."""
+        """Blocks without owner or content."""
         return len(self._free)
 
+    @property
+    def num_cached(self) -> int:
+        """Blocks without owner whose content is kept."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could give out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that requests hold."""
+        return self.num_blocks - self.num_available
+
+    def is_held(self, block_id: int) -> bool:
+        """Whether a request holds the block."""
+        return self._owners[block_id] > 0
+
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take `num_blocks` blocks, all or none.
+        """Take `num_blocks` blocks, all or none; cached ones are evicted only when no free one is left.
 
         Raises:
-            CacheFullError: fewer are free; nothing was taken.
+            CacheFullError: fewer are available; nothing was taken.
         """
-        if num_blocks > len(self._free):
+        if num_blocks > self.num_available:
             raise CacheFullError(
-                f"The KV cache has {len(self._free)} of {self.num_blocks} blocks free; {num_blocks} are needed.",
+                f"The KV cache has {self.num_available} of {self.num_blocks} blocks available; {num_blocks} are needed.",
                 "Raise num_kv_blocks, or run fewer or shorter requests.",
             )
-        split = len(self._free) - num_blocks
+        split = max(0, len(self._free) - num_blocks)
         block_ids = self._free[split:][::-1]
         del self._free[split:]
+        while len(block_ids) < num_blocks:
+            oldest = next(iter(self._cached))
+            del self._cached[oldest]
+            self._on_evict(oldest)
+            block_ids.append(oldest)
         for block_id in block_ids:
-            self._allocated[block_id] = 1
+            self._owners[block_id] = 1
         return block_ids
 
-    def free(self, block_ids: Iterable[int]) -> None:
-        """Give blocks back.
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Give blocks with content one owner more."""
+        for block_id in block_ids:
+            if self._owners[block_id] == 0:
+                if block_id not in self._cached:
+                    raise ValueError(f"block {block_id} is shared but has no content")
+                del self._cached[block_id]
+            self._owners[block_id] += 1
+
+    def release(self, block_ids: Collection[int], cached: Callable[[int], bool] = lambda block_id: False) -> None:
+        """Take one owner from each block; the last ones first, so that the end of a prefix is evicted before it.
+
+        Args:
+            block_ids: in order of position.
+            cached: whether a block's content is to be kept when nobody owns it.
 
         Raises:
-            ValueError: a block was not allocated (a bug of the caller).
+            ValueError: a block has no owner (a bug of the caller).
         """
         for block_id in reversed(list(block_ids)):
-            if not self._allocated[block_id]:
-                raise ValueError(f"block {block_id} is freed but was not allocated")
-            self._allocated[block_id] = 0
-            self._free.append(block_id)
+            if self._owners[block_id] == 0:
+                raise ValueError(f"block {block_id} is released but nobody holds it")
+            self._owners[block_id] -= 1
+            if self._owners[block_id] == 0:
+                if cached(block_id):
+                    self._cached[block_id] = None
+                else:
+                    self._free.append(block_id)
 
     def check_integrity(self, owned: Iterable[Iterable[int]]) -> None:
-        """Prove that free blocks and the owners' blocks are disjoint and make up the whole pool.
+        """Prove that free + held + cached = all, and that every block has as many owners as it should.
 
         Args:
             owned: the block ids of every owner.
 
         Raises:
-            AssertionError: a block leaked or has two owners; the message names it.
+            AssertionError: a block leaked, or is in two places; the message names it.
         """
-        count = [0] * self.num_blocks
-        for block_id in self._free:
-            count[block_id] += 1
-        for block_ids in owned:
-            for block_id in block_ids:
-                count[block_id] += 1
-                if not self._allocated[block_id]:
-                    raise AssertionError(f"block {block_id} has an owner but is not allocated")
-        wrong = [block_id for block_id, times in enumerate(count) if times != 1]
-        if wrong:
-            raise AssertionError(f"blocks {wrong[:8]} are in {[count[i] for i in wrong[:8]]} places instead of one")
+        owners = Counter(block_id for block_ids in owned for block_id in block_ids)
+        free = Counter(self._free)
+        for block_id in range(self.num_blocks):
+            places = (free[block_id], int(block_id in self._cached), int(owners[block_id] > 0))
+            if sum(places) != 1 or owners[block_id] != self._owners[block_id]:
+                raise AssertionError(
+                    f"block {block_id} is {places[0]} times free, {places[1]} times cached, has {owners[block_id]} "
+                    f"owners and counts {self._owners[block_id]}"
+                )

@@ -1,4 +1,4 @@
-"""Which blocks belong to which request: growth, release, and hand-over between the turns of a conversation.
+"""Which blocks belong to which request: growth, release, and sharing of equal beginnings.
 
 Ints only. Not a policy: who may have blocks, and when, is the scheduler's decision.
 """
@@ -8,78 +8,133 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from twinphase.cache.block_pool import BlockPool
+from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.errors import CacheFullError
-from twinphase.request import Request
+from twinphase.request import MissReason, PrefixMiss, Request
 
 __all__ = ["KVCacheManager"]
 
 
 class KVCacheManager:
-    """Keeps `Request.block_ids` in step with the tokens that must fit."""
+    """Keeps `Request.block_ids` in step with the tokens that must fit.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Manage `num_blocks` blocks of `block_size` tokens."""
+    Attributes:
+        block_size: tokens of a block.
+        enable_prefix_caching: whether equal beginnings are shared.
+        pool: the blocks.
+        prefix_cache: what they hold.
+        num_queried_tokens, num_hit_tokens: prompt tokens looked up so far, and found.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, fingerprint: bytes = b""
+    ) -> None:
+        """Manage `num_blocks` blocks of `block_size` tokens; `fingerprint` is of the model and the KV's format."""
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefix_cache = PrefixCache(num_blocks, block_size, fingerprint)
+        self.pool = BlockPool(num_blocks, on_evict=self.prefix_cache.evict)
+        self.num_queried_tokens = self.num_hit_tokens = 0
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, request: Request, num_tokens: int) -> None:
-        """Grow `request.block_ids` so that `num_computed_tokens + num_tokens` tokens fit.
+    def find_prefix(self, request: Request) -> list[int]:
+        """Cached blocks that continue what `request` has computed, without taking them.
+
+        At least one known token is left to compute, since its logits are wanted.
+        """
+        done, rest = divmod(request.num_computed_tokens, self.block_size)
+        if rest or not self.enable_prefix_caching:
+            return []
+        most = (request.num_tokens - 1) // self.block_size
+        if most <= done:
+            return []
+        cache, found = self.prefix_cache, []
+        # One block at a time, so that a long prompt that is not cached is not hashed here.
+        while done + len(found) < most:
+            index = done + len(found)
+            hit = cache.find(cache.hashes(request, index + 1)[index:])
+            if not hit:
+                break
+            found += hit
+        return found
+
+    def free_blocks_needed(self, request: Request, num_tokens: int, prefix: list[int]) -> int:
+        """Available blocks that it takes to hold `num_tokens` tokens of `request`, which is to share `prefix`."""
+        own = self.blocks_for(num_tokens) - self.blocks_for(request.num_computed_tokens) - len(prefix)
+        return own + sum(not self.pool.is_held(block_id) for block_id in prefix)
+
+    def start(self, request: Request, prefix: list[int]) -> None:
+        """Admit a request that holds no block: share `prefix`, and take blocks for all other known tokens.
 
         Raises:
-            CacheFullError: not enough free blocks; the request keeps the blocks it had.
+            CacheFullError: not enough blocks; nothing was taken.
         """
-        total = request.num_computed_tokens + num_tokens
-        missing = self.blocks_for(total) - len(request.block_ids)
-        if missing <= 0:
-            return
-        if missing > self.pool.num_free:
+        needed = self.free_blocks_needed(request, request.num_tokens, prefix)
+        if needed > self.pool.num_available:
             raise CacheFullError(
-                f"Request {request.request_id} needs {missing} more KV cache blocks for its {total} tokens; "
-                f"{self.pool.num_free} of {self.pool.num_blocks} blocks of {self.block_size} tokens are free.",
+                f"Request {request.request_id} needs {needed} more KV cache blocks for its {request.num_tokens} "
+                f"tokens; {self.pool.num_available} of {self.pool.num_blocks} are available.",
                 "Raise num_kv_blocks, or run fewer or shorter requests.",
             )
-        request.block_ids.extend(self.pool.allocate(missing))
+        self.pool.share(prefix)
+        rest = self.blocks_for(request.num_tokens) - len(prefix)
+        request.block_ids = [*prefix, *self.pool.allocate(rest)]
+        self._skip(request, len(prefix))
+        if request.num_preemptions == 0:
+            self.num_queried_tokens += len(request.prompt_token_ids)
+            request.prefix_miss = self._miss(request, len(prefix))
+
+    def share_new_prefix(self, request: Request) -> None:
+        """Between its chunks, let a request skip what others have computed meanwhile."""
+        prefix = self.find_prefix(request)
+        if not prefix:
+            return
+        first = request.num_computed_tokens // self.block_size
+        own = request.block_ids[first : first + len(prefix)]
+        self.pool.share(prefix)
+        self.pool.release(own)
+        request.block_ids[first : first + len(prefix)] = prefix
+        self._skip(request, len(prefix))
+        if request.num_preemptions == 0:
+            request.prefix_miss = self._miss(request, first + len(prefix))
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all; False, and nothing changed, if blocks are lacking."""
+        missing = self.blocks_for(num_tokens) - len(request.block_ids)
+        if missing > self.pool.num_available:
+            return False
+        if missing > 0:
+            request.block_ids += self.pool.allocate(missing)
+        return True
+
+    def keep_computed(self, request: Request, before: int) -> None:
+        """Make the blocks findable that became full since `before` tokens were computed."""
+        if self.enable_prefix_caching:
+            for index in range(before // self.block_size, request.num_computed_tokens // self.block_size):
+                self.prefix_cache.insert(request, index)
 
     def free(self, request: Request) -> None:
-        """Give back all blocks of `request`; its tokens are no longer computed."""
-        self.pool.free(request.block_ids)
-        request.block_ids.clear()
+        """Take all blocks of `request`; its tokens are no longer computed, but findable ones stay so for a while."""
+        self.pool.release(request.block_ids, cached=self.prefix_cache.holds)
+        request.block_ids = []
         request.num_computed_tokens = 0
 
-    def hand_over(self, old: Request, new: Request) -> int:
-        """Let `new` start from the KV that the finished `old` left: the next turn of a conversation.
-
-        `new` takes over the blocks of the longest common token prefix and the rest is freed. The prefix is bounded by
-        what `old` computed and by `len(new.prompt_token_ids) - 1`, since logits need at least one computed token. The
-        last block may be shared in part: `old` is finished, so `new` may overwrite what follows.
-
-        Returns:
-            Tokens taken over, also in `new.num_computed_tokens` and `new.num_cached_tokens`.
-        """
-        if new.block_ids or new.num_computed_tokens:
-            raise ValueError(f"request {new.request_id} has begun already")
-        bound = min(old.num_computed_tokens, len(new.prompt_token_ids) - 1)
-        length = common_prefix_length(old.token_ids(0, bound), new.prompt_token_ids)
-        kept = self.blocks_for(length)
-        new.block_ids = old.block_ids[:kept]
-        self.pool.free(old.block_ids[kept:])
-        old.block_ids.clear()
-        old.num_computed_tokens = 0
-        new.num_computed_tokens = new.num_cached_tokens = length
-        return length
-
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Prove that no block leaked, given every request that may hold blocks (AssertionError otherwise)."""
+        """Prove that free + held + cached = all, given every request that may hold blocks (AssertionError if not)."""
         self.pool.check_integrity(request.block_ids for request in requests)
+        self.prefix_cache.check_integrity()
 
+    def _skip(self, request: Request, num_blocks: int) -> None:
+        before = request.num_computed_tokens
+        request.num_computed_tokens += num_blocks * self.block_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens += request.num_computed_tokens - before
+            self.num_hit_tokens += request.num_computed_tokens - before
 
-def common_prefix_length(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix of two lists of token ids."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+    def _miss(self, request: Request, num_hits: int) -> PrefixMiss | None:
+        if not self.enable_prefix_caching:
+            return PrefixMiss(MissReason.DISABLED, 0)
+        return self.prefix_cache.miss(request, num_hits)

@@ -9,16 +9,21 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from twinphase.batch import Batch, ScheduledRequest, StepOutput
+from twinphase.batch import Batch, StepOutput
 from twinphase.engine.executor import Executor
-from twinphase.errors import ContextLengthError, InvalidRequestError
-from twinphase.phases.cost import Cost, ModelShape, rows_cost, weight_bytes_read
+from twinphase.engine.trace import TraceWriter
+from twinphase.errors import ContextLengthError, InvalidRequestError, RequestNotFoundError
+from twinphase.phases.cost import CostModel
+from twinphase.phases.ledger import Ledger
 from twinphase.phases.timeline import RequestTimeline, StepRecord
+from twinphase.phases.work import ModelShape
 from twinphase.request import FinishReason, Request
 from twinphase.sampling.rng import derive_seed
 from twinphase.scheduler.scheduler import Scheduler
 
 __all__ = ["Engine", "StepResult"]
+
+LONGEST_GAP = 0.1  # seconds between steps that count as the front end's work on a token; more is idleness
 
 
 @dataclass(frozen=True)
@@ -39,95 +44,157 @@ class StepResult:
 
 
 class Engine:
-    """Requests in, tokens out, one step at a time."""
+    """Requests in, tokens out, one step at a time.
+
+    Attributes:
+        scheduler: decides steps.
+        executor: computes them.
+        cost_model: predicts their times, and learns from them.
+        ledger: says where each request's time went.
+        shape: the model's numbers for FLOP and bytes.
+        trace: where every call and decision is logged, if anywhere.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
+        cost_model: CostModel,
         *,
         shape: ModelShape,
         vocab_size: int,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        trace: TraceWriter | None = None,
     ) -> None:
         """Put the parts together.
 
         Args:
-            scheduler: decides steps.
+            scheduler: decides steps, with the step times of `cost_model`.
             executor: computes them.
+            cost_model: learns from them.
             shape: the model's numbers for FLOP and bytes.
             vocab_size: token ids are below it.
             seed: where the seeds of requests without one come from.
             clock: monotonic seconds, the clock of `Request.arrival_time`.
+            trace: logs calls and decisions.
         """
         self.scheduler = scheduler
         self.executor = executor
+        self.cost_model = cost_model
         self.shape = shape
+        self.ledger = Ledger(shape, cost_model)
         self.vocab_size = vocab_size
         self.seed = seed
         self.clock = clock
-        self.timelines: dict[str, RequestTimeline] = {}  # of unfinished requests
+        self.trace = trace
         self._num_seedless = 0
+        self._last_end: float | None = None  # of the last step, while requests were running after it
 
     @property
     def has_work(self) -> bool:
         """True while a request waits or runs."""
         return self.scheduler.has_work
 
-    def add_request(
-        self, request: Request, *, keep_kv: bool = False, timeline: RequestTimeline | None = None
-    ) -> RequestTimeline:
+    @property
+    def timelines(self) -> dict[str, RequestTimeline]:
+        """Timelines of the unfinished requests."""
+        return self.ledger.timelines
+
+    def add_request(self, request: Request, *, timeline: RequestTimeline | None = None) -> RequestTimeline:
         """Validate and queue a request.
 
         Args:
             request: new; a seed is chosen for it if it needs one and has none.
-            keep_kv: the request is a turn of a conversation, see `Scheduler.add`.
             timeline: what happened to the request before, such as tokenizing; a new one if None.
 
         Returns:
             The request's timeline, which grows with its steps.
 
         Raises:
-            InvalidRequestError: empty prompt, token id out of the vocabulary, or a value that is not supported.
+            InvalidRequestError: empty prompt, id in use, token id out of the vocabulary, a priority where the policy
+                has none, or a value that is not supported.
             ContextLengthError: prompt and `max_tokens` do not fit `max_model_len`.
-            CacheFullError: the KV cache is too small for it, even when empty.
+            CacheCapacityError: the KV cache is too small for it, even when empty.
         """
         self._validate(request)
         params = request.sampling_params
         seedless = params.seed is None and not params.greedy
         if seedless:
             request.sampling_params = replace(params, seed=derive_seed(self.seed, self._num_seedless))
-        self.scheduler.add(request, keep_kv=keep_kv)
+        self.scheduler.add(request)
         self._num_seedless += seedless
         timeline = timeline or RequestTimeline(request.arrival_time)
-        self.timelines[request.request_id] = timeline
+        self.ledger.open(request.request_id, timeline)
+        if self.trace:
+            self.trace.add(request)
         return timeline
 
     def step(self) -> StepResult:
         """Schedule, execute, commit. Needs `has_work`.
 
-        If the executor raises, nothing is committed: the same tokens are scheduled again by the next step.
+        Where the executor fails on the whole batch, each request is computed by itself, and those that fail alone end
+        with `FinishReason.ERROR`.
         """
         start = self.clock()
         batch = self.scheduler.schedule()
-        output = self.executor.execute(batch)
-        costs = [self._cost(share) for share in batch.scheduled]  # commit lets the shares' lists grow
+        scheduled = self.clock()
+        output = self._execute(batch)
+        executed = self.clock() - scheduled
+        if self.trace:
+            self.trace.step(batch, output)
         finished = self.scheduler.commit(batch, output)
-        record = self._record(batch, costs, start, self.clock())
-        self._stamp(batch, costs, record)
+        end = self.clock()
+        record = self.ledger.add_step(batch, start, end, executed)
+        gap = start - self._last_end if self._last_end is not None else 0.0
+        gap = gap if gap < LONGEST_GAP else 0.0
+        self.cost_model.observe(batch.work, end - start, gap)
+        if self.trace:
+            self.trace.observe(end - start, gap)
         for request in finished:
-            del self.timelines[request.request_id]
+            self.ledger.close(request.request_id)
+        self._last_end = end if self.scheduler.running else None
+        self.ledger.settle(self.clock())
         return StepResult(batch, output, finished, record)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request between steps, such as at a stop string; unknown and finished ones are left alone."""
+        if self.scheduler.get(request_id) is None:
+            return
+        if self.trace:
+            self.trace.finish(request_id, reason)
         self.scheduler.finish(request_id, reason)
-        self.timelines.pop(request_id, None)
+        self.ledger.close(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request at its user's wish."""
+        """End a request at its user's wish; its blocks are free at once.
+
+        Raises:
+            RequestNotFoundError: no unfinished request has that id.
+        """
+        if self.scheduler.get(request_id) is None:
+            raise RequestNotFoundError(
+                f"No unfinished request has the id {request_id!r}.", "It was never added, or has finished already."
+            )
         self.finish(request_id, FinishReason.ABORT)
+
+    def _execute(self, batch: Batch) -> StepOutput:
+        """Compute a batch; if that fails, its shares one by one, so that the one at fault fails alone.
+
+        The results are the same: a request's bits do not depend on who is computed with it.
+        """
+        try:
+            return self.executor.execute(batch)
+        except Exception as error:
+            if len(batch.scheduled) == 1:
+                return StepOutput(errors={batch.scheduled[0].request_id: _one_line(error)})
+        output = StepOutput()
+        parts = [Batch([share], []) for share in batch.decodes] + [Batch([], [share]) for share in batch.prefills]
+        for part in map(self._execute, parts):
+            output.token_ids |= part.token_ids
+            output.logprobs |= part.logprobs
+            output.errors |= part.errors
+        return output
 
     def _validate(self, request: Request) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
@@ -159,27 +226,6 @@ class Engine:
                     f"Use integers from 0 to {self.vocab_size - 1}.",
                 )
 
-    def _cost(self, share: ScheduledRequest) -> Cost:
-        """A share's own work, weights left out."""
-        return rows_cost(self.shape, share.num_computed_tokens, share.num_scheduled_tokens, int(share.samples))
 
-    def _record(self, batch: Batch, costs: list[Cost], start: float, end: float) -> StepRecord:
-        weights = Cost(bytes=weight_bytes_read(self.shape, sum(share.samples for share in batch.scheduled)))
-        num_decodes = len(batch.decodes)
-        decode = sum(costs[:num_decodes], weights if batch.decodes else Cost())
-        prefill = sum(costs[num_decodes:], Cost() if batch.decodes else weights)
-        decode_tokens = sum(share.num_scheduled_tokens for share in batch.decodes)
-        return StepRecord(start, end, batch.num_tokens - decode_tokens, decode_tokens, prefill, decode)
-
-    def _stamp(self, batch: Batch, costs: list[Cost], record: StepRecord) -> None:
-        """Enter the step in every timeline; each scheduled request bears an equal part of the weights' bytes."""
-        shares = batch.scheduled
-        weights = record.prefill + record.decode
-        weight_bytes = (weights.bytes - sum(cost.bytes for cost in costs)) // max(len(shares), 1)
-        for share, cost in zip(shares, costs, strict=True):
-            timeline = self.timelines[share.request_id]
-            timeline.add_step(record, share.phase, share.num_scheduled_tokens, cost + Cost(bytes=weight_bytes))
-        scheduled = {share.request_id for share in shares}
-        for request_id, timeline in self.timelines.items():
-            if request_id not in scheduled:
-                timeline.skip_step(record)
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

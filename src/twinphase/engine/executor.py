@@ -15,6 +15,6 @@ class Executor(Protocol):
     def execute(self, batch: Batch) -> StepOutput:
         """Compute every scheduled token of `batch` and sample where a share says so.
 
-        A share that samples but has no entry in the output's `token_ids` could not be sampled because its logits were
-        not finite; the others are unaffected. An exception means that nothing of the batch counts as computed.
+        A share that samples but has no entry in the output's `token_ids` could not be sampled, `errors` says why; the
+        others are unaffected. An exception means that nothing of the batch counts as computed.
         """

@@ -7,40 +7,25 @@ one thread; not a server.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import cached_property
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.batch import Phase
-from twinphase.cache.kv_cache_manager import KVCacheManager
-from twinphase.config import EngineConfig
-from twinphase.engine.engine import Engine, StepResult
+from twinphase.engine.engine import StepResult
 from twinphase.engine.interrupt import deferred_interrupt
+from twinphase.engine.load import LoadedEngine, Message, Prompt, is_plain
 from twinphase.engine.outputs import RequestOutput, StreamUpdate, Transcript
-from twinphase.engine.runner import Runner
 from twinphase.errors import InvalidRequestError
-from twinphase.models.config import ModelConfig
-from twinphase.models.loader import Model, load_model, read_config
-from twinphase.phases.cost import ModelShape
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
-from twinphase.scheduler.scheduler import Scheduler
-from twinphase.tokenizer.tokenizer import Tokenizer
-from twinphase.weights.checkpoint import Checkpoint
-from twinphase.weights.gguf import open_gguf
-from twinphase.weights.hub import resolve_model
 
 if TYPE_CHECKING:
     from twinphase.tokenizer.chat_template import ChatTemplate
+    from twinphase.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["LLM", "Message", "Prompt", "make_backend", "make_engine", "model_shape"]
-
-Message = Mapping[str, Any]  # "role" and "content", as in OpenAI's API
-Prompt = str | list[int] | Sequence[Message]
+__all__ = ["LLM"]
 
 
 class LLM:
@@ -66,74 +51,73 @@ class LLM:
         Raises:
             TwinphaseError: the model cannot be found, read or run, or a field of the configuration is out of range.
         """
-        wanted = EngineConfig(**config)
-        self.checkpoint = open_gguf(resolve_model(str(model)))
-        self.model_config = read_config(self.checkpoint)
-        self.config = wanted.resolve(self.model_config.context_length)
-        backend = make_backend(self.config, compile_progress)
-        loaded = load_model(self.checkpoint, backend, self.config.max_model_len)
-        self.engine = make_engine(
-            self.config, loaded, backend, model_shape(self.checkpoint, loaded.config), self.tokenizer.eos_token_ids
-        )
+        self._loaded = LoadedEngine(model, compile_progress=compile_progress, **config)
+        self.config, self.checkpoint = self._loaded.config, self._loaded.checkpoint
+        self.model_config, self.engine = self._loaded.model_config, self._loaded.engine
         self._ids = count()
         self._transcripts: dict[str, Transcript] = {}  # unfinished requests
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return Tokenizer.from_checkpoint(self.checkpoint)
+        return self._loaded.tokenizer
 
-    @cached_property
+    @property
     def chat_template(self) -> ChatTemplate:
-        """The model's chat template; raw prompts never pay for importing jinja2."""
-        from twinphase.tokenizer.chat_template import ChatTemplate
-
-        return ChatTemplate.from_checkpoint(self.checkpoint, self.tokenizer)
+        """The model's chat template."""
+        return self._loaded.chat_template
 
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool = False,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts.
+        """Complete prompts, all at once: the scheduler runs as many together as fit.
 
         Args:
             prompts: one text, several, or several lists of token ids.
             sampling_params: for all prompts, or one for each; vLLM's defaults if None.
-            progress: show a bar that counts finished prompts.
+            use_tqdm: on a terminal, show a bar with finished prompts and both phases' token rates (vLLM's name).
+            priority: one for each prompt; needs `scheduling_policy="priority"`.
+            cache_salt: share cached prefixes only with requests of the same salt.
 
         Returns:
-            Results in the order of the prompts. After Ctrl-C they are partial, with `finish_reason` "abort".
+            Results in the order of the prompts. After Ctrl-C they are partial, with `finish_reason` "abort". One that
+            failed by itself has `finish_reason` "error" and its reason in `error`.
 
         Raises:
             InvalidRequestError: a prompt or parameter that cannot be honoured; then none is computed.
         """
-        return self._complete(_prompt_list(prompts), sampling_params, progress, keep_kv=False)
+        return self._complete(_prompt_list(prompts), sampling_params, use_tqdm, priority, cache_salt)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool = False,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several.
-
-        The KV of a single conversation is kept, so that its next turn computes only what is new.
+        """Answer a conversation, or several; a next turn computes only what the prefix cache does not hold.
 
         Args:
             messages: each with "role" and "content".
-            sampling_params: as for `generate`.
-            progress: as for `generate`.
+            sampling_params: as for `generate`; so are the others.
+            use_tqdm: as for `generate`.
+            priority: as for `generate`.
+            cache_salt: as for `generate`.
 
         Raises:
             InvalidRequestError: as for `generate`; or messages that the model's template refuses.
         """
         single = all(isinstance(message, Mapping) for message in messages)
         conversations: list[Any] = [messages] if single else list(messages)
-        return self._complete(conversations, sampling_params, progress, keep_kv=single)
+        return self._complete(conversations, sampling_params, use_tqdm, priority, cache_salt)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamUpdate]:
         """Complete one prompt and yield what each step brought.
@@ -143,10 +127,10 @@ class LLM:
         is raised in the caller, whose last update has the result so far.
 
         Args:
-            prompt: text, token ids, or the messages of a conversation, whose KV is kept for its next turn.
+            prompt: text, token ids, or the messages of a conversation.
             sampling_params: vLLM's defaults if None.
         """
-        return self._stream(self._submit(prompt, sampling_params or SamplingParams(), keep_kv=not _is_plain(prompt)))
+        return self._stream(self._submit(prompt, sampling_params or SamplingParams()))
 
     def _stream(self, transcript: Transcript) -> Iterator[StreamUpdate]:
         timeline, num_chars, num_tokens = transcript.timeline, 0, 0
@@ -169,17 +153,21 @@ class LLM:
         self,
         prompts: list[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool,
-        keep_kv: bool,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        cache_salt: str | None,
     ) -> list[RequestOutput]:
         transcripts: list[Transcript] = []
+        params = _one_each(sampling_params or SamplingParams(), SamplingParams, len(prompts), "sampling parameters")
+        priorities = _one_each(0 if priority is None else priority, int, len(prompts), "priorities")
         try:
-            for prompt, params in zip(prompts, _params_list(sampling_params, len(prompts)), strict=True):
-                transcripts.append(self._submit(prompt, params, keep_kv))
-            with _progress_bar(len(prompts)) if progress else nullcontext(_show_nothing) as show:
-                while unfinished := sum(not transcript.finished for transcript in transcripts):
-                    show(len(prompts) - unfinished)
-                    self._step()
+            for prompt, own, urgency in zip(prompts, params, priorities, strict=True):
+                transcripts.append(self._submit(prompt, own, urgency, cache_salt))
+            with _progress(len(prompts)) if use_tqdm else nullcontext() as bar:
+                while any(not transcript.finished for transcript in transcripts):
+                    result = self._step()
+                    if bar:
+                        bar.update(result.record, sum(transcript.finished for transcript in transcripts))
         except KeyboardInterrupt:  # between two steps, or pressed twice: what there is comes back, marked "abort"
             if len(transcripts) < len(prompts):
                 raise
@@ -187,56 +175,53 @@ class LLM:
             self._abort(transcripts)
         return [transcript.output() for transcript in transcripts]
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, keep_kv: bool) -> Transcript:
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
+    ) -> Transcript:
         """Tokenize and queue; the timeline begins here."""
         clock = self.engine.clock
         timeline = RequestTimeline(clock())
-        text, token_ids = self._encode(prompt)
+        text, token_ids = self._loaded.encode(prompt)
         timeline.mark(IntervalKind.TOKENIZE, clock())
-        request = Request(str(next(self._ids)), token_ids, params, arrival_time=timeline.arrival)
-        self.engine.add_request(request, keep_kv=keep_kv, timeline=timeline)
-        transcript = Transcript(request, text, self.tokenizer, timeline, continues_prompt=_is_plain(prompt))
+        request = Request(str(next(self._ids)), token_ids, params, timeline.arrival, priority, cache_salt)
+        self.engine.add_request(request, timeline=timeline)
+        transcript = Transcript(request, text, self.tokenizer, timeline, continues_prompt=is_plain(prompt))
         self._transcripts[request.request_id] = transcript
         return transcript
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text of a prompt (None if it came as ids) and its token ids."""
-        limit = self.config.max_model_len
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequestError("The prompt is empty.", "Give at least one character.")
-            return prompt, self.tokenizer.encode(prompt, max_tokens=limit)
-        if _is_plain(prompt):
-            return None, list(cast(list[int], prompt))  # the engine checks each id
-        text = self.chat_template.render(cast(Sequence[Message], prompt))
-        return text, self.tokenizer.encode(text, add_special_tokens=False, max_tokens=limit)
-
-    def _step(self) -> None:
+    def _step(self) -> StepResult:
         """One step of the engine, for whoever's requests are in it, and their text."""
         with deferred_interrupt() as interrupt:
             result = self.engine.step()
             self._take(result)
         if interrupt.requested:
             self._abort(list(self._transcripts.values()))
+        return result
 
     def _take(self, result: StepResult) -> None:
-        clock = self.engine.clock
+        clock, ledger = self.engine.clock, self.engine.ledger
+        several = len(result.batch.scheduled) > 1
         for share in result.batch.scheduled:
             transcript = self._transcripts.get(share.request_id)
             if transcript is None:  # another front end's
                 continue
-            request = transcript.request
             end = share.num_computed_tokens + share.num_scheduled_tokens
-            transcript.num_prefilled = min(end, len(request.prompt_token_ids))
+            transcript.num_prefilled = min(end, len(transcript.request.prompt_token_ids))
+            if not share.samples and not transcript.finished:
+                continue
+            timeline = transcript.timeline
+            if several:
+                ledger.settle_timeline(timeline, clock())
             num_new = transcript.take_tokens(result.output.logprobs.get(share.request_id, []))
             if transcript.finished:
                 # A stop string is news to the engine; what it ended itself it passes over.
                 self.engine.finish(share.request_id, FinishReason.STOP)
                 del self._transcripts[share.request_id]
             now = clock()
-            if share.samples:
-                transcript.timeline.mark(IntervalKind.DETOKENIZE, now)
-                transcript.timeline.hand_over_tokens(num_new, now)
+            timeline.mark(IntervalKind.DETOKENIZE, now)
+            timeline.hand_over_tokens(num_new, now)
+        if several:
+            ledger.text_until(clock())
 
     def _abort(self, transcripts: Sequence[Transcript]) -> None:
         for transcript in transcripts:
@@ -244,79 +229,6 @@ class LLM:
                 self.engine.abort(transcript.request.request_id)
                 del self._transcripts[transcript.request.request_id]
                 transcript.flush()
-
-
-def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str], None] | None = None) -> Backend:
-    """The backend a configuration asks for; imported here because the other one costs start-up time."""
-    if config.backend == "reference":
-        from twinphase.backends.reference import ReferenceBackend
-
-        return ReferenceBackend()
-    from twinphase.backends.cpu.backend import CpuBackend
-
-    backend: Backend = CpuBackend(
-        threads=config.threads,
-        isa=config.isa,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        progress=compile_progress,
-    )
-    return backend
-
-
-def make_engine(
-    config: EngineConfig, model: Model, backend: Backend, shape: ModelShape, eos_token_ids: frozenset[int]
-) -> Engine:
-    """Allocate the KV cache and put an engine together.
-
-    Args:
-        config: resolved.
-        model: loaded on `backend`.
-        backend: without a KV cache yet.
-        shape: the model's numbers for FLOP and bytes.
-        eos_token_ids: tokens that end a sequence.
-    """
-    if config.max_model_len is None or config.num_kv_blocks is None:
-        raise ValueError("the configuration is not resolved")
-    spec = KVCacheSpec(
-        num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        num_blocks=config.num_kv_blocks,
-        block_size=config.block_size,
-    )
-    backend.allocate_kv_cache(spec)
-    shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
-    scheduler = Scheduler(
-        KVCacheManager(config.num_kv_blocks, config.block_size),
-        max_model_len=config.max_model_len,
-        eos_token_ids=eos_token_ids,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-    )
-    runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
-    return Engine(scheduler, runner, shape=shape, vocab_size=model.config.vocab_size, seed=config.seed)
-
-
-def model_shape(checkpoint: Checkpoint, config: ModelConfig) -> ModelShape:
-    """The numbers of the cost formulas; bytes are those of the checkpoint's own precision."""
-    head = checkpoint.tensors.get("output.weight") or checkpoint.tensors["token_embd.weight"]
-    layers = (info for name, info in checkpoint.tensors.items() if name.startswith("blk.") and len(info.shape) == 2)
-    return ModelShape(
-        linear_parameters=config.linear_parameters,
-        head_parameters=config.vocab_size * config.hidden_size,
-        linear_bytes=sum(info.nbytes for info in layers),
-        head_bytes=head.nbytes,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
-
-
-def _is_plain(prompt: Prompt) -> bool:
-    """True for text and token ids, False for messages."""
-    return isinstance(prompt, str) or not all(isinstance(item, Mapping) for item in prompt) or not prompt
 
 
 def _prompt_list(prompts: str | Sequence[str] | Sequence[list[int]]) -> list[str | list[int]]:
@@ -331,25 +243,17 @@ def _prompt_list(prompts: str | Sequence[str] | Sequence[list[int]]) -> list[str
     return items
 
 
-def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidRequestError(
-            f"There are {num_prompts} prompts and {len(params)} sampling parameters.", "Give one for each prompt."
-        )
-    return list(params)
+def _one_each(given: Any, kind: type, count: int, what: str) -> list[Any]:
+    """`given` for each of `count` prompts, or the list of as many that it is."""
+    if isinstance(given, kind):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidRequestError(f"There are {count} prompts and {len(given)} {what}.", "Give one for each prompt.")
+    return list(given)
 
 
-def _show_nothing(done: int) -> None:
-    pass
+def _progress(total: int) -> Any:
+    """A bar, imported here because rich costs start-up time."""
+    from twinphase.engine.progress import GenerateProgress
 
-
-@contextmanager
-def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A terminal bar; gives the function that moves it."""
-    from rich.progress import Progress
-
-    with Progress(transient=True) as bar:
-        task = bar.add_task("Prompts", total=total)
-        yield lambda done: bar.update(task, completed=done)
+    return GenerateProgress(total)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from twinphase.batch import Phase, TokenLogprobs
 from twinphase.phases.timeline import RequestTimeline
-from twinphase.request import FinishReason, Request
-from twinphase.sampling.sampler import NON_FINITE_LOGITS
+from twinphase.request import FinishReason, PrefixMiss, Request
 from twinphase.tokenizer.detokenizer import Detokenizer
 from twinphase.tokenizer.tokenizer import Tokenizer
 
@@ -60,6 +59,9 @@ class RequestOutput:
         metrics: where the time went.
         num_cached_tokens: prompt tokens whose KV was there already.
         error: one line when `finish_reason` is "error".
+        prefix_miss: why the prefix cache did not hold more of the prompt; None when it held all it could.
+        num_preemptions: how often the request lost its KV to others.
+        num_recomputed_tokens: tokens computed once more after that.
     """
 
     request_id: str
@@ -70,6 +72,9 @@ class RequestOutput:
     metrics: RequestTimeline
     num_cached_tokens: int
     error: str | None = None
+    prefix_miss: PrefixMiss | None = None
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
 
 
 @dataclass
@@ -174,7 +179,10 @@ class Transcript:
             finished=self.finished,
             metrics=self.timeline,
             num_cached_tokens=request.num_cached_tokens,
-            error=NON_FINITE_LOGITS if request.finish_reason is FinishReason.ERROR else None,
+            error=request.error,
+            prefix_miss=request.prefix_miss,
+            num_preemptions=request.num_preemptions,
+            num_recomputed_tokens=request.num_recomputed_tokens,
         )
 
     def _stop_reason(self) -> int | str | None:

@@ -1,76 +1,166 @@
-"""What a step must do by the algorithm: floating-point operations and bytes, from a model's shape.
+"""The cost model: how long a step of any mix of prefill and decode takes on this machine, learned while it runs.
 
-These are the numerators of MFU and MBU. Activations are left out, and so is whatever an implementation does on top.
-Not for measured rates nor ceilings.
+A step's time is a sum of non-negative prices times counts (`FEATURES`). Prices start from the machine's measured peaks
+and the model's shape, and are fitted to the steps that were run: least squares of the relative error, by coordinate
+descent, so that no price becomes negative. Steps are kept in classes by size and mix, each with a fading memory of its
+own, so that thousands of decode steps do not make the model forget what prefill costs. Every prediction is checked
+against its step before the step is learned from; `error` says how far off they were.
+
+Plain floats in a fixed order: the same observations give the same prices, so that a log of steps replays exactly.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Cost", "ModelShape", "kv_bytes_per_token", "rows_cost", "weight_bytes_read"]
+from twinphase.batch import StepWork
+from twinphase.phases.hardware import Ceilings
+from twinphase.phases.work import ModelShape, kv_bytes_per_token
+
+__all__ = ["FEATURES", "CostError", "CostModel", "features", "starting_prices"]
+
+FEATURES = ("step", "few_rows", "many_rows", "logits", "prefill_contexts", "decode_contexts", "sequences")
+FEW_ROWS = 8  # up to here rows mostly wait for the weights; beyond, each costs its arithmetic
+FADE = 0.98  # weight of a class's memory after one more step of it
+DOUBT = 0.02  # weight of the starting price, in steps whose time it were all of
+OUTLIER = 0.5  # relative error from which a step counts less: a shared machine stalls now and then
+REFIT_EVERY = 8  # steps
+SWEEPS = 12  # of coordinate descent, from the last prices
+RECENT = 256  # predictions that the error is told of
+QUANTILE = 0.95  # of steps that the SLO's margin is meant to cover
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The plain numbers that the formulas need.
+class CostError:
+    """Relative error of the last predictions, |predicted - measured| / measured; None before the first."""
+
+    steps: int
+    median: float | None
+    p95: float | None
+
+
+def features(work: StepWork) -> tuple[float, ...]:
+    """The counts that prices multiply, in the order of `FEATURES`."""
+    few = min(work.rows, FEW_ROWS)
+    return (
+        1.0, few, work.rows - few, work.logits, work.prefill_contexts, work.decode_contexts, work.sequences,
+    )  # fmt: skip
+
+
+def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float, ...]:
+    """Seconds for one of each feature, before anything was run.
+
+    Weights and KV at the measured bandwidth, operations at half of the measured peaks; where nothing was measured, at
+    rates of a small machine. They need be right within a few times only.
+    """
+    weights = shape.linear_bytes + shape.head_bytes
+    bandwidth = (ceilings.read_bandwidth(weights) if ceilings else None) or 20e9
+    int8 = (ceilings.int8_ops if ceilings else None) or 200e9
+    floats = ((ceilings.bfloat16_flops or ceilings.float32_flops) if ceilings else None) or 100e9
+    row = 2 * shape.linear_parameters / (0.5 * int8)
+    attended = 4 * shape.num_layers * shape.num_heads * shape.head_dim / (0.5 * floats)
+    step = shape.linear_bytes / bandwidth + 3e-4
+    logits = 2 * shape.head_parameters / (0.5 * int8) + 1e-5
+    return (step, 0.3 * row, row, logits, attended, kv_bytes_per_token(shape) / bandwidth, 2e-5)
+
+
+class CostModel:
+    """Predicts step times, and learns from each step.
 
     Attributes:
-        linear_parameters: weights of the layers' matrices, P; embedding and output head are not among them.
-        head_parameters: weights of the output head, vocab_size * hidden_size.
-        linear_bytes: the layers' matrices as stored.
-        head_bytes: the output head as stored.
-        num_layers: L.
-        num_heads: H, query heads.
-        num_kv_heads: H_kv.
-        head_dim: d.
-        kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula with float16.
+        prices: seconds for one of each feature.
     """
 
-    linear_parameters: int
-    head_parameters: int
-    linear_bytes: int
-    head_bytes: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    kv_token_bytes: int = 0
+    def __init__(self, prices: Sequence[float]) -> None:
+        """Start from `starting_prices`, or from those of an earlier run."""
+        self._start = tuple(max(float(price), 1e-12) for price in prices)
+        self.prices = self._start
+        self._classes: dict[tuple[bool, int], tuple[list[list[float]], list[float]]] = {}
+        self._since_fit = 0
+        self._ratios: deque[float] = deque(maxlen=RECENT)  # measured / predicted
+        self._mixed_ratios: deque[float] = deque(maxlen=RECENT // 4)  # of steps with prefill and decode
+        self._margin = 1.25
+        self._gap = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        """Predicted time of a step, seconds."""
+        return sum(map(float.__mul__, self.prices, map(float, features(work))))
+
+    def step_limit(self, slo_seconds: float) -> float:
+        """Predicted time at which a step still meets the SLO.
+
+        What passes between steps is deducted, and the rest divided by the factor that 95 % of the recent mixed steps
+        stayed within.
+        """
+        return max(0.0, slo_seconds - self._gap) / self._margin
+
+    def observe(self, work: StepWork, seconds: float, gap: float = 0.0) -> None:
+        """Learn from a step.
+
+        Args:
+            work: what it computed; nothing is learned from an empty step.
+            seconds: what it took.
+            gap: time between the step before and this one that the front end used, if anything was running.
+        """
+        if not work.rows or seconds <= 0:
+            return
+        self._gap += 0.1 * (gap - self._gap)
+        ratio = seconds / self.seconds(work)
+        self._ratios.append(ratio)
+        if work.prefill_contexts and work.decode_contexts:
+            self._mixed_ratios.append(ratio)
+        error = abs(1 / ratio - 1)
+        self._learn(work, seconds, 1.0 if error <= OUTLIER else OUTLIER / error)
+        self._since_fit += 1
+        if self._since_fit >= min(REFIT_EVERY, len(self._ratios)):
+            self._since_fit = 0
+            self._fit()
+
+    def error(self) -> CostError:
+        """How far off the last predictions were, each made before its step was learned from."""
+        errors = sorted(abs(1 / ratio - 1) for ratio in self._ratios)
+        if not errors:
+            return CostError(0, None, None)
+        return CostError(len(errors), _quantile(errors, 0.5), _quantile(errors, 0.95))
+
+    def _learn(self, work: StepWork, seconds: float, weight: float) -> None:
+        kind = (work.prefill_contexts > 0, work.rows.bit_length())
+        if kind not in self._classes:
+            size = len(FEATURES)
+            self._classes[kind] = [[0.0] * size for _ in range(size)], [0.0] * size
+        matrix, vector = self._classes[kind]
+        # Divided by the time, so that an error counts in proportion.
+        x = [count / seconds for count in features(work)]
+        for i, xi in enumerate(x):
+            row, scaled = matrix[i], weight * xi
+            for j, xj in enumerate(x):
+                row[j] = FADE * row[j] + scaled * xj
+            vector[i] = FADE * vector[i] + scaled
+
+    def _fit(self) -> None:
+        """Minimize the relative errors' squares plus a little of the prices' distance from where they started."""
+        size = len(FEATURES)
+        matrix, vector = [[0.0] * size for _ in range(size)], [0.0] * size
+        for part, sums in self._classes.values():
+            for i in range(size):
+                vector[i] += sums[i]
+                row = matrix[i]
+                for j, value in enumerate(part[i]):
+                    row[j] += value
+        for i, start in enumerate(self._start):
+            matrix[i][i] += DOUBT / start**2
+            vector[i] += DOUBT / start
+        prices = list(self.prices)
+        for _ in range(SWEEPS):
+            for i, row in enumerate(matrix):
+                rest = sum(map(float.__mul__, row, prices)) - row[i] * prices[i]
+                prices[i] = max(0.0, (vector[i] - rest) / row[i])
+        self.prices = tuple(prices)
+        if len(self._mixed_ratios) >= 8:
+            self._margin = min(2.0, max(1.0, _quantile(sorted(self._mixed_ratios), QUANTILE)))
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Work of (a part of) a step; costs add up."""
-
-    flops: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes)
-
-
-def kv_bytes_per_token(shape: ModelShape) -> int:
-    """Keys and values of one token in every layer: what the backend stores, or 2 L H_kv d b with b = 2."""
-    return shape.kv_token_bytes or 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2
-
-
-def weight_bytes_read(shape: ModelShape, num_logits: int) -> int:
-    """Weights that a step reads: every layer once however many rows there are, the head if any row wants logits."""
-    return shape.linear_bytes + (shape.head_bytes if num_logits else 0)
-
-
-def rows_cost(shape: ModelShape, start: int, num_rows: int, num_logits: int) -> Cost:
-    """Cost of the rows at positions `start` .. `start + num_rows - 1` of one sequence, weights not read here.
-
-    A prefill chunk and a decode step (one row) are the same formula:
-
-        flops = 2 P n + 4 L H d sum of contexts + 2 vocab hidden logits
-        bytes = KV read and written = (start + n) * kv_bytes_per_token
-
-    where the row at position p attends to p + 1 tokens. Over a whole prompt the sum of contexts is n (n + 1) / 2.
-    """
-    contexts = num_rows * start + num_rows * (num_rows + 1) // 2
-    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * contexts
-    linear = 2 * shape.linear_parameters * num_rows
-    head = 2 * shape.head_parameters * num_logits
-    return Cost(linear + attention + head, (start + num_rows) * kv_bytes_per_token(shape))
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    return ordered[min(len(ordered) - 1, round(q * (len(ordered) - 1)))]

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from twinphase.phases.cost import ModelShape
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
 from twinphase.phases.timeline import IntervalKind, PhaseTotals, RequestTimeline
 
@@ -19,6 +18,10 @@ FORMULAS = {
     "MFU": "sum over units of FLOP / measured peak, divided by the time",
     "MBU": "weights once a step + KV read and written, over the time x bandwidth measured for that working set",
 }
+
+# A phase's row is the wall time of its steps, whoever they were shared with; `ledger.py` divides them.
+PREFILL_KINDS = (IntervalKind.PREFILL, IntervalKind.RECOMPUTE, IntervalKind.PREFILL_WAIT)
+DECODE_KINDS = (IntervalKind.DECODE, IntervalKind.BATCHING, IntervalKind.STALL)
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,9 @@ class Report:
         return {**asdict(self), "formulas": FORMULAS}
 
 
-def _flops_by_unit(totals: PhaseTotals, num_logits: int, shape: ModelShape, units: Units) -> Mapping[str, int]:
+def _flops_by_unit(totals: PhaseTotals, units: Units) -> Mapping[str, int]:
     """The phase's FLOP divided between the units of the linear layers and of attention's two products."""
-    linear = min(totals.flops, 2 * shape.linear_parameters * totals.tokens + 2 * shape.head_parameters * num_logits)
-    attention = totals.flops - linear
+    linear, attention = totals.linear_flops, totals.attention_flops
     parts = ((units.linear, linear), (units.scores, attention // 2), (units.values, attention - attention // 2))
     flops: dict[str, int] = {}
     for unit, count in parts:
@@ -134,7 +136,6 @@ def _phase_row(
 def report(
     timeline: RequestTimeline,
     *,
-    shape: ModelShape,
     units: Units,
     ceilings: Ceilings | None,
     wall_seconds: float,
@@ -145,22 +146,20 @@ def report(
 
     Args:
         timeline: the request's.
-        shape: of the model that ran.
         units: which units did the arithmetic.
         ceilings: of this machine, None if not measured yet.
         wall_seconds: everything that is to be explained, `before` and the timeline included.
         before: seconds by name of what came before the request, such as starting Python and loading the model.
         num_cached_tokens: prompt tokens that needed no prefill.
     """
-    own = {IntervalKind.PREFILL, IntervalKind.DECODE, IntervalKind.UNATTRIBUTED}
-    prefill_seconds, decode_seconds = timeline.seconds(IntervalKind.PREFILL), timeline.seconds(IntervalKind.DECODE)
+    own = {*PREFILL_KINDS, *DECODE_KINDS, IntervalKind.UNATTRIBUTED}
+    prefill_seconds = sum(timeline.seconds(kind) for kind in PREFILL_KINDS)
+    decode_seconds = sum(timeline.seconds(kind) for kind in DECODE_KINDS)
     named = list((before or {}).items())
     named += [(kind.value, timeline.seconds(kind)) for kind in IntervalKind if kind not in own]
     rest = [(name, seconds) for name, seconds in named if seconds > 0]
     rest.append(("unattributed", wall_seconds - prefill_seconds - decode_seconds - sum(s for _, s in rest)))
-    prefill_logits = min(1, len(timeline.token_times))
-    prefill_flops = _flops_by_unit(timeline.prefill, prefill_logits, shape, units)
-    decode_flops = _flops_by_unit(timeline.decode, timeline.decode.tokens, shape, units)
+    prefill_flops, decode_flops = _flops_by_unit(timeline.prefill, units), _flops_by_unit(timeline.decode, units)
     phases = (
         _phase_row(
             "prefill", timeline.prefill, prefill_seconds, wall_seconds, prefill_flops, num_cached_tokens, ceilings

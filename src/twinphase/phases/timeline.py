@@ -1,7 +1,7 @@
 """Where the time went: one record a step, and per request intervals that partition its life.
 
 All times are seconds on one monotonic clock (`time.perf_counter`). Nothing here reads a clock: whoever knows what just
-ended says when. What nobody names is `unattributed`, so that it shows.
+ended says when. What nobody names is `unattributed`, so that it shows. How a shared step divides is `ledger.py`'s.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from twinphase.batch import Phase
-from twinphase.phases.cost import Cost
+from twinphase.phases.work import Cost
 
 __all__ = ["Interval", "IntervalKind", "PhaseTotals", "RequestTimeline", "StepRecord"]
 
@@ -19,10 +18,13 @@ class IntervalKind(str, enum.Enum):
     """What a request's time was spent on (the ledger's words)."""
 
     TOKENIZE = "tokenize"
-    QUEUE = "queue"
-    PREFILL = "prefill"
-    PREFILL_WAIT = "prefill_wait"
-    DECODE = "decode"
+    QUEUE = "queue"  # not running: before the first step, and after each preemption
+    PREFILL = "prefill"  # its own share of the steps that computed its prompt
+    PREFILL_WAIT = "prefill_wait"  # the rest of those steps, and the steps between its chunks
+    RECOMPUTE = "recompute"  # its own share of prefill that a preemption made necessary once more
+    DECODE = "decode"  # its own share of the steps that produced its tokens
+    BATCHING = "batching"  # what other requests' decodes added to them
+    STALL = "stall"  # what other requests' prefill chunks added to them
     DETOKENIZE = "detokenize"
     SEND = "send"
     UNATTRIBUTED = "unattributed"
@@ -33,20 +35,30 @@ class StepRecord:
     """One step of the engine.
 
     Attributes:
+        index: number of the step.
         start: when scheduling began, seconds.
         end: when the new tokens were committed, seconds; sampling is part of the step.
         prefill_tokens: prompt tokens computed.
         decode_tokens: tokens computed for requests that decode.
         prefill: work of the prefills.
         decode: work of the decodes. The weights, read once a step, count here when any request decodes.
+        prefill_ids: requests with a prefill chunk.
+        num_decodes: requests that decoded.
+        predicted: what the cost model expected, seconds.
+        executed: seconds of it that the executor took; the rest is scheduling and bookkeeping.
     """
 
+    index: int
     start: float
     end: float
     prefill_tokens: int
     decode_tokens: int
     prefill: Cost
     decode: Cost
+    prefill_ids: tuple[str, ...] = ()
+    num_decodes: int = 0
+    predicted: float = 0.0
+    executed: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -54,72 +66,146 @@ class StepRecord:
         return self.end - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Interval:
-    """A piece of a request's time."""
+    """A piece of a request's time.
+
+    Attributes:
+        kind: what it was spent on.
+        start, end: seconds.
+        step: index of the step it belongs to; -1 for none, or several.
+        prefill_tokens: of a stall, the others' prompt tokens in that step.
+        caused_by: of a stall, the requests those belong to.
+        reason: of queue, what kept the first in line from being let in (`Batch.held_back`).
+    """
 
     kind: IntervalKind
     start: float
     end: float
+    step: int = -1
+    prefill_tokens: int = 0
+    caused_by: tuple[str, ...] = ()
+    reason: str = ""
 
 
 @dataclass
 class PhaseTotals:
-    """A request's sums over the steps of one phase."""
+    """Sums over the steps that a request spent in one phase; the work is all of those steps', not its own alone."""
 
     steps: int = 0
-    tokens: int = 0
+    tokens: int = 0  # of this request
     seconds: float = 0.0
-    flops: int = 0
+    linear_flops: int = 0
+    attention_flops: int = 0
     bytes: int = 0
+
+    @property
+    def flops(self) -> int:
+        """All floating-point operations."""
+        return self.linear_flops + self.attention_flops
 
 
 @dataclass
 class RequestTimeline:
     """Intervals that partition [arrival, end] of one request: no gap and no overlap, by construction.
 
-    Each interval begins where the last one ended. A step in which other requests ran too still counts as this
-    request's own; its split into `stall` and `batching` needs the measured cost model.
+    Each interval begins where the last one ended.
+
+    Attributes:
+        arrival: when the request came, seconds.
+        intervals: in order of time.
+        prefill, decode: what the steps of each phase did.
+        token_times: when each output token was handed over.
+        running: whether the request holds a seat; otherwise it queues.
     """
 
     arrival: float
     intervals: list[Interval] = field(default_factory=list)
     prefill: PhaseTotals = field(default_factory=PhaseTotals)
     decode: PhaseTotals = field(default_factory=PhaseTotals)
-    token_times: list[float] = field(default_factory=list)  # when each output token was handed over
+    token_times: list[float] = field(default_factory=list)
+    running: bool = False
+    end: float = field(init=False)  # of the last interval
 
-    @property
-    def end(self) -> float:
-        """End of the last interval."""
-        return self.intervals[-1].end if self.intervals else self.arrival
+    def __post_init__(self) -> None:
+        self.end = self.intervals[-1].end if self.intervals else self.arrival
 
-    def mark(self, kind: IntervalKind, until: float) -> None:
+    def mark(self, kind: IntervalKind, until: float, step: int = -1, reason: str = "") -> None:
         """Everything since the last interval's end, up to `until`, was `kind`."""
         if until < self.end:
             raise ValueError(f"{kind.value} would end at {until}, before {self.end}")
         if until > self.end:
-            self.intervals.append(Interval(kind, self.end, until))
+            self.intervals.append(Interval(kind, self.end, until, step, reason=reason))
+            self.end = until
 
-    def add_step(self, record: StepRecord, phase: Phase, num_tokens: int, cost: Cost) -> None:
-        """A step computed `num_tokens` of this request in `phase`, at its own `cost`.
+    def extend(self, kind: IntervalKind, until: float, reason: str = "") -> None:
+        """As `mark`, but the last interval grows when it is of the same kind and reason."""
+        last = self.intervals[-1] if self.intervals else None
+        if last is not None and last.kind is kind and last.reason == reason and until > self.end:
+            last.end = self.end = until
+        else:
+            self.mark(kind, until, reason=reason)
 
-        Time since the last interval is `queue` before the first step. Later the engine was outside its step, which
-        is nobody's named work.
+    def settle(self, until: float) -> None:
+        """What the engine wrote down after the last step belongs to that step."""
+        if self.running and until > self.end:
+            self.intervals[-1].end = self.end = until
+
+    def text_of_others(self, until: float) -> None:
+        """Up to `until`, the front end turned other requests' tokens into text."""
+        if until <= self.end:
+            return
+        if not self.running:
+            self.extend(IntervalKind.QUEUE, until, self.intervals[-1].reason if self.intervals else "")
+        else:
+            self.mark(IntervalKind.BATCHING if self.decode.steps else IntervalKind.PREFILL_WAIT, until)
+
+    def reach_step(self, start: float) -> None:
+        """A step begins: what went before was queueing, or, if the request runs, nobody's named work."""
+        if start > self.end:
+            self.extend(IntervalKind.UNATTRIBUTED if self.running else IntervalKind.QUEUE, start)
+
+    def add_prefill(self, record: StepRecord, num_tokens: int, own: float, again: bool) -> None:
+        """A step computed a chunk of `num_tokens`, of whose time `own` seconds are this request's share."""
+        self._begin(record, self.prefill, num_tokens)
+        kind = IntervalKind.RECOMPUTE if again else IntervalKind.PREFILL
+        self.mark(kind, min(record.end, max(self.end, record.start + own)), record.index)
+        self.mark(IntervalKind.PREFILL_WAIT, record.end, record.index)
+
+    def add_decode(self, record: StepRecord, num_tokens: int, own: float, decodes: float) -> None:
+        """A step produced tokens of this request.
+
+        Args:
+            record: the step.
+            num_tokens: computed for this request.
+            own: its share, seconds.
+            decodes: what the step would have taken without the prefill chunks in it, seconds.
         """
-        begun = self.prefill.steps + self.decode.steps > 0
-        self.mark(IntervalKind.UNATTRIBUTED if begun else IntervalKind.QUEUE, max(record.start, self.end))
-        self.mark(IntervalKind.PREFILL if phase is Phase.PREFILL else IntervalKind.DECODE, record.end)
-        totals = self.prefill if phase is Phase.PREFILL else self.decode
+        self._begin(record, self.decode, num_tokens)
+        self.mark(IntervalKind.DECODE, min(record.end, max(self.end, record.start + own)), record.index)
+        self.mark(IntervalKind.BATCHING, min(record.end, max(self.end, record.start + decodes)), record.index)
+        if record.end > self.end:
+            stall = Interval(IntervalKind.STALL, self.end, record.end, record.index, record.prefill_tokens,
+                             record.prefill_ids)  # fmt: skip
+            self.intervals.append(stall)
+            self.end = record.end
+
+    def skip_step(self, record: StepRecord, reason: str = "") -> None:
+        """A step left this request out: it waited for others between its chunks, or still queues."""
+        self.reach_step(record.start)
+        if record.end > self.end:
+            self.extend(IntervalKind.PREFILL_WAIT if self.running else IntervalKind.QUEUE, record.end, reason)
+
+    def _begin(self, record: StepRecord, totals: PhaseTotals, num_tokens: int) -> None:
+        self.reach_step(record.start)
+        self.running = True
         totals.steps += 1
         totals.tokens += num_tokens
-        totals.seconds += record.seconds
-        totals.flops += cost.flops
-        totals.bytes += cost.bytes
-
-    def skip_step(self, record: StepRecord) -> None:
-        """A step left this request out: it waited for others between its chunks, or still queues."""
-        begun = self.prefill.steps + self.decode.steps > 0
-        self.mark(IntervalKind.PREFILL_WAIT if begun else IntervalKind.QUEUE, record.end)
+        totals.seconds += record.end - record.start
+        for cost in (record.prefill, record.decode):
+            totals.linear_flops += cost.linear_flops
+            totals.attention_flops += cost.attention_flops
+            totals.bytes += cost.bytes
 
     def hand_over_tokens(self, count: int, now: float) -> None:
         """`count` output tokens were handed to the reader at `now`."""

@@ -39,18 +39,25 @@ def sample(logits: F32, batch: Batch, eos_token_ids: Collection[int]) -> StepOut
         eos_token_ids: tokens that `min_tokens` holds back.
 
     Returns:
-        One token a sampling request. A request whose logits are not finite is missing: it alone fails.
+        One token a sampling request. One that cannot be sampled, such as from logits that are not finite, has its
+        reason in `errors` instead: it alone fails.
     """
     output = StepOutput()
     rows = (share for share in batch.scheduled if share.samples)
     for row, share in zip(logits, rows, strict=True):
         try:
             token_id = sample_row(row, share, eos_token_ids)
-        except NonFiniteLogitsError:
+            num_top = share.sampling_params.logprobs
+            logprobs = None if num_top is None else [token_logprobs(row, token_id, num_top)]
+        except NonFiniteLogitsError as error:
+            output.errors[share.request_id] = str(error)
+            continue
+        except Exception as error:  # whatever one request's values did, the others get their tokens
+            output.errors[share.request_id] = f"Sampling failed: {type(error).__name__}: {error}"
             continue
         output.token_ids[share.request_id] = [token_id]
-        if share.sampling_params.logprobs is not None:
-            output.logprobs[share.request_id] = [token_logprobs(row, token_id, share.sampling_params.logprobs)]
+        if logprobs is not None:
+            output.logprobs[share.request_id] = logprobs
     return output
 
 

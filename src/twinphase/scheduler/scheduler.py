@@ -1,26 +1,37 @@
 """Which tokens the next step computes, and what follows from the tokens it produced.
 
-A pure function of its state: no thread, no I/O, no clock, no arrays. First come, first served. A request is admitted
-only when the KV blocks of its whole life are sure to be there, so that nothing running ever has to be preempted.
+A pure function of its state, the cost model and the calls it got: no thread, no I/O, no clock, no arrays. So a log of
+the calls replays to the same decisions (`replay.py`).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Collection
 
-from twinphase.batch import Batch, StepOutput
+from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput
 from twinphase.cache.kv_cache_manager import KVCacheManager
-from twinphase.errors import CacheFullError
+from twinphase.errors import CacheCapacityError, InvalidRequestError
 from twinphase.request import FinishReason, Request, RequestStatus
+from twinphase.scheduler.chunk import ChunkBudget, StepTimes
 from twinphase.scheduler.decode import schedule_decodes
+from twinphase.scheduler.phase import give_tokens
+from twinphase.scheduler.policy import policy_key
 from twinphase.scheduler.prefill import schedule_prefills
 
 __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Waiting and running requests, and the KV cache's bookkeeping."""
+    """Waiting and running requests, and the KV cache's bookkeeping.
+
+    Attributes:
+        kv_cache: the blocks.
+        waiting: requests that hold no blocks, new or preempted, in the policy's order.
+        running: requests that hold blocks, in the policy's order.
+        num_preemptions: so far.
+        num_recomputed_tokens: computed again after a preemption, so far.
+    """
 
     def __init__(
         self,
@@ -28,8 +39,11 @@ class Scheduler:
         *,
         max_model_len: int,
         eos_token_ids: Collection[int],
+        times: StepTimes,
         max_num_batched_tokens: int = 512,
-        max_num_seqs: int = 16,
+        max_num_seqs: int = 64,
+        policy: str = "fcfs",
+        itl_slo_ms: float | None = None,
     ) -> None:
         """Start without requests.
 
@@ -37,58 +51,80 @@ class Scheduler:
             kv_cache: the blocks to give out; owned by this scheduler from now on.
             max_model_len: prompt and output tokens a request may have together.
             eos_token_ids: tokens that end a sequence.
-            max_num_batched_tokens: token budget of a step.
+            times: predicts step times, for the SLO.
+            max_num_batched_tokens: token budget of a step; at least `max_num_seqs`.
             max_num_seqs: requests running at once.
+            policy: "fcfs" or "priority".
+            itl_slo_ms: longest gap between tokens to aim for, milliseconds.
         """
         self.kv_cache = kv_cache
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
-        self.waiting: deque[Request] = deque()
+        self.policy = policy
+        self.slo_seconds = None if itl_slo_ms is None else itl_slo_ms / 1e3
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.num_preemptions = self.num_recomputed_tokens = 0
+        self._times, self._key = times, policy_key(policy)
         self._requests: dict[str, Request] = {}
-        self._keeps_kv: set[str] = set()  # unfinished requests whose KV the next turn may want
-        self._kept: Request | None = None  # the finished request whose blocks are still held for that
+        self._num_added = 0
 
     @property
     def has_work(self) -> bool:
         """True while a request waits or runs."""
         return bool(self._requests)
 
-    def add(self, request: Request, *, keep_kv: bool = False) -> None:
+    def get(self, request_id: str) -> Request | None:
+        """The unfinished request of that id."""
+        return self._requests.get(request_id)
+
+    def add(self, request: Request) -> None:
         """Queue a request.
 
-        Args:
-            request: new, with an id that is not in use.
-            keep_kv: the request is a turn of a conversation: it takes over what it can of the KV that the last such
-                request left, and leaves its own when it finishes. At most one finished request's KV is kept, and only
-                until someone needs the blocks.
-
         Raises:
-            CacheFullError: the request would not fit even if the KV cache were empty.
-            ValueError: the id is in use.
+            CacheCapacityError: the request would not fit even if the KV cache were empty.
+            InvalidRequestError: the id is in use, or a priority is given where the policy has none.
         """
         if request.request_id in self._requests:
-            raise ValueError(f"request id {request.request_id!r} is in use")
-        needed, pool = self._lifetime_blocks(request), self.kv_cache.pool
-        if needed > pool.num_blocks:
-            raise CacheFullError(
-                f"Request {request.request_id} needs up to {needed} KV cache blocks of {self.kv_cache.block_size} "
-                f"tokens; the cache has {pool.num_blocks}.",
+            raise InvalidRequestError(
+                f"Request id {request.request_id!r} is in use.", "Use another, or wait until that request has finished."
+            )
+        if request.priority and self.policy != "priority":
+            raise InvalidRequestError(
+                f"Request {request.request_id} has priority {request.priority}, but scheduling_policy is "
+                f"{self.policy!r}.",
+                "Start the engine with scheduling_policy='priority', or leave the priority at 0.",
+            )
+        # The last sampled token is never computed, so it needs no room.
+        needed, blocks = self.kv_cache.blocks_for(self.max_tokens_total(request) - 1), self.kv_cache.pool.num_blocks
+        if needed > blocks or self.kv_cache.blocks_for(len(request.prompt_token_ids)) > blocks:
+            raise CacheCapacityError(
+                f"Request {request.request_id} needs up to {max(needed, self.kv_cache.blocks_for(request.num_tokens))} "
+                f"KV cache blocks of {self.kv_cache.block_size} tokens; the whole cache has {blocks}.",
                 "Raise num_kv_blocks, shorten the prompt, or lower max_tokens.",
             )
+        request.order, self._num_added = self._num_added, self._num_added + 1
         self._requests[request.request_id] = request
-        if keep_kv:
-            self._keeps_kv.add(request.request_id)
-        self.waiting.append(request)
+        insort(self.waiting, request, key=self._key)
 
     def schedule(self) -> Batch:
-        """The next step's work: decodes first, then prefill chunks up to the token budget."""
-        self._admit()
-        decodes = schedule_decodes(self.running, self.kv_cache, self.max_num_batched_tokens)
-        prefills = schedule_prefills(self.running, self.kv_cache, self.max_num_batched_tokens - len(decodes))
-        return Batch(decodes, prefills)
+        """The next step's work: decodes first, then prefill chunks, then requests that are let in."""
+        preempted: list[str] = []
+
+        def preempt(request: Request) -> None:
+            self._preempt(request)
+            preempted.append(request.request_id)
+
+        decodes = schedule_decodes(self.running, self.kv_cache, preempt)
+        tokens = self.max_num_batched_tokens - len(decodes)
+        budget = ChunkBudget(
+            tokens, Batch(decodes, []).decode_work, self._times, self.slo_seconds, self.kv_cache.block_size
+        )
+        prefills = schedule_prefills(self.running, self.kv_cache, budget)
+        held_back = "blocks" if preempted else self._admit(decodes, prefills, budget)
+        return Batch(decodes, prefills, tuple(preempted), held_back if self.waiting else None)
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Request]:
         """Advance the batch's requests by what was computed; returns those that finished.
@@ -101,10 +137,16 @@ class Scheduler:
             request = self._requests.get(share.request_id)
             if request is None:
                 continue
-            request.num_computed_tokens += share.num_scheduled_tokens
-            if not share.samples:
-                continue
-            reason = self._append(request, output.token_ids.get(share.request_id, []))
+            before = request.num_computed_tokens
+            request.num_computed_tokens += len(share.token_ids)
+            if request.num_preemptions:
+                again = max(0, min(request.num_computed_tokens, request.most_computed_tokens) - before)
+                request.num_recomputed_tokens += again
+                self.num_recomputed_tokens += again
+            self.kv_cache.keep_computed(request, before)
+            reason = self._append(request, output.token_ids.get(share.request_id, [])) if share.samples else None
+            if share.request_id in output.errors:
+                reason, request.error = FinishReason.ERROR, output.errors[share.request_id]
             if reason is not None:
                 self._finish(request, reason)
                 finished.append(request)
@@ -116,42 +158,61 @@ class Scheduler:
         if request is not None:
             self._finish(request, reason)
 
-    def abort(self, request_id: str) -> None:
-        """End a request at its user's wish."""
-        self.finish(request_id, FinishReason.ABORT)
+    def max_tokens_total(self, request: Request) -> int:
+        """Prompt and output tokens the request may have; without `max_tokens`, what context and cache can hold."""
+        max_tokens = request.sampling_params.max_tokens
+        if max_tokens is not None:
+            return min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
+        return min(self.max_model_len, self.kv_cache.pool.num_blocks * self.kv_cache.block_size + 1)
 
     def check_integrity(self) -> None:
-        """Prove that every KV block is free or has exactly one owner (AssertionError otherwise)."""
-        self.kv_cache.check_integrity([*self.waiting, *self.running, *([self._kept] if self._kept else [])])
+        """Prove that free + held + cached blocks are all, and that lists and statuses agree (AssertionError if not)."""
+        self.kv_cache.check_integrity(self._requests.values())
+        for requests in (self.waiting, self.running):
+            if requests != sorted(requests, key=self._key):
+                raise AssertionError("requests are out of order")
+        if {r.request_id for r in self.waiting} | {r.request_id for r in self.running} != set(self._requests):
+            raise AssertionError("a request is lost")
+        if any(r.block_ids or r.num_computed_tokens for r in self.waiting):
+            raise AssertionError("a waiting request holds blocks")
 
-    def _lifetime_blocks(self, request: Request) -> int:
-        """Blocks for the longest this request can become; the last sampled token is never computed."""
-        return self.kv_cache.blocks_for(self._max_tokens_total(request) - 1)
-
-    def _max_tokens_total(self, request: Request) -> int:
-        max_tokens = request.sampling_params.max_tokens
-        if max_tokens is None:
-            return self.max_model_len
-        return min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
-
-    def _admit(self) -> None:
-        """Move waiting requests to running while seats and blocks last, strictly in order of arrival."""
-        reserved = sum(self._lifetime_blocks(r) - len(r.block_ids) for r in self.running)
-        while self.waiting and len(self.running) < self.max_num_seqs:
+    def _admit(self, decodes: list[ScheduledRequest], prefills: list[ScheduledRequest], budget: ChunkBudget) -> str:
+        """Let waiting requests in while seats, blocks and tokens last, strictly in order; says what ran out."""
+        while self.waiting:
+            if len(self.running) >= self.max_num_seqs:
+                return "seats"
+            if budget.num_tokens == 0:
+                return "budget"
             request = self.waiting[0]
-            held = len(self._kept.block_ids) if self._kept else 0
-            needed = self._lifetime_blocks(request)
-            available = self.kv_cache.pool.num_free - reserved
-            if needed > available + held:
-                return
-            if self._kept and request.request_id in self._keeps_kv:
-                self.kv_cache.hand_over(self._kept, request)
-                self._kept = None
-            elif needed > available:
-                self._drop_kept()
-            reserved += needed - len(request.block_ids)
-            self.running.append(self.waiting.popleft())
+            prefix = self.kv_cache.find_prefix(request)
+            needed = self.kv_cache.free_blocks_needed(request, request.num_tokens, prefix)
+            # Each running request may soon want a block more. One that was preempted waits for twice that: let in
+            # too early it would be the first to go again.
+            spare = len(self.running) * (2 if request.num_preemptions else 1)
+            if needed + spare > self.kv_cache.pool.num_available:
+                return "blocks"
+            computed = len(prefix) * self.kv_cache.block_size
+            chunk = budget.take(computed, request.num_tokens - computed)
+            if not chunk:
+                return "budget"
+            self.kv_cache.start(request, prefix)
+            del self.waiting[0]
+            insort(self.running, request, key=self._key)
             request.status = RequestStatus.RUNNING
+            share = give_tokens(request, chunk)
+            # One that comes back and finds all but its last token cached decodes at once.
+            (decodes if share.phase is Phase.DECODE else prefills).append(share)
+        return ""
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it waits at its old place in the line and computes again what is lost."""
+        request.most_computed_tokens = max(request.most_computed_tokens, request.num_computed_tokens)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.running.remove(request)
+        self.kv_cache.free(request)
+        request.status = RequestStatus.PREEMPTED
+        insort(self.waiting, request, key=self._key)
 
     def _append(self, request: Request, token_ids: list[int]) -> FinishReason | None:
         """Append sampled tokens up to the one that ends the request; returns why it ended, if it did."""
@@ -164,26 +225,12 @@ class Scheduler:
                 (token_id in self.eos_token_ids and not params.ignore_eos) or token_id in (params.stop_token_ids or ())
             ):
                 return FinishReason.STOP
-            if request.num_tokens >= self._max_tokens_total(request):
+            if request.num_tokens >= self.max_tokens_total(request):
                 return FinishReason.LENGTH
         return None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
         del self._requests[request.request_id]
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
-        keeps = request.request_id in self._keeps_kv
-        self._keeps_kv.discard(request.request_id)
-        if keeps and reason is not FinishReason.ERROR and request.block_ids:
-            self._drop_kept()
-            self._kept = request
-        else:
-            self.kv_cache.free(request)
-
-    def _drop_kept(self) -> None:
-        if self._kept is not None:
-            self.kv_cache.free(self._kept)
-            self._kept = None
+        self.kv_cache.free(request)

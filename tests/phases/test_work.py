@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinphase.phases.cost import Cost, ModelShape, kv_bytes_per_token, rows_cost, weight_bytes_read
+from twinphase.phases.work import Cost, ModelShape, kv_bytes_per_token, rows_cost, weight_bytes_read
 
 # SmolLM2-135M in Q4_0.
 SHAPE = ModelShape(

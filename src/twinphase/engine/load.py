@@ -1,0 +1,201 @@
+"""From a model's name to an engine that is ready, with the tokenizer and template that its front ends share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from twinphase.backends.base import Backend, KVCacheSpec
+from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.config import EngineConfig, available_cores
+from twinphase.engine.engine import Engine
+from twinphase.engine.runner import Runner
+from twinphase.engine.trace import TraceWriter, trace_header
+from twinphase.errors import InvalidRequestError, StorageError
+from twinphase.models.config import ModelConfig
+from twinphase.models.loader import Model, load_model, read_config
+from twinphase.phases.cost import CostModel, starting_prices
+from twinphase.phases.hardware import Ceilings, load_ceilings
+from twinphase.phases.work import ModelShape
+from twinphase.scheduler.scheduler import Scheduler
+from twinphase.tokenizer.tokenizer import Tokenizer
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.gguf import open_gguf
+from twinphase.weights.hub import resolve_model
+
+if TYPE_CHECKING:
+    from twinphase.tokenizer.chat_template import ChatTemplate
+
+__all__ = ["LoadedEngine", "Message", "Prompt", "is_plain", "make_backend", "make_engine", "model_shape"]
+
+Message = Mapping[str, Any]  # "role" and "content", as in OpenAI's API
+Prompt = str | list[int] | Sequence[Message]
+
+
+class LoadedEngine:
+    """A model, its engine, and the door at which text stops.
+
+    Attributes:
+        config: as resolved for this model.
+        checkpoint: the open model file.
+        model_config: the model's shape.
+        engine: sees token ids only.
+    """
+
+    def __init__(
+        self, model: str | Path, *, compile_progress: Callable[[int, int, str], None] | None = None, **config: Any
+    ) -> None:
+        """Load a model; see `LLM` for the arguments and errors."""
+        wanted = EngineConfig(**config)
+        self.checkpoint = open_gguf(resolve_model(str(model)))
+        self.model_config = read_config(self.checkpoint)
+        self.config = wanted.resolve(self.model_config.context_length)
+        backend = make_backend(self.config, compile_progress)
+        loaded = load_model(self.checkpoint, backend, self.config.max_model_len)
+        shape = model_shape(self.checkpoint, loaded.config)
+        eos = self.tokenizer.eos_token_ids
+        self.engine = make_engine(self.config, loaded, backend, shape, eos, self.checkpoint.fingerprint)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return Tokenizer.from_checkpoint(self.checkpoint)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template; raw prompts never pay for importing jinja2."""
+        from twinphase.tokenizer.chat_template import ChatTemplate
+
+        return ChatTemplate.from_checkpoint(self.checkpoint, self.tokenizer)
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text of a prompt (None if it came as ids) and its token ids.
+
+        Raises:
+            InvalidRequestError: an empty prompt, too many tokens, or messages that the model's template refuses.
+        """
+        limit = self.config.max_model_len
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequestError("The prompt is empty.", "Give at least one character.")
+            return prompt, self.tokenizer.encode(prompt, max_tokens=limit)
+        if is_plain(prompt):
+            return None, list(cast(list[int], prompt))  # the engine checks each id
+        text = self.chat_template.render(cast(Sequence[Message], prompt))
+        return text, self.tokenizer.encode(text, add_special_tokens=False, max_tokens=limit)
+
+
+def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str], None] | None = None) -> Backend:
+    """The backend a configuration asks for; imported here because the other one costs start-up time."""
+    if config.backend == "reference":
+        from twinphase.backends.reference import ReferenceBackend
+
+        if config.kv_cache_dtype != "auto":
+            raise InvalidRequestError(
+                f"kv_cache_dtype is {config.kv_cache_dtype!r} with the reference backend.",
+                "It keeps float32: use auto.",
+            )
+        return ReferenceBackend()
+    from twinphase.backends.cpu.backend import CpuBackend
+
+    backend: Backend = CpuBackend(
+        threads=config.threads,
+        isa=config.isa,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        **({} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": config.kv_cache_dtype}),
+        progress=compile_progress,
+    )
+    return backend
+
+
+def make_engine(
+    config: EngineConfig,
+    model: Model,
+    backend: Backend,
+    shape: ModelShape,
+    eos_token_ids: frozenset[int],
+    fingerprint: str = "",
+) -> Engine:
+    """Allocate the KV cache and put an engine together.
+
+    Args:
+        config: resolved.
+        model: loaded on `backend`.
+        backend: without a KV cache yet.
+        shape: the model's numbers for FLOP and bytes.
+        eos_token_ids: tokens that end a sequence.
+        fingerprint: names the model's content.
+    """
+    if config.max_model_len is None or config.num_kv_blocks is None:
+        raise ValueError("the configuration is not resolved")
+    spec = KVCacheSpec(
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        num_blocks=config.num_kv_blocks,
+        block_size=config.block_size,
+    )
+    backend.allocate_kv_cache(spec)
+    shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
+    cost_model = CostModel(starting_prices(shape, _ceilings(config)))
+    content = f"{fingerprint}|{backend.name}|{config.isa}|{config.kv_cache_dtype}".encode()
+    scheduler = Scheduler(
+        KVCacheManager(
+            config.num_kv_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            fingerprint=content,
+        ),
+        max_model_len=config.max_model_len,
+        eos_token_ids=eos_token_ids,
+        times=cost_model,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        policy=config.scheduling_policy,
+        itl_slo_ms=config.itl_slo_ms,
+    )
+    runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
+    engine = Engine(scheduler, runner, cost_model, shape=shape, vocab_size=model.config.vocab_size, seed=config.seed)
+    if config.trace_file is not None:
+        try:
+            file = open(config.trace_file, "w", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
+        except OSError as error:
+            raise StorageError(
+                f"Cannot write {config.trace_file}: {error.strerror}.", "Choose another --trace."
+            ) from None
+        engine.trace = TraceWriter(file, trace_header(scheduler, cost_model))
+    return engine
+
+
+def _ceilings(config: EngineConfig) -> Ceilings | None:
+    """What this machine was measured to do, if it was."""
+    if config.backend != "cpu":
+        return None
+    from twinphase.backends.cpu.isa import choose_isa
+
+    return load_ceilings(config.threads or available_cores(), choose_isa(config.isa).name)
+
+
+def model_shape(checkpoint: Checkpoint, config: ModelConfig) -> ModelShape:
+    """The numbers of the cost formulas; bytes are those of the checkpoint's own precision."""
+    head = checkpoint.tensors.get("output.weight") or checkpoint.tensors["token_embd.weight"]
+    layers = (info for name, info in checkpoint.tensors.items() if name.startswith("blk.") and len(info.shape) == 2)
+    return ModelShape(
+        linear_parameters=config.linear_parameters,
+        head_parameters=config.vocab_size * config.hidden_size,
+        linear_bytes=sum(info.nbytes for info in layers),
+        head_bytes=head.nbytes,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+
+
+def is_plain(prompt: Prompt) -> bool:
+    """True for text and token ids, False for messages."""
+    return isinstance(prompt, str) or not all(isinstance(item, Mapping) for item in prompt) or not prompt

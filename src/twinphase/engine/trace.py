@@ -1,0 +1,180 @@
+"""The log of everything that decides a step, one JSON object a line, and its replay through a fresh scheduler.
+
+The scheduler and the cost model are pure: given the same requests, tokens and times they decide the same. A log thus
+shows why a step was as it was, on any machine and without the model; a replay that differs shows that the code has
+changed its mind.
+
+    header    the scheduler's settings and the prices the cost model started from
+    add       a request: prompt, sampling values, priority, salt
+    finish    an abort, or a stop string that the front end found
+    step      the decision (`decision`) and the tokens that came of it
+    observe   what the step took, from which the cost model learns
+
+Prompts are in the log: treat it as you treat them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from twinphase.batch import Batch, StepOutput
+from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.errors import InvalidRequestError
+from twinphase.phases.cost import CostModel
+from twinphase.request import FinishReason, Request, SamplingParams
+from twinphase.scheduler.scheduler import Scheduler
+
+__all__ = ["Replay", "TraceWriter", "decision", "replay", "trace_header"]
+
+VERSION = 1
+
+
+def decision(batch: Batch) -> dict[str, Any]:
+    """Everything the scheduler decided in a step, as plain values."""
+    return {
+        "decodes": [[s.request_id, s.num_computed_tokens, s.block_ids[:]] for s in batch.decodes],
+        "prefills": [[s.request_id, s.num_computed_tokens, len(s.token_ids), s.block_ids[:]] for s in batch.prefills],
+        "preempted": list(batch.preempted),
+        "held_back": batch.held_back,
+    }
+
+
+def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
+    """The header's values: what a replay has to be built from."""
+    kv_cache = scheduler.kv_cache
+    return {
+        "version": VERSION,
+        "num_blocks": kv_cache.pool.num_blocks,
+        "block_size": kv_cache.block_size,
+        "enable_prefix_caching": kv_cache.enable_prefix_caching,
+        "max_model_len": scheduler.max_model_len,
+        "eos_token_ids": sorted(scheduler.eos_token_ids),
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "policy": scheduler.policy,
+        "itl_slo_ms": None if scheduler.slo_seconds is None else scheduler.slo_seconds * 1e3,
+        "prices": list(cost_model.prices),
+    }
+
+
+class TraceWriter:
+    """Appends to a log; each step is on disk when it is done."""
+
+    def __init__(self, file: IO[str], header: dict[str, Any]) -> None:
+        """Write the header, from `trace_header` before anything was run."""
+        self._file = file
+        self._write("header", header)
+
+    def add(self, request: Request) -> None:
+        """A request was accepted; its seed is known."""
+        self._write(
+            "add",
+            {
+                "request_id": request.request_id,
+                "prompt_token_ids": request.prompt_token_ids,
+                "sampling_params": asdict(request.sampling_params),
+                "priority": request.priority,
+                "cache_salt": request.cache_salt,
+            },
+        )
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """A request was ended from outside."""
+        self._write("finish", {"request_id": request_id, "reason": reason.value})
+
+    def step(self, batch: Batch, output: StepOutput) -> None:
+        """A step was decided and computed."""
+        self._write("step", {**decision(batch), "token_ids": output.token_ids, "errors": output.errors})
+
+    def observe(self, seconds: float, gap: float) -> None:
+        """What the step took, and what went by before it; Python writes floats so that they read back the same."""
+        self._write("observe", {"seconds": seconds, "gap": gap})
+        self._file.flush()
+
+    def _write(self, event: str, values: dict[str, Any]) -> None:
+        self._file.write(_line({"event": event, **values}))
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay found.
+
+    Attributes:
+        num_steps: steps decided again.
+        difference: the first line of the log that would be different now, the logged one, and the new one; None when
+            all were the same byte for byte.
+    """
+
+    num_steps: int
+    difference: tuple[int, str, str] | None
+
+
+def replay(path: Path) -> Replay:
+    """Run a log's requests, tokens and times through a fresh scheduler and compare the decisions byte for byte.
+
+    Raises:
+        InvalidRequestError: the file is not such a log; the message names the line.
+    """
+    lines = _events(path)
+    _, _, header = next(lines, (0, "", {}))
+    if header.get("event") != "header" or header.get("version") != VERSION:
+        raise InvalidRequestError(f"{path} is not a step log of version {VERSION}.", "Write one with --trace.")
+    cost_model = CostModel(header["prices"])
+    scheduler = _scheduler(header, cost_model)
+    num_steps, batch = 0, Batch([], [])
+    for number, line, event in lines:
+        kind = event.pop("event", None)
+        if kind == "add":
+            params = SamplingParams(**_int_keys(event.pop("sampling_params")))
+            scheduler.add(Request(sampling_params=params, arrival_time=0.0, **event))
+        elif kind == "finish":
+            scheduler.finish(event["request_id"], FinishReason(event["reason"]))
+        elif kind == "step":
+            batch = scheduler.schedule()
+            output = StepOutput(token_ids=event["token_ids"], errors=event["errors"])
+            new = _line({"event": "step", **decision(batch), "token_ids": output.token_ids, "errors": output.errors})
+            if new != line:
+                return Replay(num_steps, (number, line.rstrip("\n"), new.rstrip("\n")))
+            work = batch.work
+            scheduler.commit(batch, output)
+            num_steps += 1
+        elif kind == "observe":
+            cost_model.observe(work, event["seconds"], event["gap"])
+        else:
+            raise InvalidRequestError(f"Line {number} of {path} has the event {kind!r}.", "Is it a step log?")
+    return Replay(num_steps, None)
+
+
+def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
+    kv_cache = KVCacheManager(
+        header["num_blocks"], header["block_size"], enable_prefix_caching=header["enable_prefix_caching"]
+    )
+    names = ("max_model_len", "eos_token_ids", "max_num_batched_tokens", "max_num_seqs", "policy", "itl_slo_ms")
+    return Scheduler(kv_cache, times=cost_model, **{name: header[name] for name in names})
+
+
+def _events(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(number, text, object) of each line."""
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                event = None
+            if not isinstance(event, dict):
+                raise InvalidRequestError(f"Line {number} of {path} is not a JSON object.", "Is it a step log?")
+            yield number, line, event
+
+
+def _int_keys(params: dict[str, Any]) -> dict[str, Any]:
+    """JSON's keys are texts; token ids are not."""
+    bias = params.get("logit_bias")
+    return params if bias is None else {**params, "logit_bias": {int(key): value for key, value in bias.items()}}
+
+
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(event, separators=(",", ":"), ensure_ascii=True) + "\n"

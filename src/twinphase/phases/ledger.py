@@ -1,0 +1,135 @@
+"""Divides each step's time among the requests that lived through it, by the cost model.
+
+A step that took T and of which the model expected P is divided as the model would divide P, scaled by T / P:
+
+    decode        what the step would have taken with this request alone
+    batching      what the other decodes add to that
+    stall         what the prefill chunks add to all decodes
+    prefill       what the step would have taken with this chunk alone; the rest of it is `prefill_wait`
+
+A request that is alone in its step bears all of it. Not for reading clocks (the engine does), nor for sentences
+(`explain.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from twinphase.batch import Batch, StepWork
+from twinphase.phases.cost import CostModel
+from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
+from twinphase.phases.work import Cost, ModelShape, step_cost, weight_bytes_read
+
+__all__ = ["Ledger"]
+
+KEPT_RECORDS = 16384
+
+
+class Ledger:
+    """The timelines of unfinished requests, and the records of the last steps.
+
+    Attributes:
+        timelines: by request id.
+        records: the last steps, oldest first.
+        seconds: time of finished requests by kind of interval, `unattributed` among them.
+        num_steps: all steps so far.
+    """
+
+    def __init__(self, shape: ModelShape, cost_model: CostModel) -> None:
+        """Begin an empty ledger for a model of that shape."""
+        self.shape = shape
+        self.timelines: dict[str, RequestTimeline] = {}
+        self.records: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)
+        self.seconds = dict.fromkeys((kind.value for kind in IntervalKind), 0.0)
+        self.num_steps = 0
+        self._cost_model = cost_model
+        self._settled = 0.0
+
+    def open(self, request_id: str, timeline: RequestTimeline) -> None:
+        """A request came."""
+        self.timelines[request_id] = timeline
+
+    def close(self, request_id: str) -> None:
+        """A request ended; its timeline is its reader's from here on."""
+        timeline = self.timelines.pop(request_id, None)
+        if timeline is not None:
+            for kind, seconds in timeline.totals().items():
+                self.seconds[kind] += seconds
+
+    def add_step(self, batch: Batch, start: float, end: float, executed: float) -> StepRecord:
+        """Write a step into every timeline.
+
+        Args:
+            batch: what was computed.
+            start, end: of the step, seconds.
+            executed: what the executor took of it, seconds.
+        """
+        for timeline in self.timelines.values():
+            timeline.settle(min(self._settled, start))
+        for request_id in batch.preempted:
+            if request_id in self.timelines:
+                self.timelines[request_id].running = False
+        record = self._record(batch, start, end, executed)
+        self.records.append(record)
+        self.num_steps += 1
+        self._divide(batch, record)
+        if len(self.timelines) > len(batch.decodes) + len(batch.prefills):
+            scheduled = {share.request_id for share in batch.scheduled}
+            for request_id, timeline in self.timelines.items():
+                if request_id not in scheduled:
+                    timeline.skip_step(record, "" if timeline.running else batch.held_back or "")
+        return record
+
+    def settle(self, now: float) -> None:
+        """Everything about the last step is written down."""
+        self._settled = now
+
+    def settle_timeline(self, timeline: RequestTimeline, now: float) -> None:
+        """The front end begins with a request's text: what passed since its step was bookkeeping and others' text."""
+        timeline.settle(min(self._settled, now))
+        timeline.text_of_others(now)
+
+    def text_until(self, now: float) -> None:
+        """The front end is done with the step's text."""
+        for timeline in self.timelines.values():
+            self.settle_timeline(timeline, now)
+
+    def _divide(self, batch: Batch, record: StepRecord) -> None:
+        seconds, alone_in_step = record.seconds, len(batch.decodes) + len(batch.prefills) == 1
+        predict = self._cost_model.seconds
+        scale = seconds / record.predicted if record.predicted > 0 else 0.0
+        decodes = seconds if not batch.prefills else min(seconds, predict(batch.decode_work) * scale)
+        none = predict(StepWork(1, 0, 0, 1, 1)) * scale  # a lone decode with no context ...
+        attended = predict(StepWork(1, 0, 1, 1, 1)) * scale - none  # ... and what each token of context adds
+        for share in batch.decodes:
+            context = share.num_computed_tokens + 1
+            own = seconds if alone_in_step else min(decodes, none + context * attended)
+            timeline = self.timelines.get(share.request_id)
+            if timeline is not None:
+                timeline.add_decode(record, len(share.token_ids), own, decodes)
+        for share in batch.prefills:
+            timeline = self.timelines.get(share.request_id)
+            if timeline is None:
+                continue
+            count = len(share.token_ids)
+            work = StepWork.of_chunk(share.num_computed_tokens, count, share.samples)
+            own = seconds if alone_in_step else min(seconds, predict(work) * scale)
+            timeline.add_prefill(record, count, own, share.num_computed_tokens < share.most_computed_tokens)
+
+    def _record(self, batch: Batch, start: float, end: float, executed: float) -> StepRecord:
+        work = batch.work
+        weights = Cost(bytes=weight_bytes_read(self.shape, work.logits))
+        parts = []
+        for shares, part in ((batch.prefills, batch.prefill_work), (batch.decodes, batch.decode_work)):
+            known = sum(share.num_computed_tokens + len(share.token_ids) for share in shares)
+            parts.append(step_cost(self.shape, part, known))
+        prefill, decode = parts
+        if batch.decodes:
+            decode += weights
+        else:
+            prefill += weights
+        return StepRecord(
+            self.num_steps, start, end, batch.prefill_work.rows, batch.decode_work.rows, prefill, decode,
+            tuple(share.request_id for share in batch.prefills), len(batch.decodes),
+            self._cost_model.seconds(work), executed,
+        )  # fmt: skip

@@ -1,0 +1,103 @@
+"""What a step must do by the algorithm: floating-point operations and bytes, from a model's shape.
+
+These are the numerators of MFU and MBU. Activations are left out, and so is whatever an implementation does on top.
+Not for measured rates, ceilings or times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twinphase.batch import StepWork
+
+__all__ = ["Cost", "ModelShape", "kv_bytes_per_token", "rows_cost", "step_cost", "weight_bytes_read"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The plain numbers that the formulas need.
+
+    Attributes:
+        linear_parameters: weights of the layers' matrices, P; embedding and output head are not among them.
+        head_parameters: weights of the output head, vocab_size * hidden_size.
+        linear_bytes: the layers' matrices as stored.
+        head_bytes: the output head as stored.
+        num_layers: L.
+        num_heads: H, query heads.
+        num_kv_heads: H_kv.
+        head_dim: d.
+        kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula with float16.
+    """
+
+    linear_parameters: int
+    head_parameters: int
+    linear_bytes: int
+    head_bytes: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_token_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of (a part of) a step; costs add up.
+
+    Attributes:
+        linear_flops: of the layers' matrices and the output head.
+        attention_flops: of queries by keys and of weights by values, half each.
+        bytes: weights, KV read and KV written.
+    """
+
+    linear_flops: int = 0
+    attention_flops: int = 0
+    bytes: int = 0
+
+    @property
+    def flops(self) -> int:
+        """All floating-point operations."""
+        return self.linear_flops + self.attention_flops
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.linear_flops + other.linear_flops,
+            self.attention_flops + other.attention_flops,
+            self.bytes + other.bytes,
+        )
+
+
+def kv_bytes_per_token(shape: ModelShape) -> int:
+    """Keys and values of one token in every layer: what the backend stores, or 2 L H_kv d b with b = 2."""
+    return shape.kv_token_bytes or 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2
+
+
+def weight_bytes_read(shape: ModelShape, num_logits: int) -> int:
+    """Weights that a step reads: every layer once however many rows there are, the head if any row wants logits."""
+    return shape.linear_bytes + (shape.head_bytes if num_logits else 0)
+
+
+def step_cost(shape: ModelShape, work: StepWork, kv_tokens: int) -> Cost:
+    """Cost of a step, or of a part of one, without reading the weights.
+
+        flops = 2 P n + 2 vocab hidden logits + 4 L H d sum of contexts
+        bytes = KV read and written = kv_tokens * kv_bytes_per_token
+
+    Args:
+        shape: of the model.
+        work: what is computed.
+        kv_tokens: tokens whose KV is read or written: of each sequence, those known after the step.
+    """
+    contexts = work.prefill_contexts + work.decode_contexts
+    linear = 2 * shape.linear_parameters * work.rows + 2 * shape.head_parameters * work.logits
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * contexts
+    return Cost(linear, attention, kv_tokens * kv_bytes_per_token(shape))
+
+
+def rows_cost(shape: ModelShape, start: int, num_rows: int, num_logits: int) -> Cost:
+    """Cost of the rows at positions `start` .. `start + num_rows - 1` of one sequence, weights not read here.
+
+    The row at position p attends to p + 1 tokens. Over a whole prompt the sum of contexts is n (n + 1) / 2.
+    """
+    chunk = StepWork.of_chunk(start, num_rows, samples=False)
+    return step_cost(shape, chunk._replace(logits=num_logits), start + num_rows)

@@ -1,0 +1,75 @@
+"""How large a prefill chunk may be: the rest of the token budget, and what the inter-token SLO leaves of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from twinphase.batch import StepWork
+
+__all__ = ["ChunkBudget", "StepTimes"]
+
+
+class StepTimes(Protocol):
+    """Predicts how long a step takes; the measured cost model does."""
+
+    def step_limit(self, slo_seconds: float) -> float:
+        """Predicted time, seconds, at which a step still meets the SLO: what is between steps, and error, deducted."""
+
+    def seconds(self, work: StepWork) -> float:
+        """Predicted time of a step, seconds; does not fall when work is added."""
+
+
+class ChunkBudget:
+    """What prefill may still add to one step."""
+
+    def __init__(
+        self, num_tokens: int, decodes: StepWork, times: StepTimes, slo_seconds: float | None, block_size: int
+    ) -> None:
+        """Begin with the step's decodes.
+
+        Args:
+            num_tokens: what they left of the token budget.
+            decodes: their work.
+            times: predicts step times.
+            slo_seconds: longest gap between tokens, or None. It limits a step only when something decodes in it.
+            block_size: chunks end on block boundaries where they can, so that others can share the blocks.
+        """
+        self.num_tokens = num_tokens
+        self._work, self._times, self._block_size = decodes, times, block_size
+        self._limit = times.step_limit(slo_seconds) if slo_seconds is not None and decodes.rows else None
+        self._given = False
+
+    def take(self, start: int, remaining: int) -> int:
+        """Tokens of the next chunk, of a request that has computed `start` tokens and needs `remaining` more.
+
+        The first chunk of a step has a block's worth of tokens even where the SLO has no room: a request that waits
+        for ever is no better than a late token.
+        """
+        most = min(self.num_tokens, remaining)
+        if self._limit is not None:
+            most = self._fitting(start, most, remaining)
+        if most < remaining:
+            aligned = most - (start + most) % self._block_size
+            most = aligned if aligned > 0 else most
+        if most > 0:
+            self._work = self._work.plus(StepWork.of_chunk(start, most, most == remaining))
+            self.num_tokens -= most
+            self._given = True
+        return most
+
+    def _fitting(self, start: int, most: int, remaining: int) -> int:
+        """The largest chunk up to `most` whose step is predicted to stay within the limit."""
+        assert self._limit is not None
+
+        def fits(count: int) -> bool:
+            step = self._work.plus(StepWork.of_chunk(start, count, count == remaining))
+            return self._times.seconds(step) <= self._limit
+
+        if fits(most):
+            return most
+        low, high = 0, most  # `low` fits, or is nothing; `high` does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        least = 0 if self._given else min(self._block_size, most)
+        return max(low, least)
