@@ -1,11 +1,12 @@
 """twinphase beside the engines a user would pick on the same CPU: one table, one run, the same prompts.
 
     PEERS_DIR=/some/folder python benchmarks/peers/setup.py        # once: installs the peers, makes the models
-    PEERS_DIR=/some/folder python benchmarks/versus_peers.py
+    PEERS_DIR=/some/folder python benchmarks/versus_peers.py                # one request at a time
+    PEERS_DIR=/some/folder python benchmarks/versus_peers.py --concurrent   # 1, 4, 16 and 64 requests at once
 
 Points: `prefill_N` is N prompt tokens in to the first token out; `decode_at_N` is 127 further greedy tokens after that
-prompt (0: an 8-token prompt), end-of-text ignored; `batch16` (with --batch) is 16 requests of 256 prompt and 128 new
-tokens, submitted at once, of which the new tokens are counted.
+prompt (0: an 8-token prompt), end-of-text ignored; `batchN` is N requests of 256 prompt and 128 new tokens, submitted
+at once, of which the new tokens are counted (a second table counts the prompts too).
 
 How it stays fair: within a repetition every engine measures a point before the next point comes, in an order that
 rotates; all get the same prompts, and no slice of text is used twice; all get the same threads on the same cores; an
@@ -25,7 +26,6 @@ import datetime
 import json
 import os
 import platform
-import random
 import signal
 import sys
 import tempfile
@@ -38,6 +38,7 @@ from typing import Any
 from peers import report
 from peers.dram import DramProbe
 from peers.engines import (
+    CONCURRENT_ENGINES,
     DEFAULT_ENGINES,
     ENGINES,
     REPO,
@@ -48,76 +49,12 @@ from peers.engines import (
     Places,
     select,
 )
+from peers.points import CONCURRENT_POINTS, DEFAULT_POINTS, SHORT_PROMPT, Point, Prompts
 
-DEFAULT_POINTS = (
-    "prefill_128,prefill_512,prefill_2048,prefill_4096,decode_at_0,decode_at_512,decode_at_2048,decode_at_4096"
-)
-DECODE_TOKENS = 127
-SHORT_PROMPT = 8  # what "depth 0" means: no engine can decode after nothing
-BATCH_REQUESTS, BATCH_PROMPT, BATCH_TOKENS = 16, 256, 128
 LOAD_SECONDS, OPERATION_SECONDS = 600.0, 600.0
+WARM_TOKENS = 8
 QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
 QUIET_WAIT_SECONDS = 10.0
-VOCABULARY = (1000, 40000)  # ordinary tokens of the model, for prompts without the text
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One column of the table."""
-
-    name: str
-    operation: str
-    length: int
-
-    @classmethod
-    def parse(cls, text: str) -> Point:
-        """Read a column's name."""
-        if text == "batch16":
-            return cls(text, "batch", BATCH_PROMPT)
-        for prefix, operation in (("prefill_", "prefill"), ("decode_at_", "decode")):
-            number = text.removeprefix(prefix)
-            if number != text and number.isdigit():
-                length = int(number)
-                if operation == "prefill" and length == 0:
-                    break
-                return cls(text, operation, length or SHORT_PROMPT)
-        raise ValueError(f"no point {text!r}: use prefill_N, decode_at_N or batch16")
-
-    def rate(self, reply: dict[str, Any]) -> float:
-        """Tokens a second: prompt tokens in prefill, new tokens elsewhere."""
-        tokens = self.length if self.operation == "prefill" else reply["new_tokens"]
-        return float(tokens / reply["seconds"])
-
-
-class Prompts:
-    """Slices of one token stream, handed out once each."""
-
-    def __init__(self, path: Path | None) -> None:
-        if path and path.exists():
-            stored = json.loads(path.read_text())
-            self.source, self._tokens = str(stored["source"]), list(map(int, stored["tokens"]))
-        else:
-            self.source = "random token ids (no prompts have been prepared)"
-            generator = random.Random(0)
-            self._tokens = [generator.randrange(*VOCABULARY) for _ in range(200_000)]
-        self._position = 0
-        self._laps = 0
-
-    def take(self, count: int) -> list[int]:
-        """The next `count` tokens; a further lap starts a few tokens off, so that no prefix repeats."""
-        if self._position + count > len(self._tokens):
-            self._laps += 1
-            self._position = 7 * self._laps
-        start = self._position
-        self._position += count
-        return self._tokens[start : start + count]
-
-    def request(self, point: Point) -> dict[str, Any]:
-        """The fields of a point's request, with fresh text."""
-        if point.operation == "batch":
-            return {"prompts": [self.take(BATCH_PROMPT) for _ in range(BATCH_REQUESTS)], "n": BATCH_TOKENS}
-        tokens = self.take(point.length)
-        return {"tokens": tokens, "n": DECODE_TOKENS} if point.operation == "decode" else {"tokens": tokens}
 
 
 class Progress:
@@ -164,10 +101,9 @@ class Run:
 
     @property
     def max_len(self) -> int:
-        """Context every engine is opened with: the longest point, its new tokens, and the batch's prompts."""
-        longest = max(point.length for point in self.points) + DECODE_TOKENS + 1
-        whole_batch = BATCH_REQUESTS * BATCH_PROMPT if any(p.operation == "batch" for p in self.points) else 0
-        return -(-max(longest, whole_batch, 1024) // 256) * 256
+        """Context every engine is opened with: the longest point and its new tokens."""
+        longest = max(point.kv_tokens // point.requests for point in self.points)
+        return -(-max(longest, 1024) // 256) * 256
 
     def fail(self, name: str, error: Exception) -> None:
         """Leave an engine out from here on, and say why."""
@@ -185,7 +121,13 @@ class Run:
         self.progress.say(f"{spec.name}: loading")
         process = EngineProcess(spec, places, self.threads, logs / f"{spec.name}.log")
         self.processes[spec.name] = process
-        settings = {"threads": self.threads, "max_len": self.max_len, "options": spec.options}
+        settings = {
+            "threads": self.threads,
+            "max_len": self.max_len,
+            "max_seqs": max(point.requests for point in self.points),
+            "kv_tokens": max(point.kv_tokens for point in self.points),
+            "options": spec.options,
+        }
         try:
             reply = process.call("load", LOAD_SECONDS, model=places.model(spec), **settings)
             self.engines[spec.name] = reply["conditions"]
@@ -202,9 +144,9 @@ class Run:
     def _warm_requests(self) -> list[tuple[str, dict[str, Any]]]:
         """The warm-up, the same for every engine: each length once, and the batch, with a few new tokens."""
         if not self.warm_requests:
-            by_length = {(point.operation == "batch", point.length): point for point in self.points}
-            for (is_batch, _), point in sorted(by_length.items()):
-                request = {**self.prompts.request(point), "n": 8}
+            shapes = {(p.requests, p.length, p.operation == "batch"): p for p in self.points}
+            for (_, _, is_batch), point in sorted(shapes.items()):
+                request = {**self.prompts.request(point), "n": WARM_TOKENS}
                 self.warm_requests.append(("batch" if is_batch else "decode", request))
         return self.warm_requests
 
@@ -238,7 +180,10 @@ class Run:
             "engine": process.spec.name,
             "seconds": reply["seconds"],
             "new_tokens": reply["new_tokens"],
+            "widest": reply["widest"],
+            "narrow": reply["widest"] < point.requests,
             "tokens_per_second": point.rate(reply),
+            "total_tokens_per_second": point.total_rate(reply),
             "foreign_cores": others,
             "disturbed": others is not None and others > QUIET_CORES,
             "first_tokens": reply["tokens"][:16],
@@ -304,9 +249,13 @@ def parse_arguments() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(spec.name for spec in ENGINES)
-    parser.add_argument("--engines", default=",".join(DEFAULT_ENGINES), help=f"names, families or `peers`: {names}")
-    parser.add_argument("--points", default=DEFAULT_POINTS, help="columns (default: %(default)s)")
-    parser.add_argument("--batch", action="store_true", help="add batch16")
+    parser.add_argument("--engines", help=f"names, families or `peers` (default: one of each): {names}")
+    parser.add_argument("--points", help=f"columns (default: {DEFAULT_POINTS})")
+    parser.add_argument(
+        "--concurrent",
+        action="store_true",
+        help=f"points {CONCURRENT_POINTS} on {','.join(CONCURRENT_ENGINES)}, where not named otherwise",
+    )
     parser.add_argument("--reps", type=int, default=5, help="repetitions (default: %(default)s)")
     parser.add_argument(
         "--retries", type=int, default=2, help="further tries at a disturbed measurement (default: %(default)s)"
@@ -317,12 +266,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file for the raw values (default: benchmarks/results/, dated)")
     args = parser.parse_args()
     try:
-        args.specs = select(split(args.engines))
-        args.point_list = [Point.parse(name) for name in split(args.points)]
+        engines = CONCURRENT_ENGINES if args.concurrent else DEFAULT_ENGINES
+        args.specs = select(split(args.engines) if args.engines else list(engines))
+        points = args.points or (CONCURRENT_POINTS if args.concurrent else DEFAULT_POINTS)
+        args.point_list = [Point.parse(name) for name in split(points)]
     except ValueError as error:
         parser.error(str(error))
-    if args.batch and "batch16" not in split(args.points):
-        args.point_list.append(Point.parse("batch16"))
     return args
 
 

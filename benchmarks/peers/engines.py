@@ -47,13 +47,14 @@ def _llamacpp(file_type: str, flash: bool) -> EngineSpec:
     return EngineSpec(name, "llamacpp", "llamacpp_adapter.py", GGUF.format(file_type), {"flash_attention": flash})
 
 
-def _twinphase(name: str, file_type: str) -> EngineSpec:
-    return EngineSpec(name, TWINPHASE, "twinphase_adapter.py", GGUF.format(file_type))
+def _twinphase(name: str, file_type: str, **options: Any) -> EngineSpec:
+    return EngineSpec(name, TWINPHASE, "twinphase_adapter.py", GGUF.format(file_type), options)
 
 
 ENGINES: tuple[EngineSpec, ...] = (
     _twinphase("twinphase", "Q4_1"),
     _twinphase("twinphase-q4_0", "Q4_0"),
+    _twinphase("twinphase-q4_0-kv8", "Q4_0", kv_cache_dtype="int8"),
     _twinphase("twinphase-q8_0", "Q8_0"),
     *(_llamacpp(file_type, flash) for file_type in ("Q4_0", "Q4_1", "Q8_0") for flash in (False, True)),
     EngineSpec("openvino-int4", "openvino", "openvino_adapter.py", "ov-int4", {"weights": "int4"}),
@@ -64,6 +65,11 @@ ENGINES: tuple[EngineSpec, ...] = (
 )
 # One twinphase unless more are asked for: each row of the table costs minutes.
 DEFAULT_ENGINES = tuple(spec.name for spec in ENGINES if spec.is_peer or spec.name == TWINPHASE)
+# Those that batch continuously, on 4-bit weights where they can.
+CONCURRENT_ENGINES = (
+    *("twinphase-q4_0", "twinphase-q4_0-kv8", "llamacpp-q4_0", "llamacpp-q4_0-fa"),
+    *("openvino-int4", "openvino-int8", "vllm-bf16"),
+)
 
 
 def select(names: list[str]) -> list[EngineSpec]:

@@ -18,7 +18,7 @@ from protocol import LoadRequest, Timing, serve, version
 
 
 class LlamaCpp:
-    """One context for single requests; one of its own, made when asked for, for the batch."""
+    """One context for single requests, and one for each size of batch, made when first asked for."""
 
     def __init__(self, request: LoadRequest) -> None:
         llama_cpp.llama_backend_init()
@@ -30,6 +30,8 @@ class LlamaCpp:
         self._flash = bool(request.options.get("flash_attention", True))
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._context = self._new_context(request.max_len, 1)
+        self._length = request.kv_tokens // request.max_seqs
+        self._contexts: dict[int, ctypes.c_void_p] = {}  # by number of sequences
 
     def _new_context(self, length: int, sequences: int) -> ctypes.c_void_p:
         params = llama_cpp.llama_context_default_params()
@@ -86,36 +88,54 @@ class LlamaCpp:
         return Timing(time.perf_counter() - start, n, produced)
 
     def batch(self, prompts: list[list[int]], n: int) -> Timing:
-        """All prompts in one call, then steps of one token for each."""
-        longest = max(len(prompt) for prompt in prompts)
-        context = self._new_context(longest + n, len(prompts))
+        """The prompts, then calls of one token for every sequence.
+
+        A context is exactly as wide as the batch, and its memory is touched before the clock starts.
+        """
+        if len(prompts) not in self._contexts:
+            self._contexts[len(prompts)] = self._new_context(self._length, len(prompts))
+        context = self._contexts[len(prompts)]
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
         buffer = llama_cpp.llama_batch_init(sum(len(prompt) for prompt in prompts), 0, 1)
         try:
             return self._run_batch(context, buffer, prompts, n)
         finally:
             llama_cpp.llama_batch_free(buffer)
-            llama_cpp.llama_free(context)
 
     def _run_batch(
         self, context: ctypes.c_void_p, buffer: llama_cpp.llama_batch, prompts: list[list[int]], n: int
     ) -> Timing:
         start = time.perf_counter()
-        lengths = [len(prompt) for prompt in prompts]
-        rows = fill_batch(buffer, prompts, [0] * len(prompts))
-        check(llama_cpp.llama_decode(context, buffer))
-        last = [self._argmax(context, row) for row in rows]
+        last: list[int] = []
+        # As many whole prompts a call as fill one internal batch: a tenth faster here than all of them in one call.
+        group = max(1, llama_cpp.llama_n_ubatch(context) // max(len(prompt) for prompt in prompts))
+        for first in range(0, len(prompts), group):
+            pieces = prompts[first : first + group]
+            last += self._decode(context, buffer, pieces, [0] * len(pieces), first)
         for step in range(n - 1):
-            rows = fill_batch(buffer, [[token] for token in last], [length + step for length in lengths])
-            check(llama_cpp.llama_decode(context, buffer))
-            last = [self._argmax(context, row) for row in rows]
-        return Timing(time.perf_counter() - start, n * len(prompts), last)
+            pieces = [[token] for token in last]
+            last = self._decode(context, buffer, pieces, [len(prompt) + step for prompt in prompts], 0)
+        return Timing(time.perf_counter() - start, n * len(prompts), last, len(last))
+
+    def _decode(
+        self,
+        context: ctypes.c_void_p,
+        buffer: llama_cpp.llama_batch,
+        pieces: list[list[int]],
+        positions: list[int],
+        first: int,
+    ) -> list[int]:
+        """One call for all pieces, which belong to the sequences from `first` on; returns the next token of each."""
+        rows = fill_batch(buffer, pieces, positions, first)
+        check(llama_cpp.llama_decode(context, buffer))
+        return [self._argmax(context, row) for row in rows]
 
 
-def fill_batch(buffer: llama_cpp.llama_batch, pieces: list[list[int]], positions: list[int]) -> list[int]:
+def fill_batch(buffer: llama_cpp.llama_batch, pieces: list[list[int]], positions: list[int], first: int) -> list[int]:
     """Lay one piece a sequence into the batch; return the row of each piece's last token, which gets logits."""
     row = 0
     last_rows: list[int] = []
-    for sequence, (piece, position) in enumerate(zip(pieces, positions, strict=True)):
+    for sequence, (piece, position) in enumerate(zip(pieces, positions, strict=True), first):
         for offset, token in enumerate(piece):
             buffer.token[row] = token
             buffer.pos[row] = position + offset

@@ -36,21 +36,21 @@ class Clock(genai.StreamerBase):
         """Called by the pipeline after the last token."""
 
 
+MANY_REQUESTS_TOKENS = 512  # of a step; a tenth to a quarter faster for 64 prompts of 256 than 2,048 or all at once
+
+
 class OpenVino:
-    """The pipeline with its paged-attention scheduler, which also takes the batch."""
+    """The pipeline for one prompt, and for the batch one whose scheduler is stepped by hand."""
 
     def __init__(self, request: LoadRequest) -> None:
-        scheduler = genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = False
+        self._request = request
+        # The hint runs one inference at a time on all threads; the one for throughput halved the rate of the batch.
+        self._properties = {"INFERENCE_NUM_THREADS": request.threads, "PERFORMANCE_HINT": "LATENCY"}
         # The pipeline's own latency-oriented default: a prompt is never cut into chunks.
-        scheduler.max_num_batched_tokens = sys.maxsize
-        self._pipeline = genai.LLMPipeline(
-            request.model,
-            "CPU",
-            scheduler_config=scheduler,
-            INFERENCE_NUM_THREADS=request.threads,
-            PERFORMANCE_HINT="LATENCY",
-        )
+        scheduler = self._scheduler(sys.maxsize)
+        self._pipeline = genai.LLMPipeline(request.model, "CPU", scheduler_config=scheduler, **self._properties)
+        self._many: genai.ContinuousBatchingPipeline | None = None
+        self._requests = 0
         self._weights = str(request.options.get("weights", "?"))
 
     def conditions(self) -> dict[str, str]:
@@ -59,6 +59,14 @@ class OpenVino:
             "version": version("openvino-genai"),
             "precision": f"{self._weights} weights, default hints (bf16 math where the CPU has it, u8 KV)",
         }
+
+    def _scheduler(self, tokens: int) -> genai.SchedulerConfig:
+        """A scheduler that computes up to so many tokens a step."""
+        scheduler = genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False
+        scheduler.max_num_batched_tokens = tokens
+        scheduler.max_num_seqs = self._request.max_seqs
+        return scheduler
 
     def _generate(self, tokens: list[int], n: int) -> tuple[float, Clock]:
         """Generate exactly `n` tokens; return the start time and the clock."""
@@ -81,16 +89,26 @@ class OpenVino:
         return Timing(clock.times[-1] - clock.times[0], n, clock.tokens)
 
     def batch(self, prompts: list[list[int]], n: int) -> Timing:
-        """All prompts handed over in one call; the pipeline's scheduler does the rest."""
-        ids = np.array(prompts, dtype=np.int64)
-        inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
+        """All prompts submitted before the first step; the cache grows as the pipeline sees fit."""
+        if self._many is None:
+            scheduler = self._scheduler(MANY_REQUESTS_TOKENS)
+            self._many = genai.ContinuousBatchingPipeline(self._request.model, scheduler, "CPU", self._properties)
+        tensors = [ov.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        config, widest = exact_length(n), 0
         start = time.perf_counter()
-        result = self._pipeline.generate(inputs, exact_length(n))
+        handles = [self._many.add_request(self._next_id(), tensor, config) for tensor in tensors]
+        while self._many.has_non_finished_requests():
+            self._many.step()
+            widest = max(widest, self._many.get_metrics().scheduled_requests)
         seconds = time.perf_counter() - start
-        lengths = [len(tokens) for tokens in result.tokens]
-        if lengths != [n] * len(prompts):
-            raise RuntimeError(f"{lengths} tokens came out, {n} each were asked for")
-        return Timing(seconds, n * len(prompts), [tokens[-1] for tokens in result.tokens])
+        outputs = [handle.read_all()[0].generated_ids for handle in handles]
+        if any(len(tokens) != n for tokens in outputs):
+            raise RuntimeError(f"{[len(tokens) for tokens in outputs]} tokens came out, {n} each were asked for")
+        return Timing(seconds, n * len(prompts), [tokens[-1] for tokens in outputs], widest)
+
+    def _next_id(self) -> int:
+        self._requests += 1
+        return self._requests
 
 
 def exact_length(n: int) -> genai.GenerationConfig:

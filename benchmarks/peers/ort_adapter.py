@@ -63,7 +63,7 @@ class OrtGenai:
     def batch(self, prompts: list[list[int]], n: int) -> Timing:
         """Prompts of one length as a static batch."""
         start, times, produced = self._generate(prompts, n)
-        return Timing(times[-1] - start, n * len(prompts), produced[-1:])
+        return Timing(times[-1] - start, n * len(prompts), produced[-1:], len(prompts))
 
 
 if __name__ == "__main__":

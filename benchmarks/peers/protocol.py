@@ -21,21 +21,40 @@ from typing import Any, Protocol, TextIO
 
 @dataclasses.dataclass(frozen=True)
 class LoadRequest:
-    """What an engine is told before it loads."""
+    """What an engine is told before it loads.
+
+    Attributes:
+        model: path or name.
+        threads: compute threads.
+        max_len: longest prompt and output together.
+        max_seqs: most requests at once.
+        kv_tokens: tokens of all requests together at the most, each rounded up to whole blocks.
+        options: the engine's own.
+    """
 
     model: str
     threads: int
     max_len: int
+    max_seqs: int
+    kv_tokens: int
     options: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one measurement, how many new tokens fell inside them, and the tokens as proof of work."""
+    """One measurement.
+
+    Attributes:
+        seconds: its time.
+        new_tokens: how many fell inside it.
+        tokens: some of them, as proof of work.
+        widest: most requests that one step of the engine advanced; proof that a batch was one.
+    """
 
     seconds: float
     new_tokens: int
     tokens: list[int]
+    widest: int = 1
 
 
 class EngineAdapter(Protocol):

@@ -17,14 +17,14 @@ def half_range(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / 2
 
 
-def rates(measurements: Sequence[dict[str, Any]]) -> Rates:
+def rates(measurements: Sequence[dict[str, Any]], key: str = "tokens_per_second") -> Rates:
     """Tokens a second, by engine and point; disturbed ones only where there is no other."""
     table: Rates = {}
     # Whether a measurement was disturbed is known from other processes alone, so leaving it out favours no engine.
     quiet = {(one["engine"], one["point"]) for one in measurements if not one["disturbed"]}
     for one in measurements:
         if not one["disturbed"] or (one["engine"], one["point"]) not in quiet:
-            table.setdefault(one["engine"], {}).setdefault(one["point"], []).append(one["tokens_per_second"])
+            table.setdefault(one["engine"], {}).setdefault(one["point"], []).append(one[key])
     return table
 
 
@@ -47,9 +47,11 @@ def _cell(values: Sequence[float] | None) -> str:
     return f"{median:,.{digits}f} ±{half_range(values):,.{digits}f}"
 
 
-def medians_table(table: Rates, engines: Sequence[str], points: Sequence[str], absent: dict[str, str]) -> list[str]:
+def medians_table(
+    table: Rates, engines: Sequence[str], points: Sequence[str], absent: dict[str, str], title: str = "tokens/s"
+) -> list[str]:
     """One line an engine; an engine without figures is named with the reason."""
-    lines = [_row(["tokens/s", *points]), _row(["---", *["---:"] * len(points)])]
+    lines = [_row([title, *points]), _row(["---", *["---:"] * len(points)])]
     for engine in engines:
         reason = absent.get(engine)
         if reason and engine not in table:
@@ -85,6 +87,22 @@ def ratios_table(table: Rates, own: Sequence[str], peers: Sequence[str], points:
     return lines
 
 
+def totals_table(measurements: Sequence[dict[str, Any]], engines: Sequence[str], absent: dict[str, str]) -> list[str]:
+    """Tokens a second of the batches with their prompts; nothing where no batch was measured."""
+    batches = [one for one in measurements if one.get("total_tokens_per_second")]
+    points = list(dict.fromkeys(one["point"] for one in batches))
+    if not points:
+        return []
+    table = rates(batches, "total_tokens_per_second")
+    return [*medians_table(table, engines, points, absent, "prompt and new tokens/s"), ""]
+
+
+def narrow_summary(measurements: Sequence[dict[str, Any]]) -> list[str]:
+    """Batches that an engine never ran all at once."""
+    cells = sorted({(one["engine"], one["point"], one["widest"]) for one in measurements if one.get("narrow")})
+    return [f"- {engine} {point}: NOT ONE BATCH, at most {widest} requests a step" for engine, point, widest in cells]
+
+
 def foreign_summary(measurements: Sequence[dict[str, Any]]) -> str:
     """How much others disturbed the measurements."""
     values = [one["foreign_cores"] for one in measurements if one["foreign_cores"] is not None]
@@ -104,6 +122,8 @@ def markdown(result: dict[str, Any], engines: Sequence[str], own: Sequence[str],
     notes = [f"(*) {name}: {reason}" for name, reason in absent.items() if name in table]
     peers = [name for name in engines if name not in own]
     lines += [*([""] if notes else []), *notes, "", *ratios_table(table, own, peers, points), ""]
+    lines += totals_table(result["measurements"], engines, absent)
+    lines += narrow_summary(result["measurements"])
     lines += [f"- {key}: {value}" for key, value in result["conditions"].items()]
     bandwidth = result["dram_gigabytes_per_second"]
     if bandwidth:

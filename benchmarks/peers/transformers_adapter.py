@@ -58,7 +58,7 @@ class Transformers:
             for _ in range(n - 1):
                 token = self._step(token, cache)
             last = [int(value) for value in token[:, 0]]
-        return Timing(time.perf_counter() - start, n * len(prompts), last)
+        return Timing(time.perf_counter() - start, n * len(prompts), last, len(prompts))
 
 
 if __name__ == "__main__":

@@ -3,26 +3,43 @@
 For: `versus_peers.py`. The engine is stepped by hand in this process, as vLLM is, so that the time of each token is
 seen and no text is made. Not for: the server, or the ledger's own account of the same time.
 
+Options: `kv_cache_dtype` (str).
+
 (The file is not called `twinphase.py`: it would hide the package of that name.)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from typing import Any
 
 from protocol import LoadRequest, Timing, serve
 
 import twinphase
 from twinphase import LLM, SamplingParams
+from twinphase.config import EngineConfig
 from twinphase.request import Request
 
 
 class Twinphase:
-    """One engine with its default settings."""
+    """One engine with its default settings but for its size, and without prefix cache."""
 
     def __init__(self, request: LoadRequest) -> None:
-        self._llm = LLM(model=request.model, threads=request.threads)
+        settings: dict[str, Any] = {"threads": request.threads, **request.options}
+        if request.max_seqs > 1:
+            block = EngineConfig().block_size
+            settings["max_num_seqs"] = request.max_seqs
+            settings["max_model_len"] = request.max_len
+            settings["num_kv_blocks"] = -(-max(request.kv_tokens, request.max_len) // block) + request.max_seqs
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := set(settings) - known:
+            raise RuntimeError(f"this version of twinphase has no {', '.join(sorted(unknown))}")
+        if "enable_prefix_caching" in known:
+            settings["enable_prefix_caching"] = False
+        self._llm = LLM(model=request.model, **settings)
         self._requests = 0
+        self._widest = 0  # requests that one step of the last run advanced, at the most
 
     def conditions(self) -> dict[str, str]:
         """Version, and the precision of the checkpoint, which the kernels keep."""
@@ -43,9 +60,11 @@ class Twinphase:
         engine = self._llm.engine
         first = 0.0
         end = 0.0
+        self._widest = 0
         while engine.has_work:
-            engine.step()
+            result = engine.step()
             end = time.perf_counter()
+            self._widest = max(self._widest, len(result.batch.scheduled))
             if not first and requests[0].output_token_ids:
                 first = end
         return first, end
@@ -78,7 +97,8 @@ class Twinphase:
         requests = [self._submit(prompt, n) for prompt in prompts]
         _, end = self._run(requests)
         self._check(requests, n)
-        return Timing(end - start, n * len(prompts), [request.output_token_ids[-1] for request in requests])
+        last = [request.output_token_ids[-1] for request in requests]
+        return Timing(end - start, n * len(prompts), last, self._widest)
 
 
 if __name__ == "__main__":
