@@ -51,7 +51,8 @@ class KVCacheManager:
         most = (request.num_tokens - 1) // self.block_size
         if most <= done:
             return []
-        cache, found = self.prefix_cache, []
+        cache = self.prefix_cache
+        found: list[int] = []
         # One block at a time, so that a long prompt that is not cached is not hashed here.
         while done + len(found) < most:
             index = done + len(found)

@@ -87,12 +87,14 @@ class Ledger:
     def settle_timeline(self, timeline: RequestTimeline, now: float) -> None:
         """The front end begins with a request's text: what passed since its step was bookkeeping and others' text."""
         timeline.settle(min(self._settled, now))
-        timeline.text_of_others(now)
+        timeline.text_until(now, alone=False)
 
     def text_until(self, now: float) -> None:
-        """The front end is done with the step's text."""
+        """The front end is done with the step's text, and has handed it over."""
+        settled, alone = min(self._settled, now), len(self.timelines) == 1
         for timeline in self.timelines.values():
-            self.settle_timeline(timeline, now)
+            timeline.settle(settled)
+            timeline.text_until(now, alone)
 
     def _divide(self, batch: Batch, record: StepRecord) -> None:
         seconds, alone_in_step = record.seconds, len(batch.decodes) + len(batch.prefills) == 1

@@ -151,12 +151,14 @@ class RequestTimeline:
         if self.running and until > self.end:
             self.intervals[-1].end = self.end = until
 
-    def text_of_others(self, until: float) -> None:
-        """Up to `until`, the front end turned other requests' tokens into text."""
+    def text_until(self, until: float, alone: bool) -> None:
+        """Up to `until`, the front end turned tokens into text or sent them: its own if `alone`, else others'."""
         if until <= self.end:
             return
         if not self.running:
             self.extend(IntervalKind.QUEUE, until, self.intervals[-1].reason if self.intervals else "")
+        elif alone:
+            self.mark(IntervalKind.SEND, until)
         else:
             self.mark(IntervalKind.BATCHING if self.decode.steps else IntervalKind.PREFILL_WAIT, until)
 

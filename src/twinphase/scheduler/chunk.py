@@ -59,11 +59,12 @@ class ChunkBudget:
 
     def _fitting(self, start: int, most: int, remaining: int) -> int:
         """The largest chunk up to `most` whose step is predicted to stay within the limit."""
-        assert self._limit is not None
+        limit = self._limit
+        assert limit is not None
 
         def fits(count: int) -> bool:
             step = self._work.plus(StepWork.of_chunk(start, count, count == remaining))
-            return self._times.seconds(step) <= self._limit
+            return self._times.seconds(step) <= limit
 
         if fits(most):
             return most
