@@ -17,7 +17,7 @@ from twinphase import terminal
 from twinphase.config import available_cores
 from twinphase.errors import TwinphaseError
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
-from twinphase.phases.report import Report, Units, report
+from twinphase.phases.report import Report, report
 
 if TYPE_CHECKING:  # the engine's imports are cli.py's business: it does them when nothing else is left to check
     from twinphase.engine.llm import LLM
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # the engine's imports are cli.py's business: it does them wh
 __all__ = ["INTERRUPTED", "Answer", "chat", "result_json", "stream_answer", "report_answer"]
 
 INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended, as shells have it
-DENSE_TYPES = {"F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True)
@@ -73,18 +72,6 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: boo
     return Answer(output, interrupted=pressed or output.outputs[0].finish_reason == "abort")
 
 
-def _units(llm: LLM) -> Units:
-    """Which arithmetic unit does the linear layers, and which the two products of attention."""
-    if llm.config.backend == "reference":
-        return Units("float32", "float32", "float32")
-    from twinphase.backends.cpu.isa import choose_isa
-
-    layers = (info for name, info in llm.checkpoint.tensors.items() if name.startswith("blk.") and len(info.shape) == 2)
-    dense = all(info.type in DENSE_TYPES for info in layers)
-    values = "bfloat16" if choose_isa(llm.config.isa).bf16_dot else "float32"
-    return Units("float32" if dense else "int8", "int8", values)
-
-
 def _measure(threads: int, isa: str, known: Ceilings | None) -> Ceilings:
     """Measure this machine's ceilings, keep the best of them and of those known."""
     from twinphase.backends.cpu.ceilings import measure
@@ -107,6 +94,7 @@ def report_answer(
     They are measured again when a phase came out above 100 %: a ceiling taken on a busy machine is too low.
     """
     from twinphase.backends.cpu.isa import choose_isa
+    from twinphase.engine.load import compute_units
 
     threads = llm.config.threads or available_cores()
     isa = choose_isa(llm.config.isa).name
@@ -115,7 +103,7 @@ def report_answer(
     def divide(known: Ceilings | None) -> Report:
         return report(
             answer.output.metrics,
-            units=_units(llm),
+            units=compute_units(llm.checkpoint, llm.config),
             ceilings=known,
             wall_seconds=wall_seconds,
             before=before,

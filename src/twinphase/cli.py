@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ def run(
     file: Path = typer.Option(None, help="Append this text file to the prompt."),
     system: str = typer.Option(None, help="System message."),
     raw: bool = typer.Option(False, "--raw", help="Complete the prompt as it is, without chat template."),
+    explain: bool = typer.Option(False, "--explain", help="Say why it took so long, and what to change."),
     json: bool = typer.Option(False, "--json", help="One JSON result on stdout instead of the stream."),
     max_tokens: int = typer.Option(None, help="Output tokens; the rest of the context if left out."),
     temperature: float = typer.Option(0.2, help="0 is greedy.", rich_help_panel=SAMPLING),
@@ -123,6 +125,11 @@ def run(
     logprobs: int = typer.Option(None, help="Most likely tokens to list; with --json.", rich_help_panel=SAMPLING),
     max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=ENGINE),
     max_model_len: int = typer.Option(None, help="Longest prompt + output.", rich_help_panel=ENGINE),
+    num_kv_blocks: int = typer.Option(None, help="Blocks of the KV cache.", rich_help_panel=ENGINE),
+    kv_cache_dtype: str = typer.Option(None, help="auto or int8.", rich_help_panel=ENGINE),
+    enable_prefix_caching: bool = typer.Option(None, help="On unless switched off.", rich_help_panel=ENGINE),
+    itl_slo_ms: float = typer.Option(None, help="Longest gap between tokens to aim for.", rich_help_panel=ENGINE),
+    trace_file: str = typer.Option(None, help="Log every decision here; see replay.", rich_help_panel=ENGINE),
     threads: int = typer.Option(None, rich_help_panel=ENGINE),
     isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=ENGINE),
     backend: str = typer.Option(None, help="cpu or reference.", rich_help_panel=ENGINE),
@@ -138,14 +145,17 @@ def run(
     params = SamplingParams(**{name: given[name] for name in names} | lists)
     if logprobs is not None and not json:
         raise InvalidRequestError("--logprobs needs --json.", "Add --json; the stream has no place for them.")
-    names = {"max_num_batched_tokens", "max_model_len", "threads", "isa", "backend"}
+    from twinphase.config import EngineConfig
+
+    names = set(EngineConfig.__dataclass_fields__) & set(given) - {"seed"}
     config = {name: given[name] for name in names if given[name] is not None}
     before = {"start": time.perf_counter() - _process_start()}
     text = read_prompt(prompt, file)
     before["input"] = time.perf_counter() - _process_start() - before["start"]
     if text is None and (json or raw):
         raise InvalidRequestError("--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file.")
-    raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, config, before, system=system, raw=raw, json=json))
+    how: dict[str, Any] = {"system": system, "raw": raw, "json": json, "explain": explain}
+    raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, config, before, **how))
 
 
 def _run(
@@ -158,10 +168,11 @@ def _run(
     system: str | None,
     raw: bool,
     json: bool,
+    explain: bool,
 ) -> int:
     from twinphase.answer import INTERRUPTED, chat, report_answer, result_json, stream_answer
     from twinphase.engine.llm import LLM
-    from twinphase.terminal import Bar, show_report
+    from twinphase.terminal import Bar, note, show_report
 
     bar = Bar("Compiling kernels", "kernels")
     llm = LLM(model, compile_progress=lambda done, total, kernel: bar.update(done, total), **config)
@@ -176,9 +187,14 @@ def _run(
     if json:
         import json as encoder
 
-        print(encoder.dumps(result_json(model, answer, report, ceilings), ensure_ascii=False, indent=1))
+        result = result_json(model, answer, report, ceilings)
+        if explain:
+            result["explanation"] = asdict(llm.explain(answer.output))
+        print(encoder.dumps(result, ensure_ascii=False, indent=1))
     else:
         show_report(report)
+        if explain:
+            note(str(llm.explain(answer.output)))
     return INTERRUPTED if answer.interrupted else 0
 
 
@@ -203,6 +219,20 @@ def list_() -> None:
         print(model_line(found.name, found.quantization, found.size))
     if not models:
         note(f"No model yet. `twinphase pull {DEFAULT_MODEL}` fetches one.")
+
+
+@app.command()
+def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrote.")) -> None:
+    """Decide every step of a log again and compare, byte for byte."""
+    from twinphase.engine.trace import replay as replay_trace
+
+    found = replay_trace(trace_file)
+    if found.difference is None:
+        print(f"{found.num_steps} steps, all decided the same.")
+        return
+    number, logged, new = found.difference
+    print(f"{found.num_steps} steps were decided the same; line {number} differs:\n- {logged}\n+ {new}")
+    raise typer.Exit(1)
 
 
 @functools.cache

@@ -62,7 +62,7 @@ class BlockPool:
         """
         if num_blocks > self.num_available:
             raise CacheFullError(
-                f"The KV cache has {self.num_available} of {self.num_blocks} blocks available; {num_blocks} are needed.",
+                f"The KV cache has {self.num_available} of {self.num_blocks} blocks to give; {num_blocks} are needed.",
                 "Raise num_kv_blocks, or run fewer or shorter requests.",
             )
         split = max(0, len(self._free) - num_blocks)

@@ -1,9 +1,8 @@
-"""`AsyncEngine`: many users at once. One thread runs the engine and owns all its state; asyncio code submits, reads
-streams and aborts.
+"""`AsyncEngine`: many users at once, who submit, read streams and abort from asyncio code.
 
-Both sides exchange messages only. Into the loop: calls, which it makes between two steps. Out of it: one message a
-step with every request's new tokens. Text is made on the reader's side, while the next step runs; what a slow reader
-has not taken yet waits as one growing text, not as a queue of updates.
+One thread runs the engine and owns all its state. Both sides exchange messages only. Into the loop: calls, which it
+makes between two steps. Out of it: one message a step with every request's new tokens. Text is made on the reader's
+side, while the next step runs; what a slow reader has not taken yet waits as one growing text, not as a queue.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.load import LoadedEngine, Prompt, is_plain
 from twinphase.engine.outputs import StreamUpdate, Transcript
 from twinphase.errors import EngineDeadError, RequestNotFoundError
+from twinphase.phases.explain import Explanation
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
 
@@ -221,6 +221,14 @@ class AsyncEngine:
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Result of a function of the engine, run by its thread between two steps; for looking, not for changing."""
         return await self._call(function)
+
+    async def explain(self, stream: RequestStream) -> Explanation:
+        """Why a request took as long as it did; see `LLM.explain`."""
+        transcript = stream.transcript
+        result: Explanation = await self._call(
+            lambda engine: self.loaded.explain(transcript.request, transcript.timeline)
+        )
+        return result
 
     def abandon(self, request_id: str) -> None:
         """Abort without waiting, whether or not the request is still there; from any thread."""

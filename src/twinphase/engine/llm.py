@@ -22,6 +22,7 @@ from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from twinphase.phases.explain import Explanation
     from twinphase.tokenizer.chat_template import ChatTemplate
     from twinphase.tokenizer.tokenizer import Tokenizer
 
@@ -118,6 +119,16 @@ class LLM:
         single = all(isinstance(message, Mapping) for message in messages)
         conversations: list[Any] = [messages] if single else list(messages)
         return self._complete(conversations, sampling_params, use_tqdm, priority, cache_salt)
+
+    def explain(self, output: RequestOutput) -> Explanation:
+        """Why a request took as long as it did, what bound it, and which flag would change that by how much.
+
+        Args:
+            output: of this `LLM`.
+        """
+        if output.request is None:
+            raise ValueError("the output does not carry its request")
+        return self._loaded.explain(output.request, output.metrics)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamUpdate]:
         """Complete one prompt and yield what each step brought.

@@ -18,8 +18,12 @@ from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.models.config import ModelConfig
 from twinphase.models.loader import Model, load_model, read_config
 from twinphase.phases.cost import CostModel, starting_prices
+from twinphase.phases.explain import Explanation, Machine, explain
 from twinphase.phases.hardware import Ceilings, load_ceilings
+from twinphase.phases.report import Units
+from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
+from twinphase.request import Request
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
@@ -29,8 +33,18 @@ from twinphase.weights.hub import resolve_model
 if TYPE_CHECKING:
     from twinphase.tokenizer.chat_template import ChatTemplate
 
-__all__ = ["LoadedEngine", "Message", "Prompt", "is_plain", "make_backend", "make_engine", "model_shape"]
+__all__ = [
+    "LoadedEngine",
+    "Message",
+    "Prompt",
+    "compute_units",
+    "is_plain",
+    "make_backend",
+    "make_engine",
+    "model_shape",
+]
 
+DENSE_TYPES = {"F32", "F16", "BF16"}
 Message = Mapping[str, Any]  # "role" and "content", as in OpenAI's API
 Prompt = str | list[int] | Sequence[Message]
 
@@ -87,6 +101,24 @@ class LoadedEngine:
         text = self.chat_template.render(cast(Sequence[Message], prompt))
         return text, self.tokenizer.encode(text, add_special_tokens=False, max_tokens=limit)
 
+    def explain(self, request: Request, timeline: RequestTimeline) -> Explanation:
+        """Why a request took as long as it did, and what to change."""
+        engine, units = self.engine, compute_units(self.checkpoint, self.config)
+        machine = Machine(self.config, engine.shape, engine.cost_model, measured_ceilings(self.config), units)
+        return explain(request, timeline, machine)
+
+
+def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:
+    """Which arithmetic unit does the linear layers, and which the two products of attention."""
+    if config.backend == "reference":
+        return Units("float32", "float32", "float32")
+    from twinphase.backends.cpu.isa import choose_isa
+
+    layers = (info for name, info in checkpoint.tensors.items() if name.startswith("blk.") and len(info.shape) == 2)
+    dense = all(info.type in DENSE_TYPES for info in layers)
+    values = "bfloat16" if choose_isa(config.isa).bf16_dot else "float32"
+    return Units("float32" if dense else "int8", "int8", values)
+
 
 def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str], None] | None = None) -> Backend:
     """The backend a configuration asks for; imported here because the other one costs start-up time."""
@@ -141,7 +173,7 @@ def make_engine(
     )
     backend.allocate_kv_cache(spec)
     shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
-    cost_model = CostModel(starting_prices(shape, _ceilings(config)))
+    cost_model = CostModel(starting_prices(shape, measured_ceilings(config)))
     content = f"{fingerprint}|{backend.name}|{config.isa}|{config.kv_cache_dtype}".encode()
     scheduler = Scheduler(
         KVCacheManager(
@@ -171,7 +203,7 @@ def make_engine(
     return engine
 
 
-def _ceilings(config: EngineConfig) -> Ceilings | None:
+def measured_ceilings(config: EngineConfig) -> Ceilings | None:
     """What this machine was measured to do, if it was."""
     if config.backend != "cpu":
         return None

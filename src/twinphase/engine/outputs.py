@@ -62,6 +62,7 @@ class RequestOutput:
         prefix_miss: why the prefix cache did not hold more of the prompt; None when it held all it could.
         num_preemptions: how often the request lost its KV to others.
         num_recomputed_tokens: tokens computed once more after that.
+        request: as the engine saw it.
     """
 
     request_id: str
@@ -75,6 +76,7 @@ class RequestOutput:
     prefix_miss: PrefixMiss | None = None
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    request: Request | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -183,6 +185,7 @@ class Transcript:
             prefix_miss=request.prefix_miss,
             num_preemptions=request.num_preemptions,
             num_recomputed_tokens=request.num_recomputed_tokens,
+            request=request,
         )
 
     def _stop_reason(self) -> int | str | None:

@@ -61,7 +61,8 @@ class Ledger:
 
         Args:
             batch: what was computed.
-            start, end: of the step, seconds.
+            start: when scheduling began, seconds.
+            end: when the tokens were committed, seconds.
             executed: what the executor took of it, seconds.
         """
         for timeline in self.timelines.values():

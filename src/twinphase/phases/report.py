@@ -12,7 +12,7 @@ from typing import Any
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
 from twinphase.phases.timeline import IntervalKind, PhaseTotals, RequestTimeline
 
-__all__ = ["FORMULAS", "PhaseRow", "Report", "RestRow", "Units", "report"]
+__all__ = ["FORMULAS", "PhaseRow", "Report", "RestRow", "Units", "flops_by_unit", "report"]
 
 FORMULAS = {
     "MFU": "sum over units of FLOP / measured peak, divided by the time",
@@ -93,7 +93,7 @@ class Report:
         return {**asdict(self), "formulas": FORMULAS}
 
 
-def _flops_by_unit(totals: PhaseTotals, units: Units) -> Mapping[str, int]:
+def flops_by_unit(totals: PhaseTotals, units: Units) -> Mapping[str, int]:
     """The phase's FLOP divided between the units of the linear layers and of attention's two products."""
     linear, attention = totals.linear_flops, totals.attention_flops
     parts = ((units.linear, linear), (units.scores, attention // 2), (units.values, attention - attention // 2))
@@ -159,7 +159,7 @@ def report(
     named += [(kind.value, timeline.seconds(kind)) for kind in IntervalKind if kind not in own]
     rest = [(name, seconds) for name, seconds in named if seconds > 0]
     rest.append(("unattributed", wall_seconds - prefill_seconds - decode_seconds - sum(s for _, s in rest)))
-    prefill_flops, decode_flops = _flops_by_unit(timeline.prefill, units), _flops_by_unit(timeline.decode, units)
+    prefill_flops, decode_flops = flops_by_unit(timeline.prefill, units), flops_by_unit(timeline.decode, units)
     phases = (
         _phase_row(
             "prefill", timeline.prefill, prefill_seconds, wall_seconds, prefill_flops, num_cached_tokens, ceilings
