@@ -1,0 +1,188 @@
+import asyncio
+import gc
+
+import pytest
+
+from twinphase.engine.async_engine import AsyncEngine
+from twinphase.engine.load import LoadedEngine
+from twinphase.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError
+from twinphase.request import SamplingParams
+
+PROMPTS = [list(range(40, 40 + n)) for n in (30, 1, 17, 64)]
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+def greedy(max_tokens, **others):
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **others)
+
+
+async def read(stream):
+    return [update async for update in stream]
+
+
+@pytest.fixture
+def serve(tiny_path, own_cache):
+    """Runs a coroutine function with a fresh AsyncEngine, which must be left clean."""
+
+    def run(body, **config):
+        async def main():
+            engine = AsyncEngine(LoadedEngine(tiny_path, backend="reference", **config))
+            try:
+                await body(engine)
+                if engine.is_running:
+                    await engine.call(lambda inner: inner.scheduler.check_integrity())
+                    assert not await engine.call(lambda inner: inner.has_work or inner.timelines)
+            finally:
+                engine.close()
+
+        asyncio.run(asyncio.wait_for(main(), 60))
+
+    return run
+
+
+def test_many_at_once_get_what_each_gets_alone(serve, llm):
+    alone = [output.outputs[0] for output in (llm.generate([prompt], LONG)[0] for prompt in PROMPTS)]
+
+    async def body(engine):
+        streams = [await engine.submit(prompt, LONG) for prompt in PROMPTS]
+        for updates, expected in zip(await asyncio.gather(*map(read, streams)), alone, strict=True):
+            assert "".join(update.text for update in updates) == expected.text
+            assert [token for update in updates for token in update.token_ids] == expected.token_ids
+            assert [update.finished for update in updates] == [False] * (len(updates) - 1) + [True]
+            output = updates[-1].output
+            assert output.outputs[0].finish_reason == "length"
+            timeline, at = output.metrics, output.metrics.arrival
+            for interval in timeline.intervals:
+                assert interval.start == at
+                at = interval.end
+            assert at == timeline.end >= timeline.token_times[-1]
+
+    serve(body)
+
+
+def test_a_reader_that_comes_late_gets_everything_in_one_update(serve):
+    async def body(engine):
+        stream = await engine.submit(PROMPTS[0], greedy(20))
+        while await engine.call(lambda inner: inner.has_work):
+            await asyncio.sleep(0.01)
+        (update,) = await read(stream)
+        assert update.finished and len(update.token_ids) == 20
+
+    serve(body)
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too(serve, llm):
+    text = llm.generate([PROMPTS[0]], greedy(30))[0].outputs[0].text
+    stop = text[5:8]
+
+    async def body(engine):
+        updates = await read(await engine.submit(PROMPTS[0], greedy(60, stop=[stop])))
+        completion = updates[-1].output.outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert completion.text == text[: text.index(stop)]
+
+    serve(body)
+
+
+def test_abort_ends_the_stream_and_frees_the_blocks(serve):
+    async def body(engine):
+        stream = await engine.submit(PROMPTS[0], greedy(90), request_id="mine")
+        other = await engine.submit(PROMPTS[1], greedy(5))
+        await engine.abort("mine")
+        updates = await read(stream)
+        assert updates[-1].output.outputs[0].finish_reason == "abort"
+        with pytest.raises(RequestNotFoundError, match="'mine'"):
+            await engine.abort("mine")
+        with pytest.raises(RequestNotFoundError, match="'nobody'"):
+            await engine.abort("nobody")
+        assert len((await read(other))[-1].output.outputs[0].token_ids) == 5
+
+    serve(body)
+
+
+def test_a_reader_that_leaves_aborts_its_request(serve):
+    async def body(engine):
+        async for update in await engine.submit(PROMPTS[0], greedy(90)):
+            if update.token_ids:
+                break
+        gc.collect()  # an abandoned generator is closed when it is collected
+        for _ in range(200):
+            await asyncio.sleep(0.01)
+            if not await engine.call(lambda inner: inner.has_work):
+                return
+        raise AssertionError("the request goes on although nobody reads")
+
+    serve(body)
+
+
+def test_bad_requests_are_refused_and_disturb_nobody(serve):
+    async def body(engine):
+        good = await engine.submit(PROMPTS[0], greedy(40), request_id="good")
+        for arguments in (
+            {"prompt": [1, 2, 10**9]},
+            {"prompt": []},
+            {"prompt": PROMPTS[0], "request_id": "good"},
+            {"prompt": PROMPTS[0], "priority": 1},  # without the policy
+            {"prompt": PROMPTS[0], "priority": 2**40},
+            {"prompt": PROMPTS[0], "cache_salt": ""},
+            {"prompt": PROMPTS[0], "sampling_params": greedy(10**6)},
+            {"prompt": "x" * 10_000},
+        ):
+            with pytest.raises(InvalidRequestError):
+                await engine.submit(**{"sampling_params": greedy(1), **arguments})
+        assert len((await read(good))[-1].output.outputs[0].token_ids) == 40
+
+    serve(body)
+
+
+def test_a_request_that_fails_fails_alone(serve):
+    async def body(engine):
+        def execute(batch):
+            if any(share.request_id == "bad" for share in batch.scheduled):
+                raise ZeroDivisionError("what a bug")
+            return whole(batch)
+
+        whole, engine.loaded.engine.executor.execute = engine.loaded.engine.executor.execute, execute
+        streams = [await engine.submit(PROMPTS[0], greedy(20), request_id=name) for name in ("bad", "good")]
+        bad, good = (updates[-1].output for updates in await asyncio.gather(*map(read, streams)))
+        assert (bad.outputs[0].finish_reason, bad.error) == ("error", "ZeroDivisionError: what a bug")
+        assert (good.outputs[0].finish_reason, len(good.outputs[0].token_ids)) == ("length", 20)
+
+    serve(body)
+
+
+def test_when_the_loop_dies_every_stream_and_call_says_so(serve):
+    async def body(engine):
+        stream = await engine.submit(PROMPTS[0], greedy(90))
+
+        def schedule():
+            raise RuntimeError("broken scheduler")
+
+        engine.loaded.engine.scheduler.schedule = schedule
+        with pytest.raises(EngineDeadError, match="broken scheduler"):
+            await read(stream)
+        with pytest.raises(EngineDeadError):
+            await engine.submit(PROMPTS[0])
+        assert not engine.is_running
+
+    serve(body)
+
+
+def test_close_fails_what_is_unfinished(serve):
+    async def body(engine):
+        stream = await engine.submit(PROMPTS[0], greedy(90))
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(EngineDeadError):
+            await read(stream)
+
+    serve(body)
+
+
+def test_explain_of_a_stream(serve):
+    async def body(engine):
+        stream = await engine.submit(PROMPTS[0], greedy(20))
+        await read(stream)
+        explanation = await engine.explain(stream)
+        assert "cached" in str(explanation)
+
+    serve(body)

@@ -1,0 +1,137 @@
+import pytest
+
+from twinphase.batch import StepWork
+from twinphase.config import EngineConfig
+from twinphase.phases.cost import CostModel
+from twinphase.phases.explain import Machine, explain
+from twinphase.phases.hardware import Ceilings
+from twinphase.phases.report import Units
+from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
+from twinphase.phases.work import Cost, ModelShape
+from twinphase.request import MissReason, PrefixMiss, Request, SamplingParams
+
+SHAPE = ModelShape(1000, 500, 600, 300, 2, 4, 2, 64, kv_token_bytes=2 * 2 * (64 + 4 + 128))
+PRICES = (2e-3, 1e-4, 5e-4, 1e-4, 1e-8, 1e-6, 1e-5)
+CEILINGS = Ceilings("p", 1, "generic", ((1, 1e6), (1 << 30, 1e6)), 1e6, 1e5, None)
+UNITS = Units("int8", "int8", "float32")
+
+
+def make_machine(**config):
+    config = EngineConfig(**{"num_kv_blocks": 64, **config})
+    return Machine(config, SHAPE, CostModel(PRICES), CEILINGS, UNITS)
+
+
+def make_request(**fields):
+    request = Request("me", [1] * 100, SamplingParams(max_tokens=20))
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+def step(index, start, end, prefill_tokens=0, ids=(), decode=Cost(), prefill=Cost()):
+    return StepRecord(index, start, end, prefill_tokens, 1, prefill, decode, ids, 1)
+
+
+def lived(*, queue=0.0, reason="", decode_steps=10, own=0.004, decodes=0.004, length=0.004, **stall):
+    """A request that queued, prefilled 10 ms, then decoded."""
+    timeline = RequestTimeline(arrival=0.0)
+    timeline.extend(IntervalKind.QUEUE, queue, reason)
+    at = queue
+    timeline.add_prefill(step(0, at, at + 0.01), 100, 0.01, again=False)
+    at += 0.01
+    for index in range(decode_steps):
+        record = step(index + 1, at, at + length, stall.get("tokens", 0), stall.get("ids", ()))
+        timeline.add_decode(record, 1, own, decodes)
+        at += length
+    return timeline
+
+
+def test_seats_are_named_with_what_more_of_them_would_cost():
+    found = explain(make_request(), lived(queue=1.0, reason="seats"), make_machine(max_num_seqs=8))
+    assert found.dominant is IntervalKind.QUEUE
+    lever = found.levers[0]
+    assert lever.flag == "--max-num-seqs" and "--max-num-seqs 16" in lever.advice
+    model = CostModel(PRICES)
+    then = model.seconds(StepWork(16, 0, 16 * 110, 16, 16))
+    assert f"{1e3 * then:.1f} ms" in lever.advice
+    assert "all 8 seats" in found.sentences[1]
+
+
+@pytest.mark.parametrize(("reason", "flag"), [("blocks", "--num-kv-blocks"), ("budget", "--max-num-batched-tokens")])
+def test_what_kept_it_waiting_names_the_flag(reason, flag):
+    found = explain(make_request(), lived(queue=1.0, reason=reason), make_machine())
+    assert found.levers[0].flag == flag
+
+
+def test_a_stall_names_who_caused_it_when_and_the_flag():
+    timeline = lived(length=0.05, tokens=400, ids=("long",))
+    found = explain(make_request(), timeline, make_machine())
+    assert found.dominant is IntervalKind.STALL
+    assert "request long" in found.sentences[1] and "4000 prompt tokens" in found.sentences[1]
+    (lever,) = (lever for lever in found.levers if lever.flag == "--itl-slo-ms")
+    assert "46.0 ms" in lever.advice  # the longest stall
+
+
+def test_batching_names_the_seats_and_the_saving():
+    timeline = lived(own=0.001, decodes=0.02, length=0.02)
+    timeline.decode.linear_flops = 2 * 1500 * 10 * 8  # eight together
+    found = explain(make_request(), timeline, make_machine())
+    assert found.dominant is IntervalKind.BATCHING
+    (lever,) = (lever for lever in found.levers if lever.flag == "--max-num-seqs")
+    model = CostModel(PRICES)
+    now, then = (model.seconds(StepWork(n, 0, n * 110, n, n)) for n in (8, 4))
+    assert lever.saved_seconds == pytest.approx(10 * (now - then))
+
+
+def test_a_lone_decode_with_a_long_context_is_told_of_the_small_cache():
+    found = explain(make_request(prompt_token_ids=[1] * 5000), lived(), make_machine())
+    (lever,) = (lever for lever in found.levers if lever.flag == "--kv-cache-dtype")
+    assert "69%" in lever.advice  # (64 + 4) * 2 of 64 + 4 + 128 bytes
+    found = explain(make_request(prompt_token_ids=[1] * 5000), lived(), make_machine(kv_cache_dtype="int8"))
+    assert "--kv-cache-dtype" not in [lever.flag for lever in found.levers]
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (MissReason.DIVERGED, "at token 32 the prompt leaves the cached ones"),
+        (MissReason.BLOCK_GRANULARITY, "less than a block"),
+        (MissReason.SALT, "cache_salt"),
+        (MissReason.EVICTED, "had to make room"),
+        (MissReason.NEVER_SEEN, "never seen"),
+        (MissReason.DISABLED, "prefix cache is off"),
+    ],
+)
+def test_a_missed_prefix_says_why(reason, words):
+    request = make_request(prefix_miss=PrefixMiss(reason, 32), num_cached_tokens=32)
+    found = explain(request, lived(decode_steps=0), make_machine())
+    assert any(words in sentence for sentence in found.sentences)
+    assert found.levers[0].flag in ("prompt", "--num-kv-blocks", "--enable-prefix-caching")
+
+
+def test_recompute_counts_what_was_lost():
+    timeline = lived(decode_steps=0)
+    timeline.add_prefill(step(9, 0.01, 0.11), 90, 0.1, again=True)
+    found = explain(make_request(num_preemptions=2, num_recomputed_tokens=90), timeline, make_machine())
+    assert found.dominant is IntervalKind.RECOMPUTE
+    assert "2 times" in found.sentences[1] and "90 tokens" in found.sentences[1]
+
+
+def test_every_kind_of_interval_has_a_sentence():
+    for kind in IntervalKind:
+        timeline = RequestTimeline(arrival=0.0)
+        timeline.mark(kind, 1.0, 0)
+        found = explain(make_request(), timeline, make_machine())
+        assert found.dominant is kind and len(found.sentences) >= 2 and str(found)
+
+
+def test_nothing_yet():
+    assert "Nothing" in str(explain(make_request(), RequestTimeline(arrival=0.0), make_machine()))
+
+
+def test_bounds_come_from_the_ceilings():
+    timeline = RequestTimeline(arrival=0.0)
+    timeline.add_prefill(step(0, 0.0, 1.0, prefill=Cost(900_000, 0, 10)), 4, 1.0, again=False)
+    timeline.add_decode(step(1, 1.0, 2.0, decode=Cost(10, 0, 900_000)), 1, 1.0, 1.0)
+    found = explain(make_request(), timeline, make_machine())
+    assert found.bounds == {"prefill": "compute", "decode": "memory"}
