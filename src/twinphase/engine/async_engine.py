@@ -8,6 +8,7 @@ side, while the next step runs; what a slow reader has not taken yet waits as on
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 import threading
 import time
@@ -286,6 +287,8 @@ class AsyncEngine:
     # From here on: the engine's thread.
     def _run(self) -> None:
         engine = self.loaded.engine
+        gc.collect()
+        gc.freeze()  # or the collector goes through the whole model's objects in the middle of a step
         try:
             while not self._closed:
                 self._drain(engine)

@@ -152,7 +152,7 @@ class Engine:
         if self.trace:
             self.trace.observe(end - start, gap)
         for request in finished:
-            self.ledger.close(request.request_id)
+            self.ledger.close(request.request_id, end)
         self._last_end = end if self.scheduler.running else None
         self.ledger.settle(self.clock())
         return StepResult(batch, output, finished, record)
@@ -164,7 +164,7 @@ class Engine:
         if self.trace:
             self.trace.finish(request_id, reason)
         self.scheduler.finish(request_id, reason)
-        self.ledger.close(request_id)
+        self.ledger.close(request_id, self.clock())
 
     def abort(self, request_id: str) -> None:
         """End a request at its user's wish; its blocks are free at once.

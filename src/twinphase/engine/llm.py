@@ -175,10 +175,11 @@ class LLM:
             for prompt, own, urgency in zip(prompts, params, priorities, strict=True):
                 transcripts.append(self._submit(prompt, own, urgency, cache_salt))
             with _progress(len(prompts)) if use_tqdm else nullcontext() as bar:
-                while any(not transcript.finished for transcript in transcripts):
-                    result = self._step()
-                    if bar:
-                        bar.update(result.record, sum(transcript.finished for transcript in transcripts))
+                for transcript in transcripts:  # those behind have often finished when the turn comes to them
+                    while not transcript.finished:
+                        result = self._step()
+                        if bar:
+                            bar.update(result.record, sum(transcript.finished for transcript in transcripts))
         except KeyboardInterrupt:  # between two steps, or pressed twice: what there is comes back, marked "abort"
             if len(transcripts) < len(prompts):
                 raise

@@ -44,20 +44,29 @@ class Ledger:
         self.num_steps = 0
         self._cost_model = cost_model
         self._settled = 0.0
+        self._running: dict[str, RequestTimeline] = {}
+        # However many wait, a step costs nothing for them: seconds by what held the first in line back, and what
+        # they were when each request began to wait.
+        self._held_back: dict[str, float] = {}
+        self._waits: dict[str, dict[str, float]] = {}
 
     def open(self, request_id: str, timeline: RequestTimeline) -> None:
-        """A request came."""
+        """A request came, and queues."""
         self.timelines[request_id] = timeline
+        self._waits[request_id] = dict(self._held_back)
 
-    def close(self, request_id: str) -> None:
+    def close(self, request_id: str, now: float) -> None:
         """A request ended; its timeline is its reader's from here on."""
         timeline = self.timelines.pop(request_id, None)
-        if timeline is not None:
-            for kind, seconds in timeline.totals().items():
-                self.seconds[kind] += seconds
+        if timeline is None:
+            return
+        if self._running.pop(request_id, None) is None:
+            timeline.queue_until(max(now, timeline.end), self._waited_for(request_id))
+        for kind, seconds in timeline.totals().items():
+            self.seconds[kind] += seconds
 
     def add_step(self, batch: Batch, start: float, end: float, executed: float) -> StepRecord:
-        """Write a step into every timeline.
+        """Write a step into the timelines of all who run.
 
         Args:
             batch: what was computed.
@@ -65,20 +74,23 @@ class Ledger:
             end: when the tokens were committed, seconds.
             executed: what the executor took of it, seconds.
         """
-        for timeline in self.timelines.values():
-            timeline.settle(min(self._settled, start))
+        settled = min(self._settled, start)
+        for timeline in self._running.values():
+            timeline.settle(settled)
+            timeline.reach_step(start)
         for request_id in batch.preempted:
-            if request_id in self.timelines:
-                self.timelines[request_id].running = False
+            if self._running.pop(request_id, None) is not None:
+                self._waits[request_id] = dict(self._held_back)
         record = self._record(batch, start, end, executed)
         self.records.append(record)
         self.num_steps += 1
+        if batch.held_back:
+            self._held_back[batch.held_back] = self._held_back.get(batch.held_back, 0.0) + record.seconds
+        self._let_in(batch, record)
         self._divide(batch, record)
-        if len(self.timelines) > len(batch.decodes) + len(batch.prefills):
-            scheduled = {share.request_id for share in batch.scheduled}
-            for request_id, timeline in self.timelines.items():
-                if request_id not in scheduled:
-                    timeline.skip_step(record, "" if timeline.running else batch.held_back or "")
+        if len(self._running) > len(batch.decodes) + len(batch.prefills):
+            for timeline in self._running.values():
+                timeline.skip_step(record)  # no more than a look where the step was written already
         return record
 
     def settle(self, now: float) -> None:
@@ -92,10 +104,24 @@ class Ledger:
 
     def text_until(self, now: float) -> None:
         """The front end is done with the step's text, and has handed it over."""
-        settled, alone = min(self._settled, now), len(self.timelines) == 1
-        for timeline in self.timelines.values():
+        settled, alone = min(self._settled, now), len(self._running) == 1
+        for timeline in self._running.values():
             timeline.settle(settled)
             timeline.text_until(now, alone)
+
+    def _let_in(self, batch: Batch, record: StepRecord) -> None:
+        for share in batch.scheduled:
+            timeline = self.timelines.get(share.request_id)
+            if timeline is not None and share.request_id not in self._running:
+                timeline.queue_until(max(record.start, timeline.end), self._waited_for(share.request_id))
+                self._running[share.request_id] = timeline
+
+    def _waited_for(self, request_id: str) -> str:
+        """What held the first in line back for most of the time that the request waited; "" if nothing did."""
+        before = self._waits.pop(request_id, {})
+        waited = {reason: seconds - before.get(reason, 0.0) for reason, seconds in self._held_back.items()}
+        reason = max(waited, key=lambda name: waited[name], default="")
+        return reason if waited.get(reason, 0.0) > 0 else ""
 
     def _divide(self, batch: Batch, record: StepRecord) -> None:
         seconds, alone_in_step = record.seconds, len(batch.decodes) + len(batch.prefills) == 1

@@ -116,7 +116,6 @@ class RequestTimeline:
         intervals: in order of time.
         prefill, decode: what the steps of each phase did.
         token_times: when each output token was handed over.
-        running: whether the request holds a seat; otherwise it queues.
     """
 
     arrival: float
@@ -124,7 +123,6 @@ class RequestTimeline:
     prefill: PhaseTotals = field(default_factory=PhaseTotals)
     decode: PhaseTotals = field(default_factory=PhaseTotals)
     token_times: list[float] = field(default_factory=list)
-    running: bool = False
     end: float = field(init=False)  # of the last interval
 
     def __post_init__(self) -> None:
@@ -146,26 +144,28 @@ class RequestTimeline:
         else:
             self.mark(kind, until, reason=reason)
 
+    def queue_until(self, until: float, reason: str) -> None:
+        """The request was not running; `reason` is what held the first in line back for most of that time."""
+        self.extend(IntervalKind.QUEUE, until, reason)
+
     def settle(self, until: float) -> None:
         """What the engine wrote down after the last step belongs to that step."""
-        if self.running and until > self.end:
+        if until > self.end and self.intervals:
             self.intervals[-1].end = self.end = until
 
     def text_until(self, until: float, alone: bool) -> None:
         """Up to `until`, the front end turned tokens into text or sent them: its own if `alone`, else others'."""
         if until <= self.end:
             return
-        if not self.running:
-            self.extend(IntervalKind.QUEUE, until, self.intervals[-1].reason if self.intervals else "")
-        elif alone:
+        if alone:
             self.mark(IntervalKind.SEND, until)
         else:
             self.mark(IntervalKind.BATCHING if self.decode.steps else IntervalKind.PREFILL_WAIT, until)
 
     def reach_step(self, start: float) -> None:
-        """A step begins: what went before was queueing, or, if the request runs, nobody's named work."""
+        """A step begins; what went before was nobody's named work."""
         if start > self.end:
-            self.extend(IntervalKind.UNATTRIBUTED if self.running else IntervalKind.QUEUE, start)
+            self.extend(IntervalKind.UNATTRIBUTED, start)
 
     def add_prefill(self, record: StepRecord, num_tokens: int, own: float, again: bool) -> None:
         """A step computed a chunk of `num_tokens`, of whose time `own` seconds are this request's share."""
@@ -192,15 +192,12 @@ class RequestTimeline:
             self.intervals.append(stall)
             self.end = record.end
 
-    def skip_step(self, record: StepRecord, reason: str = "") -> None:
-        """A step left this request out: it waited for others between its chunks, or still queues."""
-        self.reach_step(record.start)
+    def skip_step(self, record: StepRecord) -> None:
+        """A step computed others' chunks only."""
         if record.end > self.end:
-            self.extend(IntervalKind.PREFILL_WAIT if self.running else IntervalKind.QUEUE, record.end, reason)
+            self.extend(IntervalKind.PREFILL_WAIT, record.end)
 
     def _begin(self, record: StepRecord, totals: PhaseTotals, num_tokens: int) -> None:
-        self.reach_step(record.start)
-        self.running = True
         totals.steps += 1
         totals.tokens += num_tokens
         totals.seconds += record.end - record.start

@@ -25,8 +25,9 @@ from twinphase.weights.storage import cache_root
 
 __all__ = ["CpuBackend"]
 
-ROW_CHUNK, ROWS_PER_TILE, SILU_PARTS = tiling.ROW_CHUNK, tiling.ROWS_PER_TILE, tiling.SILU_PARTS
+ROWS_PER_TILE, SILU_PARTS = tiling.ROWS_PER_TILE, tiling.SILU_PARTS
 FEW_ROWS = 16
+TILES_PER_THREAD = 8
 MAX_ROWS = 1 << 16
 MAX_TILES = 1 << 17  # of a linear layer; a claim word holds numbers below 2^18
 LOG2_E = 1.4426950408889634
@@ -233,11 +234,11 @@ class CpuBackend:
             quantized, column = part.type in FORMATS, 4 * part.column
             source = x.memory(quantized)
             at = source.addresses
-            strips_per_tile, tiles = self._linear_tiles(x.rows, part.strips)
+            strips_per_tile, chunk, tiles = self._linear_tiles(x.rows, part.strips, source.stride)
             args = [part.address, part.groups, part.strips, at[0], source.stride, *at[1:3], source.groups * 4, at[3]]
             args += [out.floats.data + column, out.floats.stride]
             args += [self._zeros(part.strips), 0] if base is None else [base.data + column, base.stride]
-            args += [program.count(x.rows), strips_per_tile]
+            args += [program.count(x.rows), strips_per_tile, chunk]
             kernel = "quantized_linear" if quantized else "dense_linear"
             reads = [source.data] if base is None else [source.data, base.data]
             program.add(f"{kernel}:{part.type}", tiles, args, reads, [(out.floats.data, part.column)])
@@ -251,25 +252,30 @@ class CpuBackend:
             self._keep[0] = aligned(strips * STRIP, np.float32)
         return int(self._keep[0].ctypes.data)
 
-    def _linear_tiles(self, rows: str, strips: int) -> tuple[int, int]:
-        """Addresses of the strips a tile takes and of the number of tiles.
+    def _linear_tiles(self, rows: str, strips: int, row_bytes: int) -> tuple[int, int, int]:
+        """Addresses of the strips and of the rows a tile takes, and of the number of tiles.
 
         Many rows: one strip, so that its weights stay in the first-level cache and the rows in the second. Few rows:
         about eight tiles a thread, long enough to stream memory, short enough to even out.
         """
-        most = max(1, strips // (8 * self.threads))
+        wanted = TILES_PER_THREAD * self.threads
+
+        def chunk(counts: dict[str, int]) -> int:
+            return tiling.row_chunk(counts[rows], row_bytes, strips, wanted)
 
         def chunks(counts: dict[str, int]) -> int:
-            return -(-counts[rows] // ROW_CHUNK)
+            return -(-counts[rows] // chunk(counts))
 
         def per_tile(counts: dict[str, int]) -> int:
-            return most if counts[rows] <= FEW_ROWS else -(-strips * chunks(counts) // MAX_TILES)
+            if counts[rows] <= FEW_ROWS:
+                return max(1, strips // wanted)
+            return -(-strips * chunks(counts) // MAX_TILES)
 
         def tiles(counts: dict[str, int]) -> int:
             return -(-strips // per_tile(counts)) * chunks(counts)
 
-        cells = self._program.cells
-        return cells.address(("strips", rows, strips), per_tile), cells.address(("tiles", rows, strips), tiles)
+        key, address = (rows, strips, row_bytes), self._program.cells.address
+        return address(("strips", *key), per_tile), address(("chunk", *key), chunk), address(("tiles", *key), tiles)
 
     def rope_kv_write(self, qkv: Buffer, rope: tuple[F32, F32], layer: int, num_heads: int) -> StepMemory:
         """Rotate, write the cache; the queries stay in the step's memory, as int8."""

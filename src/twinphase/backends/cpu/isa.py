@@ -44,9 +44,9 @@ class Isa:
         return self.name != "generic"
 
     @property
-    def row_tiles(self) -> tuple[int, ...]:
-        """Rows of the linear kernels' register tiles, largest first; the widest that fits is used for all."""
-        return (6, 4, 2, 1) if self.registers == 32 else (2, 1)
+    def linear_rows(self) -> int:
+        """Rows of the linear kernels' largest register tile."""
+        return 6 if self.registers == 32 else 2
 
     @property
     def attention_rows(self) -> int:

@@ -20,7 +20,7 @@ __all__ = ["Buffer", "Program", "StepCells"]
 class StepCells:
     """int64 numbers that kernels read by address and that are computed anew for every step."""
 
-    MOST = 64
+    MOST = 256
 
     def __init__(self) -> None:
         self._values = aligned(self.MOST, np.int64)

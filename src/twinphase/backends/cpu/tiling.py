@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-__all__ = ["ROWS_PER_TILE", "ROW_CHUNK", "SILU_PARTS"]
+__all__ = ["ROWS_PER_TILE", "SILU_PARTS", "row_chunk"]
 
-ROW_CHUNK = 192  # rows of a linear layer that stay in the second-level cache while strips of weights pass by
+CHUNK_BYTES = (
+    384 << 10
+)  # of a linear layer's inputs that stay in the second-level cache while strips of weights pass by
 ROWS_PER_TILE = 4  # rows of an elementwise tile
 SILU_PARTS = 2  # tiles of one SwiGLU row, so that a single row still feeds two threads
+
+
+def row_chunk(rows: int, row_bytes: int, strips: int, tiles: int) -> int:
+    """Rows of a linear layer's tile, for `rows` rows of `row_bytes` bytes of inputs each; at least 1.
+
+    As many as the cache holds, but few enough that `strips` strips of weights give about `tiles` tiles; in chunks of
+    equal size.
+    """
+    chunks = max(-(-rows * row_bytes // CHUNK_BYTES), min(-(-tiles // strips), rows // 48), 1)
+    return max(1, -(-rows // chunks))

@@ -16,7 +16,6 @@ from twinphase.backends.cpu.emit import F16, F32, I8, I16, I32, Emit, Value, vec
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP, SUPER, PackedFormat
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.tiling import ROW_CHUNK
 
 __all__ = ["dense_linear", "quantized_linear"]
 
@@ -136,7 +135,7 @@ def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, in
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus residual[m, n]; x in int8 groups, w packed.
 
     Arguments: w, groups, strips, data, data stride, scale, fsum, scale stride, isum, out, out stride, residual,
-    residual stride, address of the row count, address of the strips a tile takes. Strides are bytes.
+    residual stride, addresses of the row count, of the strips a tile takes, and of the rows it takes. Strides are bytes.
     """
     fmt = FORMATS[format_name]
     per_header = SUPER if fmt.nested else 1
@@ -200,13 +199,12 @@ def _linear(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callab
     """
     pieces = 1 if isa.lanes == 16 else 2  # a narrow register file holds one block of 16 outputs
     columns, nested = STRIP // pieces, header > 0
-    sizes = (*isa.row_tiles, *isa.row_tiles[-1:] * (4 - len(isa.row_tiles)))
-    arguments = fields(15)
+    most, arguments = isa.linear_rows, fields(16)
 
     def tiles(e: Emit, size: Value, w: Value, groups: Value, data: Value, data_stride: Value, scale: Value, fsum: Value,
               scale_stride: Value, isum: Value, out: Value, out_stride: Value, residual: Value, residual_stride: Value,
               block: Value) -> None:  # fmt: skip
-        for rows in isa.row_tiles:
+        for rows in range(most, 0, -1):
             with e.b.if_then(e.b.icmp_signed("==", size, e.i64(rows))):
                 x = Inputs(data, data_stride, scale, fsum, scale_stride, isum)
                 totals = write(e, rows, columns // isa.lanes, w, groups, x, block)
@@ -216,29 +214,23 @@ def _linear(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callab
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (w, groups, strips, data, data_stride, scale, fsum, scale_stride, isum, out, out_stride, residual,
-         residual_stride, count, per_tile) = arguments(args)  # fmt: skip
-        rows, per_tile = load_i64(count), load_i64(per_tile)
+         residual_stride, count, per_tile, chunk) = arguments(args)  # fmt: skip
+        per_tile, chunk = load_i64(per_tile), load_i64(chunk)
         strip_bytes = groups * record
         if nested:
             strip_bytes += groups // SUPER * header
         strip_tiles = (strips + per_tile - 1) // per_tile
-        first_row, first_strip = tile // strip_tiles * ROW_CHUNK, tile % strip_tiles * per_tile
-        end_row = min(rows, first_row + ROW_CHUNK)
-        size = sizes[3]
-        for i in range(3):
-            if end_row - first_row >= sizes[2 - i]:
-                size = sizes[2 - i]
+        first_row, first_strip = tile // strip_tiles * chunk, tile % strip_tiles * per_tile
+        rows = min(load_i64(count) - first_row, chunk)
+        blocks = (rows + most - 1) // most  # of as equal heights as can be
         for s in range(first_strip, min(strips, first_strip + per_tile)):
             for piece in range(pieces):
                 column = 4 * (s * STRIP + piece * columns)
-                m = first_row
-                while m < end_row:
-                    # Where rows are left over, the last tile starts early and computes some twice, to the same bits.
-                    m = min(m, end_row - size)
+                for i in range(blocks):
+                    m, end = first_row + i * rows // blocks, first_row + (i + 1) * rows // blocks
                     at = m * scale_stride
-                    tile_of(size, w + s * strip_bytes, groups, data + m * data_stride, data_stride, scale + at,
+                    tile_of(end - m, w + s * strip_bytes, groups, data + m * data_stride, data_stride, scale + at,
                             fsum + at, scale_stride, isum + 2 * at, out + m * out_stride + column, out_stride,
                             residual + m * residual_stride + column, residual_stride, piece)  # fmt: skip
-                    m += size
 
     return KERNEL_SIGNATURE, kernel
