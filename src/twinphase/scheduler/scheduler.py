@@ -143,7 +143,8 @@ class Scheduler:
                 again = max(0, min(request.num_computed_tokens, request.most_computed_tokens) - before)
                 request.num_recomputed_tokens += again
                 self.num_recomputed_tokens += again
-            self.kv_cache.keep_computed(request, before)
+            if share.request_id not in output.errors:  # what failed may never have been computed: nobody may find it
+                self.kv_cache.keep_computed(request, before)
             reason = self._append(request, output.token_ids.get(share.request_id, [])) if share.samples else None
             if share.request_id in output.errors:
                 reason, request.error = FinishReason.ERROR, output.errors[share.request_id]
