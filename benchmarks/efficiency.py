@@ -24,8 +24,8 @@ from tests.tiny_gguf import write_tiny_gguf  # noqa: E402
 from twinphase import LLM, SamplingParams  # noqa: E402
 from twinphase.backends.cpu.ceilings import measure  # noqa: E402
 from twinphase.backends.cpu.isa import choose_isa  # noqa: E402
-from twinphase.phases.cost import rows_cost, weight_bytes_read  # noqa: E402
 from twinphase.phases.hardware import Ceilings, processor_name  # noqa: E402
+from twinphase.phases.work import rows_cost, weight_bytes_read  # noqa: E402
 from twinphase.request import Request  # noqa: E402
 
 SHAPES = {
@@ -98,7 +98,8 @@ def main() -> None:
         if args.shape:
             print(f"Writing random weights in the shape of {args.shape} ...", file=sys.stderr)
             model = str(write_tiny_gguf(Path(folder) / f"{args.shape}.gguf", **SHAPES[args.shape]))
-        llm = LLM(model, threads=args.threads)
+        # The same prompts come again: what the prefix cache held would not be computed.
+        llm = LLM(model, threads=args.threads, enable_prefix_caching=False)
         print(f"{processor_name()}, {args.threads} threads, {args.shape or args.model}, {datetime.date.today()}, "
               f"medians of {args.reps}")  # fmt: skip
         table(llm, args.threads, args.reps)

@@ -1,0 +1,321 @@
+"""What the benchmarks of many requests share: an engine stepped by hand, loads, statistics, tables, files, plots.
+
+For: `many_requests.py` and its `subjects`. Not for: comparing engines (`versus_peers.py`), nor one request alone
+(`efficiency.py`). Nothing here asserts a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from peers.engines import ForeignCpu
+from peers.points import Prompts
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from twinphase import LLM, SamplingParams
+from twinphase.engine.engine import StepResult
+from twinphase.phases.hardware import processor_name
+from twinphase.phases.timeline import RequestTimeline, StepRecord
+from twinphase.request import Request
+
+Value = TypeVar("Value")
+RESULTS = Path(__file__).resolve().parent / "results"
+QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
+WARM_PROMPTS = (40, 200, 600)
+
+
+@dataclass
+class Ticket:
+    """One request under measurement.
+
+    Attributes:
+        request: the engine's.
+        timeline: its ledger.
+        submitted: when it was handed to the engine, seconds.
+        times: when each output token was out, seconds.
+        steps: index of the step that brought each.
+    """
+
+    request: Request
+    timeline: RequestTimeline
+    submitted: float
+    times: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        """First token out - submitted, seconds."""
+        return self.times[0] - self.submitted
+
+    @property
+    def gaps(self) -> list[float]:
+        """Time before each token but the first; `gaps[i]` ends with `times[i + 1]`."""
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+class Driver:
+    """An engine stepped by hand, so that the time of every token is seen and no text is made."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.engine = llm.engine
+        self.records: list[StepRecord] = []
+        self.walls: list[float] = []  # whole `step()` calls, seconds: a record ends before its own bookkeeping
+        self._tickets: dict[str, Ticket] = {}
+        self._count = 0
+
+    def submit(self, prompt: list[int], max_tokens: int) -> Ticket:
+        """Queue one greedy request whose end-of-text is ignored."""
+        self._count += 1
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        start = time.perf_counter()
+        request = Request(str(self._count), prompt, params, arrival_time=start)
+        ticket = Ticket(request, self.engine.add_request(request), start)
+        self._tickets[request.request_id] = ticket
+        return ticket
+
+    def step(self) -> StepResult:
+        """One step; every token that came out is stamped."""
+        start = time.perf_counter()
+        result = self.engine.step()
+        now = time.perf_counter()
+        self.records.append(result.record)
+        self.walls.append(now - start)
+        for request_id, tokens in result.output.token_ids.items():
+            ticket = self._tickets[request_id]
+            ticket.times.extend([now] * len(tokens))
+            ticket.steps.extend([result.record.index] * len(tokens))
+        for request in result.finished:
+            del self._tickets[request.request_id]
+            if request.error:
+                raise RuntimeError(f"request {request.request_id} failed: {request.error}")
+        return result
+
+    def run(self) -> float:
+        """Step until idle; returns when the last step ended."""
+        while self.engine.has_work:
+            self.step()
+        return time.perf_counter()
+
+    def abort(self) -> None:
+        """End every unfinished request, and forget the records."""
+        for request_id in list(self._tickets):
+            self.engine.abort(request_id)
+        self._tickets.clear()
+        self.records, self.walls = [], []
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The nearest-rank percentile: a value that occurred. NaN without values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)] if ordered else math.nan
+
+
+def spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
+    """Median ± half range."""
+    middle, half = statistics.median(values) * scale, (max(values) - min(values)) / 2 * scale
+    return f"{middle:,.{digits}f} ±{half:,.{digits}f}"
+
+
+@dataclass
+class Report:
+    """What a subject found.
+
+    Attributes:
+        title: one line.
+        header, rows: the table.
+        notes: what a reader must know to judge it.
+        values: everything measured, for the file.
+        draw: draws it on matplotlib axes, if it can be drawn.
+        label: names of the axes, x and y.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+    values: Any
+    draw: Callable[[Any], None] | None = None
+    label: tuple[str, str] = ("", "")
+
+
+class Bench:
+    """One subject's run: opens engines, repeats what was disturbed, shows progress, and publishes the report."""
+
+    def __init__(self, args: argparse.Namespace, subject: str) -> None:
+        self.args = args
+        self.subject = subject
+        self.prompts = Prompts(None)
+        self.foreign: list[float] = []
+        self.checkpoint = Path()
+        self.config: Any = None
+        self._progress: Progress | None = None
+        self._task: Any = None
+
+    def open(self, **config: Any) -> Driver:
+        """An engine of its own, warm; prefix cache off unless asked for, so that no repetition helps the next."""
+        settings = {"threads": self.args.threads, "enable_prefix_caching": False, **config}
+        if self.args.kv_cache_dtype != "auto":
+            settings["kv_cache_dtype"] = self.args.kv_cache_dtype
+        llm = LLM(self.args.model, **settings)
+        self.checkpoint, self.config = llm.checkpoint.path, llm.config
+        driver = Driver(llm)
+        limit = min(llm.config.num_kv_blocks * llm.config.block_size, llm.config.max_model_len) - 8
+        for length in WARM_PROMPTS:
+            driver.submit(self.prompts.take(min(length, limit)), 8)
+        driver.run()
+        driver.abort()
+        return driver
+
+    @contextlib.contextmanager
+    def steps(self, total: int) -> Iterator[None]:
+        """A progress bar on stderr over `total` measurements."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as self._progress:
+            self._task = self._progress.add_task(self.subject, total=total)
+            yield
+
+    def measure(self, what: str, function: Callable[[], Value]) -> Value:
+        """Measure; once more, with fresh prompts, where others used the processor meanwhile, up to `--retries`."""
+        if self._progress:
+            self._progress.update(self._task, description=f"{self.subject}: {what}")
+        found: list[tuple[float, Value]] = []
+        for _ in range(self.args.retries + 1):
+            foreign = ForeignCpu(os.getpid())
+            value = function()
+            found.append((foreign.cores() or 0.0, value))
+            if found[-1][0] <= QUIET_CORES:
+                break
+        others, value = min(found, key=lambda item: item[0])
+        self.foreign.append(others)
+        if self._progress:
+            self._progress.advance(self._task)
+        return value
+
+    def _conditions(self) -> dict[str, str]:
+        disturbed = sum(others > QUIET_CORES for others in self.foreign)
+        others = "not known"
+        if self.foreign:
+            others = f"median {statistics.median(self.foreign):.2f}, highest {max(self.foreign):.2f} cores; "
+            others += f"{disturbed} of {len(self.foreign)} measurements stayed disturbed"
+        return {
+            "machine": f"{processor_name()}, {os.cpu_count()} cores, {self.args.threads} threads",
+            "model": f"{self.checkpoint.name}, kv_cache_dtype {self.args.kv_cache_dtype}",
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "method": f"medians of {self.args.reps} repetitions, interleaved; prompts are random token ids",
+            "CPU used by others": others,
+        }
+
+    def publish(self, report: Report) -> None:
+        """Print the table, save the values, and draw the plot where matplotlib is installed."""
+        conditions = self._conditions()
+        print(f"\n## {report.title}\n")
+        print(f"| {' | '.join(report.header)} |")
+        print(f"|{'|'.join(['---', *['---:'] * (len(report.header) - 1)])}|")
+        for row in report.rows:
+            print(f"| {' | '.join(row)} |")
+        print()
+        for note in report.notes:
+            print(f"- {note}")
+        for key, text in conditions.items():
+            print(f"- {key}: {text}")
+        folder = self.args.out
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.subject}-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
+        stored = {"title": report.title, "conditions": conditions, "notes": list(report.notes)}
+        stored["config"] = str(self.config)
+        stored["header"], stored["rows"], stored["values"] = list(report.header), list(report.rows), report.values
+        path.write_text(json.dumps(stored, indent=1) + "\n")
+        print(f"values: {path}", file=sys.stderr)
+        self._draw(report, path.with_suffix(".png"), conditions)
+
+    def _draw(self, report: Report, path: Path, conditions: dict[str, str]) -> None:
+        if report.draw is None:
+            return
+        try:
+            import matplotlib
+        except ImportError:
+            print("no plot: matplotlib is not installed", file=sys.stderr)
+            return
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(8, 5), constrained_layout=True)
+        report.draw(axes)
+        axes.set_title(f"{report.title}\n{conditions['model']}; {conditions['date']}", fontsize=10)
+        axes.set_xlabel(report.label[0])
+        axes.set_ylabel(report.label[1])
+        axes.grid(True, alpha=0.3)
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+        print(f"plot: {path}", file=sys.stderr)
+
+
+@dataclass
+class Interruption:
+    """Running decodes into which one long prompt came.
+
+    Attributes:
+        decodes: the running ones.
+        prompt: the long one.
+        records: of every step since the decodes ran.
+    """
+
+    decodes: list[Ticket]
+    prompt: Ticket
+    records: list[StepRecord]
+
+    @property
+    def prompt_steps(self) -> list[StepRecord]:
+        """The steps that computed a part of the long prompt."""
+        return [record for record in self.records if self.prompt.request.request_id in record.prefill_ids]
+
+    def gaps_before(self, ticket: Ticket) -> list[float]:
+        """A decode's gaps that ended before the long prompt came."""
+        return [gap for gap, at in zip(ticket.gaps, ticket.times[1:], strict=True) if at <= self.prompt.submitted]
+
+    def gaps_within(self, ticket: Ticket) -> list[float]:
+        """A decode's gaps while the long prompt was read: those ended by a step that computed a part of it."""
+        steps = {record.index for record in self.prompt_steps}
+        return [gap for gap, step in zip(ticket.gaps, ticket.steps[1:], strict=True) if step in steps]
+
+
+def interrupt(driver: Driver, prompts: Prompts, count: int, own: int, length: int, before: int = 64) -> Interruption:
+    """Let `count` requests of `own` prompt tokens decode, and send a prompt of `length` tokens into them.
+
+    Args:
+        driver: idle; its cache must hold all of it.
+        prompts: fresh text.
+        count: decodes.
+        own: prompt tokens of each.
+        length: tokens of the long prompt.
+        before: steps of decodes alone before it comes.
+    """
+    room = driver.llm.config.max_model_len - own
+    decodes = [driver.submit(prompts.take(own), room) for _ in range(count)]
+    while not all(ticket.times for ticket in decodes):
+        driver.step()
+    driver.records.clear()
+    for ticket in decodes:
+        ticket.times, ticket.steps = ticket.times[-1:], ticket.steps[-1:]
+    for _ in range(before):
+        driver.step()
+    prompt = driver.submit(prompts.take(length), 16)
+    while len(prompt.times) < 16:
+        driver.step()
+    found = Interruption(decodes, prompt, driver.records)
+    driver.abort()
+    return found
