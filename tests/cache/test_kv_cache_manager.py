@@ -4,97 +4,145 @@ from hypothesis import strategies as st
 
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.errors import CacheFullError
-from twinphase.request import Request, SamplingParams
+from twinphase.request import MissReason, PrefixMiss, Request, SamplingParams
+
+TEN = list(range(10))
 
 
-def make_request(prompt, output=(), request_id="r"):
-    return Request(request_id, list(prompt), SamplingParams(), output_token_ids=list(output))
+def make_request(prompt, output=(), request_id="r", salt=None):
+    return Request(request_id, list(prompt), SamplingParams(), output_token_ids=list(output), cache_salt=salt)
 
 
-def test_blocks_grow_with_tokens():
+def start(manager, request):
+    """Admit a request; the blocks it shares."""
+    prefix = manager.find_prefix(request)
+    manager.start(request, prefix)
+    return prefix
+
+
+def compute(manager, request, num_tokens):
+    before, request.num_computed_tokens = request.num_computed_tokens, num_tokens
+    manager.keep_computed(request, before)
+
+
+def finished(manager, prompt, output=(7,), salt=None):
+    """A request that came, computed all but its last token, and went."""
+    request = make_request(prompt, output, "old", salt)
+    start(manager, request)
+    compute(manager, request, request.num_tokens - 1)
+    manager.free(request)
+    return request
+
+
+def test_a_request_gets_blocks_for_its_tokens_and_grows():
     manager = KVCacheManager(num_blocks=4, block_size=16)
-    request = make_request(range(40))
-    manager.allocate(request, 16)
-    assert request.block_ids == [0]
-    request.num_computed_tokens = 16
-    manager.allocate(request, 1)
+    request = make_request(range(20))
+    assert start(manager, request) == []
     assert request.block_ids == [0, 1]
-    manager.allocate(request, 16)  # 32 tokens fit already
+    assert manager.grow(request, 32) and request.block_ids == [0, 1]
+    assert manager.grow(request, 33) and request.block_ids == [0, 1, 2]
+    manager.check_integrity([request])
+
+
+def test_a_full_cache_changes_nothing():
+    manager = KVCacheManager(num_blocks=2, block_size=16)
+    request = make_request(range(20))
+    start(manager, request)
+    assert not manager.grow(request, 33)
+    with pytest.raises(CacheFullError, match="needs 1 more KV cache blocks for its 5 tokens; 0 of 2 are available"):
+        manager.start(make_request(range(5)), [])
     assert request.block_ids == [0, 1]
     manager.check_integrity([request])
 
 
-def test_a_full_cache_says_the_numbers_and_takes_nothing():
-    manager = KVCacheManager(num_blocks=2, block_size=16)
-    request = make_request(range(40))
-    manager.allocate(request, 16)
-    with pytest.raises(CacheFullError, match="needs 2 more KV cache blocks for its 40 tokens; 1 of 2"):
-        manager.allocate(request, 40)
-    assert request.block_ids == [0]
-
-
 def test_free_gives_all_back():
-    manager = KVCacheManager(num_blocks=2, block_size=4)
-    request = make_request(range(8))
-    manager.allocate(request, 8)
-    request.num_computed_tokens = 8
-    manager.free(request)
-    assert (manager.pool.num_free, request.block_ids, request.num_computed_tokens) == (2, [], 0)
+    manager = KVCacheManager(num_blocks=4, block_size=4)
+    request = finished(manager, TEN)
+    assert (request.block_ids, request.num_computed_tokens) == ([], 0)
+    assert (manager.pool.num_free, manager.pool.num_cached) == (2, 2)  # the full blocks stay findable
 
 
-def finished(manager, prompt, output):
-    """A request whose tokens are all computed but the last sampled one."""
-    request = make_request(prompt, output, "old")
-    manager.allocate(request, request.num_tokens - 1)
-    request.num_computed_tokens = request.num_tokens - 1
-    return request
-
-
-def test_the_next_turn_takes_over_the_common_prefix():
+def test_the_next_turn_shares_the_full_blocks_of_the_last():
     manager = KVCacheManager(num_blocks=8, block_size=4)
-    old = finished(manager, range(10), [20, 21, 22])  # 12 tokens computed, 3 blocks
-    new = make_request([*range(10), 20, 21, 22, 30, 31], request_id="new")
-    assert manager.hand_over(old, new) == 12
-    assert (new.num_computed_tokens, new.num_cached_tokens, new.block_ids) == (12, 12, [0, 1, 2])
-    assert (old.block_ids, old.num_computed_tokens) == ([], 0)
-    manager.check_integrity([old, new])
+    finished(manager, TEN, [20, 21, 22])  # 12 tokens computed: 3 full blocks, output included
+    turn = make_request([*TEN, 20, 21, 22, 30, 31])
+    assert start(manager, turn) == [0, 1, 2]
+    assert (turn.num_computed_tokens, turn.num_cached_tokens, len(turn.block_ids)) == (12, 12, 4)
+    assert turn.prefix_miss == PrefixMiss(MissReason.BLOCK_GRANULARITY, 12)
+    assert (manager.num_queried_tokens, manager.num_hit_tokens) == (10 + 15, 12)
+    manager.check_integrity([turn])
 
 
-def test_a_diverging_turn_frees_the_rest():
+def test_blocks_are_shared_while_their_first_owner_still_runs():
     manager = KVCacheManager(num_blocks=8, block_size=4)
-    old = finished(manager, range(10), [20, 21, 22])
-    new = make_request([0, 1, 2, 3, 4, 99, 6], request_id="new")
-    assert manager.hand_over(old, new) == 5
-    assert len(new.block_ids) == 2
-    assert manager.pool.num_free == 6
-    manager.check_integrity([old, new])
+    one, two = make_request(TEN), make_request(TEN)
+    start(manager, one)
+    compute(manager, one, 10)
+    assert start(manager, two) == one.block_ids[:2]
+    manager.check_integrity([one, two])
+    manager.free(one)
+    manager.check_integrity([two])
+    assert manager.pool.num_held == 3
 
 
 def test_one_token_is_left_to_compute():
-    manager = KVCacheManager(num_blocks=8, block_size=4)
-    old = finished(manager, range(10), [20])
-    new = make_request(range(10), request_id="new")
-    assert manager.hand_over(old, new) == 9
+    manager = KVCacheManager(num_blocks=8, block_size=5)
+    finished(manager, TEN)
+    request = make_request(TEN)
+    start(manager, request)
+    assert (request.num_computed_tokens, request.prefix_miss) == (5, PrefixMiss(MissReason.BLOCK_GRANULARITY, 5))
 
 
-def test_a_begun_request_takes_nothing_over():
+def test_between_chunks_a_request_skips_what_others_computed_meanwhile():
+    manager = KVCacheManager(num_blocks=12, block_size=2)
+    early, late = make_request(TEN), make_request(TEN)
+    for request in (early, late):
+        start(manager, request)
+    compute(manager, late, 2)
+    manager.share_new_prefix(late)
+    assert late.num_computed_tokens == 2
+    compute(manager, early, 8)
+    own = late.block_ids
+    manager.share_new_prefix(late)
+    assert late.num_computed_tokens == late.num_cached_tokens + 2 == 8
+    assert late.block_ids == [own[0], *early.block_ids[1:4], own[4]]
+    manager.check_integrity([early, late])
+    compute(manager, early, 9)
+    late.num_computed_tokens = 9  # in the middle of a block there is nothing to skip to
+    assert manager.find_prefix(late) == []
+
+
+def test_free_blocks_needed_counts_cached_ones_that_a_prefix_takes():
     manager = KVCacheManager(num_blocks=8, block_size=4)
-    old, new = finished(manager, range(10), [20]), finished(manager, range(10), [20])
-    with pytest.raises(ValueError, match="has begun already"):
-        manager.hand_over(old, new)
+    finished(manager, TEN)
+    request = make_request(TEN)
+    prefix = manager.find_prefix(request)
+    assert manager.free_blocks_needed(request, 10, prefix) == 3
+    start(manager, request)
+    assert manager.free_blocks_needed(make_request(TEN), 10, prefix) == 1
+
+
+def test_switched_off():
+    manager = KVCacheManager(num_blocks=8, block_size=4, enable_prefix_caching=False)
+    finished(manager, TEN)
+    request = make_request(TEN)
+    assert start(manager, request) == []
+    assert request.prefix_miss == PrefixMiss(MissReason.DISABLED, 0)
+    assert manager.pool.num_cached == 0
 
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+salts = st.sampled_from([None, "a"])
 
 
-@given(tokens, tokens, tokens, st.integers(1, 5))
-def test_hand_over_is_the_longest_prefix_and_leaks_nothing(prompt, output, new_prompt, block_size):
-    manager = KVCacheManager(num_blocks=64, block_size=block_size)
-    old, new = finished(manager, prompt, output), make_request(new_prompt, request_id="new")
-    computed = old.token_ids(0, old.num_computed_tokens)
-    length = manager.hand_over(old, new)
-    assert computed[:length] == new_prompt[:length]
-    bound = min(len(computed), len(new_prompt) - 1)
-    assert length == bound or computed[length] != new_prompt[length]
-    assert len(new.block_ids) == manager.blocks_for(length)
-    manager.check_integrity([old, new])
+@given(tokens, tokens, tokens, st.integers(1, 5), salts, salts)
+def test_what_is_shared_is_the_longest_prefix_in_full_blocks(prompt, output, new_prompt, size, old_salt, salt):
+    manager = KVCacheManager(num_blocks=64, block_size=size)
+    old, new = finished(manager, prompt, output, old_salt), make_request(new_prompt, salt=salt)
+    computed = old.token_ids(0, old.num_tokens - 1)
+    most = min(len(computed), len(new_prompt) - 1) // size
+    equal = [computed[: n * size] == new_prompt[: n * size] for n in range(most + 1)]
+    assert len(start(manager, new)) == (sum(equal) - 1 if salt == old_salt else 0)
+    manager.check_integrity([new])
+    if salt != old_salt and salt is not None and len(new_prompt) > size:
+        assert new.prefix_miss == PrefixMiss(MissReason.SALT, 0)
