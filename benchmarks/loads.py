@@ -255,13 +255,20 @@ class Bench:
 
         figure, axes = plt.subplots(figsize=(8, 5), constrained_layout=True)
         report.draw(axes)
-        axes.set_title(f"{report.title}\n{conditions['model']}; {conditions['date']}", fontsize=10)
+        figure.suptitle(f"{report.title}\n{conditions['model']}; {conditions['date']}", fontsize=10)
         axes.set_xlabel(report.label[0])
         axes.set_ylabel(report.label[1])
         axes.grid(True, alpha=0.3)
         figure.savefig(path, dpi=120)
         plt.close(figure)
         print(f"plot: {path}", file=sys.stderr)
+
+
+def log_ticks(axes: Any, values: Sequence[float]) -> None:
+    """A logarithmic x axis with plain numbers at the measured values."""
+    axes.set_xscale("log")
+    axes.set_xticks(list(values), [f"{value:g}" for value in values])
+    axes.minorticks_off()
 
 
 @dataclass

@@ -13,7 +13,7 @@ import argparse
 import statistics
 from typing import Any
 
-from loads import Bench, Driver, Report, spread
+from loads import Bench, Driver, Report, log_ticks, spread
 
 from twinphase.backends.cpu.ceilings import measure
 from twinphase.backends.cpu.isa import choose_isa
@@ -126,7 +126,7 @@ def make_report(bench: Bench, driver: Driver, found: dict[int, list[dict[str, An
         axes.plot(batches, [b / compute for b, compute, _ in points], "--", label="limit of arithmetic")
         if at:
             axes.axvline(at, color="grey", linestyle=":", label=f"balance: batch {at:.0f}")
-        axes.set_xscale("log", base=2)
+        log_ticks(axes, batches)
         axes.set_yscale("log")
         axes.legend()
 

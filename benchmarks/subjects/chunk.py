@@ -103,6 +103,7 @@ def make_report(bench: Bench, found: dict[str, list[dict[str, Any]]], rehearsals
             axes.annotate(name, (p99, ttft / 1e3), xytext=(5, 5), textcoords="offset points", fontsize=9)
             if name.startswith("automatic"):
                 axes.axvline(float(name.split()[1]), color=mark.get_color(), linewidth=0.8, linestyle=":")
+        axes.margins(x=0.25)
         axes.set_xscale("log")
 
     errors = [one["model_error"] for reps in found.values() for one in reps]

@@ -18,7 +18,7 @@ import statistics
 import time
 from typing import Any
 
-from loads import Bench, Driver, Report, spread
+from loads import Bench, Driver, Report, log_ticks, spread
 
 SUBJECT = "static"
 MODES = ("continuous", "static", "naive")
@@ -114,7 +114,7 @@ def make_report(bench: Bench, found: dict[tuple[str, int], dict[str, list[dict[s
                 points = [(longest, ratio(modes, other, "rate")) for (k, longest), modes in found.items() if k == kind]
                 label = f"{kind}, over {other}"
                 axes.plot(*zip(*sorted(points), strict=True), style, color=f"C{color}", marker="o", label=label)
-        axes.set_xscale("log", base=2)
+        log_ticks(axes, sorted({longest for _, longest in found}))
         axes.axhline(1.0, color="grey", linewidth=0.8)
         axes.legend()
 
