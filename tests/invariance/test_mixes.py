@@ -208,7 +208,7 @@ class Mixes(RuleBasedStateMachine):
         if running:
             request = running[which % len(running)]
             self.scheduler._preempt(request)
-            self.timelines[request.request_id].running = False  # as the ledger does where a batch says so
+            self.engine.ledger._running.pop(request.request_id)  # as where a batch says so
             self.tally.count["forced preemptions"] += 1
 
     @rule()
