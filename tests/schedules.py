@@ -1,16 +1,22 @@
-"""A scheduler without a model: requests of made-up tokens, steps whose tokens the test chooses."""
+"""A scheduler, or an engine, without a model: made-up tokens, steps whose tokens and times the test chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.engine.engine import Engine
+from twinphase.phases.cost import FEATURES, CostModel
+from twinphase.phases.work import ModelShape
 from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
 
 EOS = 2
+SHAPE = ModelShape(1000, 500, 2000, 700, 2, 4, 2, 8)
+# Seconds of a step, and of a row; nothing else costs anything.
+PRICES = [1.0 if name == "step" else 0.1 if name.endswith("rows") else 0.0 for name in FEATURES]
 
 
 @dataclass
@@ -66,3 +72,34 @@ def chunks(batch: Batch) -> list[tuple[str, int, int]]:
 
 def ids(shares) -> list[str]:
     return [share.request_id for share in shares]
+
+
+class Machine:
+    """An executor with a clock that only it advances: token 7 for everyone, or an error for those that are struck."""
+
+    def __init__(self, seconds: Callable[[StepWork], float] | None = None) -> None:
+        self.now, self.struck = 100.0, set()
+        self.seconds = seconds or CostModel(PRICES).seconds
+
+    def execute(self, batch: Batch) -> StepOutput:
+        if self.struck & set(ids(batch.scheduled)):
+            raise RuntimeError("struck\nby the test")
+        self.now += self.seconds(batch.work)
+        return StepOutput({name: [7] for name in ids(share for share in batch.scheduled if share.samples)})
+
+
+def machine_engine(machine: Machine, prices=PRICES, **settings) -> Engine:
+    """An engine on a machine; without noise, the cost model knows what steps take from the first on."""
+    model = CostModel(prices)
+    scheduler = make_scheduler(times=model, **settings)
+    return Engine(scheduler, machine, model, shape=SHAPE, vocab_size=100, clock=lambda: machine.now)
+
+
+def engine_request(request_id: str, prompt: int | Sequence[int], **options) -> Request:
+    """A request of a machine's vocabulary, with a prompt of its own unless its tokens are given."""
+    if isinstance(prompt, int):
+        number = sum(ord(c) << 8 * i for i, c in enumerate(request_id))
+        prompt = [10 + (number >> i % 16 * 2 & 63) for i in range(prompt)]
+    request = make_request(request_id, prompt, **{"temperature": 0.0, **options})
+    request.arrival_time = 100.0
+    return request

@@ -6,9 +6,15 @@ from twinphase.errors import InvalidRequestError
 
 def test_resolving_fills_in_what_the_model_decides():
     config = EngineConfig().resolve(1000)
-    assert (config.max_model_len, config.num_kv_blocks) == (1000, 63)
+    assert (config.max_model_len, config.num_kv_blocks) == (1000, 16384 // 16)
+    assert EngineConfig().resolve(100_000).num_kv_blocks == 100_000 // 16
     assert EngineConfig(max_model_len=32, num_kv_blocks=9).resolve(1000).num_kv_blocks == 9
     assert EngineConfig(max_num_batched_tokens=8).resolve(1000).max_num_seqs == 8
+
+
+def test_no_more_than_the_models_context():
+    with pytest.raises(InvalidRequestError, match="max_model_len is 1001, .* trained for 1000"):
+        EngineConfig(max_model_len=1001).resolve(1000)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +26,12 @@ def test_resolving_fills_in_what_the_model_decides():
         ({"num_kv_blocks": 1.5}, "num_kv_blocks is 1.5"),
         ({"seed": -1}, "seed is -1"),
         ({"backend": "tpu"}, "Use one of: cpu, reference"),
+        ({"kv_cache_dtype": "int4"}, "Use one of: auto, int8"),
+        ({"scheduling_policy": "lifo"}, "Use one of: fcfs, priority"),
+        ({"itl_slo_ms": 0}, "itl_slo_ms is 0"),
+        ({"itl_slo_ms": float("nan")}, "itl_slo_ms is nan"),
+        ({"itl_slo_ms": True}, "itl_slo_ms is True"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1"),
     ],
 )
 def test_values_out_of_range(fields, match):

@@ -14,6 +14,7 @@ SHAPE = ModelShape(1000, 500, 600, 300, 2, 4, 2, 64, kv_token_bytes=2 * 2 * (64 
 PRICES = (2e-3, 1e-4, 5e-4, 1e-4, 1e-8, 1e-6, 1e-5)
 CEILINGS = Ceilings("p", 1, "generic", ((1, 1e6), (1 << 30, 1e6)), 1e6, 1e5, None)
 UNITS = Units("int8", "int8", "float32")
+NONE = Cost()
 
 
 def make_machine(**config):
@@ -28,7 +29,7 @@ def make_request(**fields):
     return request
 
 
-def step(index, start, end, prefill_tokens=0, ids=(), decode=Cost(), prefill=Cost()):
+def step(index, start, end, prefill_tokens=0, ids=(), decode=NONE, prefill=NONE):
     return StepRecord(index, start, end, prefill_tokens, 1, prefill, decode, ids, 1)
 
 

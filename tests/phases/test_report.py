@@ -4,23 +4,12 @@ import json
 
 import pytest
 
-from twinphase.batch import Phase
-from twinphase.phases.work import Cost, ModelShape
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.report import Report, Units, report
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
+from twinphase.phases.work import Cost
 from twinphase.terminal import percentages, report_lines
 
-SHAPE = ModelShape(
-    linear_parameters=1000,
-    head_parameters=500,
-    linear_bytes=600,
-    head_bytes=300,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=1,
-)
 CEILINGS = Ceilings("p", 1, "generic", ((1, 1e6), (1 << 30, 1e6)), 1e6, 1e5, None)
 UNITS = Units(linear="int8", scores="int8", values="float32")
 
@@ -28,14 +17,14 @@ UNITS = Units(linear="int8", scores="int8", values="float32")
 def timeline(decode_steps: int = 2) -> RequestTimeline:
     line = RequestTimeline(arrival=10.0)
     line.mark(IntervalKind.TOKENIZE, 10.1)
-    flops = 2 * 1000 * 4 + 2 * 500 + 700  # linear layers, head, attention
-    record = StepRecord(10.2, 10.3, 4, 0, Cost(flops, 950), Cost())
-    line.add_step(record, Phase.PREFILL, 4, record.prefill)
+    line.queue_until(10.2, "")
+    record = StepRecord(0, 10.2, 10.3, 4, 0, Cost(9000, 700, 950), Cost())  # linear layers and head, attention
+    line.add_prefill(record, 4, own=0.06, again=False)
     line.hand_over_tokens(1, 10.3)
     for step in range(decode_steps):
-        start = 10.3 + 0.1 * step
-        record = StepRecord(start, start + 0.1, 0, 1, Cost(), Cost(3000, 60000))
-        line.add_step(record, Phase.DECODE, 1, record.decode)
+        start = line.end
+        record = StepRecord(step + 1, start, start + 0.1, 0, 1, Cost(), Cost(3000, 0, 60000))
+        line.add_decode(record, 1, own=0.05, decodes=0.08)
         line.hand_over_tokens(1, start + 0.1)
     return line
 
@@ -43,7 +32,6 @@ def timeline(decode_steps: int = 2) -> RequestTimeline:
 def make(ceilings: Ceilings | None = CEILINGS, wall: float = 2.0, load: float = 1.0, steps: int = 2) -> Report:
     return report(
         timeline(steps),
-        shape=SHAPE,
         units=UNITS,
         ceilings=ceilings,
         wall_seconds=wall,
@@ -92,7 +80,7 @@ def test_a_request_without_decode_steps() -> None:
 
 def test_a_request_that_never_ran() -> None:
     line = RequestTimeline(arrival=0.0)
-    result = report(line, shape=SHAPE, units=UNITS, ceilings=CEILINGS, wall_seconds=0.0)
+    result = report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=0.0)
     assert [row.share for row in result.rest] == [0.0]
     assert len(report_lines(result)) == 3
 
