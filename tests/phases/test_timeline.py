@@ -5,7 +5,6 @@ import pytest
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost
 
-
 NONE = Cost()
 
 
