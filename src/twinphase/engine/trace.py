@@ -16,6 +16,7 @@ Prompts are in the log: treat it as you treat them.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,8 +66,9 @@ class TraceWriter:
     """Appends to a log; each step is on disk when it is done."""
 
     def __init__(self, file: IO[str], header: dict[str, Any]) -> None:
-        """Write the header, from `trace_header` before anything was run."""
+        """Write the header, from `trace_header` before anything was run; `file` is closed when the writer goes."""
         self._file = file
+        weakref.finalize(self, file.close)
         self._write("header", header)
 
     def add(self, request: Request) -> None:
