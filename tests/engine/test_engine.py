@@ -3,137 +3,177 @@ import random
 import numpy as np
 import pytest
 
-from twinphase.batch import Batch, StepOutput
-from twinphase.cache.kv_cache_manager import KVCacheManager
-from twinphase.engine.engine import Engine
-from twinphase.errors import CacheFullError, ContextLengthError, InvalidRequestError
-from twinphase.phases.work import ModelShape, rows_cost
-from twinphase.phases.timeline import IntervalKind
-from twinphase.request import FinishReason, Request, SamplingParams
-from twinphase.scheduler.scheduler import Scheduler
-
-SHAPE = ModelShape(1000, 500, 2000, 700, 2, 4, 2, 8)
-
-
-class FakeExecutor:
-    """Token 7 for everyone; fails when told to. Each step takes a second."""
-
-    def __init__(self):
-        self.now = 100.0
-        self.error = None
-        self.unsampled = set()
-
-    def execute(self, batch: Batch) -> StepOutput:
-        self.now += 1.0
-        if self.error is not None:
-            raise self.error
-        names = [s.request_id for s in batch.scheduled if s.samples and s.request_id not in self.unsampled]
-        return StepOutput({name: [7] for name in names})
+from schedules import Machine, engine_request, machine_engine
+from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError, RequestNotFoundError
+from twinphase.request import FinishReason, Request, RequestStatus, SamplingParams
 
 
 @pytest.fixture
-def executor():
-    return FakeExecutor()
+def machine():
+    return Machine()
 
 
 @pytest.fixture
-def engine(executor):
-    scheduler = Scheduler(KVCacheManager(16, 4), max_model_len=50, eos_token_ids=[2], max_num_batched_tokens=8)
-    return Engine(scheduler, executor, shape=SHAPE, vocab_size=100, clock=lambda: executor.now)
+def engine(machine):
+    return machine_engine(machine, num_blocks=16, max_model_len=50, max_num_batched_tokens=8, max_num_seqs=8)
 
 
-def make_request(request_id="a", prompt=(1, 2, 3), **params):
-    return Request(request_id, list(prompt), SamplingParams(**{"temperature": 0.0, **params}), arrival_time=100.0)
+def make_request(request_id="a", prompt=(1, 2, 3), **options):
+    return engine_request(request_id, prompt, **options)
 
 
-def test_a_request_lives_and_its_time_adds_up(engine):
-    request = make_request(prompt=range(10), max_tokens=3)
-    timeline = engine.add_request(request)
+def run(engine):
     results = []
     while engine.has_work:
         results.append(engine.step())
+        engine.scheduler.check_integrity()
+    assert not engine.timelines
+    return results
+
+
+def test_a_request_lives(engine):
+    request = make_request(prompt=range(10), max_tokens=3)
+    engine.add_request(request)
+    results = run(engine)
     assert request.output_token_ids == [7, 7, 7]
     assert [(r.record.prefill_tokens, r.record.decode_tokens) for r in results] == [(8, 0), (2, 0), (0, 1), (0, 1)]
-    assert results[-1].finished == [request]
-    assert timeline.totals() == {**timeline.totals(), "prefill": 2.0, "decode": 2.0, "unattributed": 0.0}
-    assert timeline.end - timeline.arrival == 4.0
-    assert (timeline.prefill.tokens, timeline.decode.tokens) == (10, 2)
-    assert timeline.prefill.flops == rows_cost(SHAPE, 0, 10, 1).flops
-    assert timeline.decode.flops == sum(rows_cost(SHAPE, start, 1, 1).flops for start in (10, 11))
-    assert timeline.decode.bytes == sum(2700 + rows_cost(SHAPE, start, 1, 1).bytes for start in (10, 11))
-    assert engine.timelines == {}
+    assert [result.finished for result in results] == [[], [], [], [request]]
+    assert [result.output.token_ids for result in results] == [{}, {"a": [7]}, {"a": [7]}, {"a": [7]}]
 
 
-def test_bytes_of_a_shared_step_add_up(engine):
-    timelines = [engine.add_request(make_request(name, max_tokens=4)) for name in "ab"]
-    engine.step()
-    record = engine.step().record
-    assert record.decode.bytes == sum(timeline.decode.bytes for timeline in timelines)
-    assert record.decode.bytes == 2700 + 2 * rows_cost(SHAPE, 3, 1, 1).bytes
+class TestFailures:
+    """A request that makes the executor raise, in whatever company."""
 
+    def test_it_fails_alone_and_says_why(self, engine, machine):
+        requests = {name: make_request(name, [ord(name)] * 2, max_tokens=3) for name in "abc"}
+        for request in requests.values():
+            engine.add_request(request)
+        machine.struck = {"b"}
+        result = engine.step()
+        assert result.finished == [requests["b"]]
+        assert (requests["b"].finish_reason, requests["b"].error) == (
+            FinishReason.ERROR,
+            "RuntimeError: struck by the test",
+        )
+        run(engine)
+        for name in "ac":
+            assert (requests[name].output_token_ids, requests[name].finish_reason) == ([7] * 3, FinishReason.LENGTH)
 
-def test_time_of_others_steps_is_queue(engine):
-    engine.scheduler.max_num_seqs = 1
-    engine.add_request(make_request("a", max_tokens=2))
-    waiting = engine.add_request(make_request("b", max_tokens=1))
-    engine.step()
-    engine.step()
-    engine.step()
-    assert waiting.seconds(IntervalKind.QUEUE) == 2.0
-    assert waiting.seconds(IntervalKind.PREFILL) == 1.0
-
-
-def test_a_failed_step_changes_nothing(engine, executor):
-    request = make_request(max_tokens=2)
-    engine.add_request(request)
-    executor.error = RuntimeError("device lost")
-    with pytest.raises(RuntimeError):
+    def test_between_decodes_and_chunks(self, engine, machine):
+        decoding = [make_request(name, max_tokens=20) for name in "ab"]
+        for request in decoding:
+            engine.add_request(request)
         engine.step()
-    assert (request.num_computed_tokens, request.output_token_ids) == (0, [])
-    executor.error = None
-    engine.step()
-    engine.step()
-    assert request.finish_reason is FinishReason.LENGTH
-    engine.scheduler.check_integrity()
+        chunked = make_request("long", 30, max_tokens=1)
+        engine.add_request(chunked)
+        engine.step()
+        machine.struck = {"a", "long"}
+        result = engine.step()
+        assert {request.request_id for request in result.finished} == {"a", "long"}
+        assert engine.scheduler.get("b") is decoding[1]
+        run(engine)
+        assert decoding[1].output_token_ids == [7] * 20
+
+    def test_nothing_of_it_is_findable(self, engine, machine):
+        machine.struck = {"bad"}
+        bad = make_request("bad", 8)
+        engine.add_request(bad)
+        engine.step()
+        good = make_request("good", [*bad.prompt_token_ids, 1], max_tokens=1)
+        engine.add_request(good)
+        run(engine)
+        assert (good.num_cached_tokens, good.finish_reason) == (0, FinishReason.LENGTH)
+
+    def test_its_time_adds_up(self, engine, machine):
+        machine.struck = {"bad"}
+        bad = engine.add_request(make_request("bad"))
+        good = engine.add_request(make_request("good", max_tokens=1))
+        record = engine.step().record
+        assert bad.end == good.end == record.end
+        assert sum(bad.totals().values()) == pytest.approx(bad.end - bad.arrival)
 
 
-def test_a_request_that_cannot_be_sampled_fails_alone(engine, executor):
-    bad, good = make_request("bad"), make_request("good", max_tokens=1)
-    engine.add_request(bad)
-    engine.add_request(good)
-    executor.unsampled = {"bad"}
-    engine.step()
-    assert (bad.finish_reason, good.finish_reason) == (FinishReason.ERROR, FinishReason.LENGTH)
-    assert not engine.has_work
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("request_", "error", "match"),
+        [
+            (make_request(prompt=[]), InvalidRequestError, "empty"),
+            (make_request(prompt=[1, 100]), InvalidRequestError, "Token id 100 in prompt .* integers from 0 to 99"),
+            (make_request(prompt=[-1]), InvalidRequestError, "Token id -1"),
+            (make_request(prompt=["a"]), InvalidRequestError, "Token id 'a'"),
+            (make_request(prompt=[True]), InvalidRequestError, "Token id True"),
+            (make_request(stop_token_ids=[100]), InvalidRequestError, "stop_token_ids"),
+            (make_request(logit_bias={200: 1.0}), InvalidRequestError, "logit_bias"),
+            (make_request(n=2), InvalidRequestError, "n is 2"),
+            (make_request(prompt=[1] * 50), ContextLengthError, "has 50 tokens; the context holds 50.* by 1 tokens"),
+            (make_request(prompt=[1] * 40, max_tokens=11), ContextLengthError, "together 51.* Lower max_tokens to 10"),
+            (make_request(priority=1), InvalidRequestError, "priority 1, but scheduling_policy is 'fcfs'"),
+            (make_request("running"), InvalidRequestError, "'running' is in use"),
+            (make_request("waiting"), InvalidRequestError, "'waiting' is in use"),
+        ],
+    )
+    def test_nothing_else_is_disturbed(self, engine, request_, error, match):
+        others = {name: make_request(name, 8, max_tokens=3) for name in ("running", "waiting")}
+        for request in others.values():
+            engine.add_request(request)
+        engine.step()
+        assert [request.status for request in others.values()] == [RequestStatus.RUNNING, RequestStatus.WAITING]
+        with pytest.raises(error, match=match):
+            engine.add_request(request_)
+        assert set(engine.timelines) == set(others)
+        run(engine)
+        assert [request.output_token_ids for request in others.values()] == [[7] * 3] * 2
+
+    def test_more_than_the_whole_cache(self, machine):
+        engine = machine_engine(machine, num_blocks=2)
+        with pytest.raises(CacheCapacityError, match="up to 6 KV cache blocks of 4 tokens; the whole cache has 2"):
+            engine.add_request(make_request(max_tokens=20))
+        assert not engine.timelines and not engine.has_work
+
+    @pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, 0.5, True, float("nan"), "high"])
+    def test_priorities_out_of_range(self, priority):
+        with pytest.raises(InvalidRequestError, match="priority is"):
+            Request("a", [1], SamplingParams(), priority=priority)
+
+    @pytest.mark.parametrize("salt", ["", "x" * 1025, 5, b"bytes"])
+    def test_salts_out_of_range(self, salt):
+        with pytest.raises(InvalidRequestError, match="cache_salt is"):
+            Request("a", [1], SamplingParams(), cache_salt=salt)
+
+    def test_the_largest_priorities_are_fine(self, machine):
+        engine = machine_engine(machine, policy="priority", max_num_seqs=1)
+        for name, priority in (("last", 2**31 - 1), ("first", -(2**31))):
+            engine.add_request(make_request(name, priority=priority, max_tokens=1))
+        assert [result.finished[0].request_id for result in run(engine)] == ["first", "last"]
 
 
-@pytest.mark.parametrize(
-    ("request_", "error", "match"),
-    [
-        (make_request(prompt=[]), InvalidRequestError, "empty"),
-        (make_request(prompt=[1, 100]), InvalidRequestError, "Token id 100 in prompt .* Use integers from 0 to 99"),
-        (make_request(prompt=[-1]), InvalidRequestError, "Token id -1"),
-        (make_request(prompt=["a"]), InvalidRequestError, "Token id 'a'"),
-        (make_request(stop_token_ids=[100]), InvalidRequestError, "stop_token_ids"),
-        (make_request(logit_bias={200: 1.0}), InvalidRequestError, "logit_bias"),
-        (make_request(n=2), InvalidRequestError, "n is 2"),
-        (make_request(prompt=[1] * 50), ContextLengthError, "has 50 tokens; the context holds 50.* by 1 tokens"),
-        (make_request(prompt=[1] * 40, max_tokens=11), ContextLengthError, "together 51.* Lower max_tokens to 10"),
-    ],
-)
-def test_what_is_refused(engine, request_, error, match):
-    with pytest.raises(error, match=match):
-        engine.add_request(request_)
-    assert not engine.has_work
-    assert not engine.timelines
+class TestAbort:
+    @pytest.mark.parametrize("steps", [0, 1, 2, 4])
+    def test_its_blocks_are_free_at_once(self, engine, steps):
+        request, other = make_request("a", 14, max_tokens=9), make_request("b", max_tokens=9)
+        timeline = engine.add_request(request)
+        engine.add_request(other)
+        for _ in range(steps):
+            engine.step()
+        engine.abort("a")
+        engine.scheduler.check_integrity()
+        assert (request.finish_reason, request.block_ids) == (FinishReason.ABORT, [])
+        assert "a" not in engine.timelines
+        assert sum(timeline.totals().values()) == pytest.approx(timeline.end - timeline.arrival)
+        run(engine)
+        assert other.output_token_ids == [7] * 9
 
-
-def test_a_cache_too_small_is_refused(executor):
-    scheduler = Scheduler(KVCacheManager(2, 4), max_model_len=50, eos_token_ids=[])
-    engine = Engine(scheduler, executor, shape=SHAPE, vocab_size=100)
-    with pytest.raises(CacheFullError):
-        engine.add_request(make_request(max_tokens=20))
-    assert not engine.timelines
+    def test_unknown_and_finished_requests_are_not_found(self, engine):
+        engine.add_request(make_request("a", max_tokens=1))
+        engine.add_request(make_request("b", max_tokens=5))
+        engine.step()
+        for name in ("a", "never there"):
+            with pytest.raises(RequestNotFoundError, match=f"No unfinished request has the id '{name}'") as caught:
+                engine.abort(name)
+            assert caught.value.http_status == 404
+        assert set(engine.timelines) == {"b"}
+        engine.finish("a", FinishReason.STOP)  # a front end may be late
+        run(engine)
 
 
 def test_seeds_are_given_to_those_who_need_one(engine):
@@ -147,22 +187,34 @@ def test_seeds_are_given_to_those_who_need_one(engine):
     assert None not in (seeds["x"], seeds["y"])
 
 
+def test_the_cost_model_learns_from_every_step(engine):
+    engine.add_request(make_request(prompt=range(10), max_tokens=5))
+    run(engine)
+    error = engine.cost_model.error()
+    assert error.steps == 6
+    assert error.p95 < 1e-6
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_leaks_under_random_submission_and_abort(engine, seed):
+def test_nothing_leaks_under_random_submission_failure_and_abort(engine, machine, seed):
     choose = random.Random(seed)
+    requests = {}
     for number in range(60):
         if choose.random() < 0.4:
             length, max_tokens = choose.randint(1, 20), choose.choice([None, 3])
-            engine.add_request(make_request(str(number), [1] * length, max_tokens=max_tokens), keep_kv=number % 2 == 0)
-        if choose.random() < 0.2:
-            engine.abort(str(choose.randrange(60)))
+            request = requests[str(number)] = make_request(str(number), [1] * length, max_tokens=max_tokens)
+            engine.add_request(request)
+        if choose.random() < 0.2 and requests:
+            name = choose.choice(list(requests))
+            if requests[name].finish_reason is None:
+                engine.abort(name)
+        machine.struck = {choose.choice(list(requests))} if requests and choose.random() < 0.1 else set()
         if engine.has_work:
             engine.step()
         engine.scheduler.check_integrity()
-    while engine.has_work:
-        engine.step()
-    engine.scheduler.check_integrity()
-    assert engine.timelines == {}
+    machine.struck = set()
+    run(engine)
+    assert all(request.finish_reason for request in requests.values())
 
 
 class NanBackend:
@@ -183,6 +235,6 @@ def test_nan_logits_fail_their_request(engine):
     bad, good = make_request("bad", [13]), make_request("good", max_tokens=3)
     engine.add_request(bad)
     engine.add_request(good)
-    while engine.has_work:
-        engine.step()
+    run(engine)
     assert (bad.finish_reason, good.finish_reason) == (FinishReason.ERROR, FinishReason.LENGTH)
+    assert "not finite" in bad.error

@@ -1,0 +1,151 @@
+"""A log of steps decides the same again, byte for byte, and says where it would not."""
+
+import io
+import json
+import random
+
+import pytest
+
+from schedules import Machine, engine_request, machine_engine
+from twinphase.engine.trace import TraceWriter, replay, trace_header
+from twinphase.errors import InvalidRequestError
+from twinphase.phases.cost import starting_prices
+from twinphase.phases.work import ModelShape
+from twinphase.request import FinishReason
+
+GUESS = starting_prices(ModelShape(10**8, 3 * 10**7, 6 * 10**7, 3 * 10**7, 30, 9, 3, 64), None)
+
+
+def random_run(seed, policy="priority", itl_slo_ms=12.0):
+    """The log of an engine under a load that it cannot hold, with aborts, failures and noise; and the engine."""
+    choose = random.Random(seed)
+    machine = Machine(lambda work: (2e-3 + 3e-4 * work.rows + 1e-6 * sum(work)) * choose.uniform(0.8, 1.3))
+    settings = {"num_blocks": 24, "max_num_seqs": 6, "max_num_batched_tokens": 48, "policy": policy}
+    engine = machine_engine(machine, GUESS, itl_slo_ms=itl_slo_ms, **settings)
+    file = io.StringIO()
+    engine.trace = TraceWriter(file, trace_header(engine.scheduler, engine.cost_model))
+    unfinished = []
+    for number in range(80):
+        for _ in range(choose.choice([0, 0, 1, 3])):
+            name = f"{number}-{len(unfinished)}"
+            prompt = [choose.choice([20, 30])] * choose.randint(1, 30) + [choose.randrange(90)]
+            request = engine_request(
+                name,
+                prompt,
+                priority=choose.randint(-2, 2) if policy == "priority" else 0,
+                max_tokens=choose.choice([1, 9, 30]),
+                temperature=choose.choice([0.0, 0.8]),
+                stop_token_ids=choose.choice([None, [7]]) if choose.random() < 0.3 else None,
+                logit_bias=choose.choice([None, {5: 1.5}]),
+            )
+            request.cache_salt = choose.choice([None, "mine \u00e9"])
+            engine.add_request(request)
+            unfinished.append(request)
+        unfinished = [request for request in unfinished if request.finish_reason is None]
+        if unfinished and choose.random() < 0.1:
+            engine.finish(choose.choice(unfinished).request_id, choose.choice([FinishReason.ABORT, FinishReason.STOP]))
+        machine.struck = {choose.choice(unfinished).request_id} if unfinished and choose.random() < 0.05 else set()
+        machine.now += choose.choice([0.0, 1e-4])  # what the front end takes
+        if engine.has_work:
+            engine.step()
+    machine.struck = set()
+    while engine.has_work:
+        engine.step()
+    return file.getvalue(), engine
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "steps.jsonl"
+
+    def write(text):
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("policy", "itl_slo_ms"), [("priority", 12.0), ("fcfs", None)])
+def test_a_replay_decides_the_same(log, seed, policy, itl_slo_ms):
+    text, engine = random_run(seed, policy, itl_slo_ms)
+    result = replay(log(text))
+    assert result.difference is None
+    assert result.num_steps == engine.ledger.num_steps
+    assert engine.scheduler.num_preemptions > 0
+    assert {json.loads(line)["event"] for line in text.splitlines()} == {"header", "add", "finish", "step", "observe"}
+
+
+def steps_of(text):
+    lines = text.splitlines(keepends=True)
+    return lines, [number for number, line in enumerate(lines) if '"event":"step"' in line]
+
+
+@pytest.mark.parametrize(
+    ("event", "change"),
+    [
+        ("step", lambda step: step["prefills"][0].__setitem__(2, 999)),
+        ("step", lambda step: step["prefills"][0][3].append(23)),
+        ("step", lambda step: step.update(held_back="seats")),
+        ("step", lambda step: step.update(preempted=["0"])),
+        ("add", lambda add: add["prompt_token_ids"].append(3)),
+    ],
+)
+def test_a_log_that_was_changed_is_found_out_at_its_line(log, event, change):
+    text, _ = random_run(0)
+    lines, steps = steps_of(text)
+    changed = next(n for n in steps if json.loads(lines[n])["prefills"])
+    at = changed if event == "step" else next(n for n, line in enumerate(lines) if '"event":"add"' in line)
+    values = json.loads(lines[at])
+    change(values)
+    lines[at] = json.dumps(values, separators=(",", ":")) + "\n"
+    result = replay(log("".join(lines)))
+    number, logged, new = result.difference
+    assert number == changed + 1
+    assert logged == lines[changed].rstrip("\n") != new
+    assert json.loads(new)["event"] == "step"
+    assert result.num_steps == steps.index(changed)
+
+
+def test_other_times_lead_to_other_chunks(log):
+    text, _ = random_run(0)
+    lines = text.splitlines(keepends=True)
+    slow = [
+        json.dumps({**json.loads(line), "seconds": 1.0}, separators=(",", ":")) + "\n" if '"observe"' in line else line
+        for line in lines
+    ]
+    assert replay(log("".join(slow))).difference is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "not a step log of version 1"),
+        ('{"event":"header","version":99}\n', "not a step log of version 1"),
+        ('{"a":1}\n', "not a step log"),
+        ("hello\n", "Line 1 of .* is not a JSON object"),
+        ("[1]\n", "Line 1 of .* is not a JSON object"),
+    ],
+)
+def test_what_is_no_log(log, text, match):
+    with pytest.raises(InvalidRequestError, match=match):
+        replay(log(text))
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [('{"event":"wish"}\n', "Line 2 of .* event 'wish'"), ('{"cut', "Line 2 of .* not a JSON object")],
+)
+def test_what_a_log_does_not_hold(log, line, match):
+    header = random_run(0)[0].splitlines(keepends=True)[0]
+    with pytest.raises(InvalidRequestError, match=match):
+        replay(log(header + line))
+
+
+def test_every_step_is_on_disk_when_it_is_done(make_llm, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    llm = make_llm(trace_file=str(path), num_kv_blocks=8)
+    outputs = llm.generate([[40 + n] * 30 for n in range(5)])
+    assert all(output.finished for output in outputs)
+    result = replay(path)
+    assert (result.difference, result.num_steps) == (None, llm.engine.ledger.num_steps)
