@@ -1,15 +1,20 @@
+import io
+import re
 import signal
+from statistics import median
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from twinphase.batch import Phase
 from twinphase.engine.load import model_shape
-from twinphase.errors import ContextLengthError, InvalidRequestError
+from twinphase.engine.progress import GenerateProgress
+from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError
 from twinphase.phases.timeline import IntervalKind
-from twinphase.request import SamplingParams
+from twinphase.request import MissReason, PrefixMiss, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(40, 70))
@@ -57,7 +62,7 @@ def test_several_prompts_give_what_each_gives_alone(llm):
 
 def test_each_prompt_may_have_its_parameters(llm):
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 3)]
-    assert [len(o.outputs[0].token_ids) for o in llm.generate([PROMPT, PROMPT], params, progress=True)] == [1, 3]
+    assert [len(o.outputs[0].token_ids) for o in llm.generate([PROMPT, PROMPT], params)] == [1, 3]
     with pytest.raises(InvalidRequestError, match="1 prompts and 2"):
         llm.generate([PROMPT], params)
 
@@ -179,18 +184,29 @@ class TestStream:
 
 
 class TestChat:
-    def test_the_second_turn_reuses_the_first(self, llm):
+    def test_the_second_turn_reuses_the_first(self, make_llm):
+        llm = make_llm(block_size=4)
         params = SamplingParams(temperature=0.0, max_tokens=5)
         messages = [{"role": "user", "content": "hello"}]
         (first,) = llm.chat(messages, params)
         assert first.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        assert (first.num_cached_tokens, first.prefix_miss) == (0, PrefixMiss(MissReason.NEVER_SEEN, 0))
         messages += [{"role": "assistant", "content": "the world"}, {"role": "user", "content": "more"}]
         (second,) = llm.chat(messages, params)
-        assert second.num_cached_tokens >= len(first.prompt_token_ids)
-        fresh = answer(llm, second.prompt_token_ids, params)
-        assert second.outputs[0].token_ids == fresh.token_ids
+        assert second.num_cached_tokens == len(first.prompt_token_ids) // 4 * 4
+        assert second.prefix_miss.reason is MissReason.DIVERGED
+        (alone,) = make_llm(enable_prefix_caching=False).generate([second.prompt_token_ids], params)
+        assert second.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert alone.prefix_miss.reason is MissReason.DISABLED
 
-    def test_a_stream_of_messages_is_a_conversation_too(self, llm):
+    def test_the_answer_is_reused_too(self, make_llm):
+        llm = make_llm(block_size=4)
+        (first,) = llm.generate([PROMPT], GREEDY)
+        (second,) = llm.generate([[*PROMPT, *first.outputs[0].token_ids, 9, 9]], GREEDY)
+        assert second.num_cached_tokens == (len(PROMPT) + 8 - 1) // 4 * 4  # the last sampled token was never computed
+
+    def test_a_stream_of_messages_is_a_conversation_too(self, make_llm):
+        llm = make_llm(block_size=4)
         messages = [{"role": "user", "content": "in the world"}]
         params = SamplingParams(temperature=0.0, max_tokens=2)
         for _ in llm.stream(messages, params):
@@ -200,7 +216,100 @@ class TestChat:
 
     def test_several_conversations(self, llm):
         conversations = [[{"role": "user", "content": text}] for text in ("a", "b")]
-        assert len(llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=1))) == 2
+        assert len(llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=1), priority=[0, 0])) == 2
+
+
+class TestMany:
+    def test_more_prompts_than_the_cache_holds(self, make_llm):
+        llm = make_llm(num_kv_blocks=12, block_size=4, max_num_batched_tokens=16)
+        prompts = [PROMPT[n:] for n in range(20)]
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
+        assert sum(output.num_preemptions for output in outputs) > 0
+        assert sum(o.num_recomputed_tokens for o in outputs) == llm.engine.scheduler.num_recomputed_tokens
+        alone = make_llm()
+        assert [o.outputs[0].token_ids for o in outputs] == [answer(alone, p, params).token_ids for p in prompts]
+
+    def test_priorities(self, make_llm):
+        llm = make_llm(scheduling_policy="priority", max_num_seqs=1)
+        outputs = llm.generate([PROMPT[:5], PROMPT[:6], PROMPT[:7]], GREEDY, priority=[3, 1, 2])
+        first = [output.metrics.token_times[0] for output in outputs]
+        assert sorted(first) == [first[1], first[2], first[0]]
+
+    def test_priorities_are_checked(self, llm, make_llm):
+        with pytest.raises(InvalidRequestError, match="1 prompts and 2 priorities"):
+            llm.generate([PROMPT], GREEDY, priority=[1, 2])
+        with pytest.raises(InvalidRequestError, match="scheduling_policy is 'fcfs'"):
+            llm.generate([PROMPT, PROMPT], GREEDY, priority=[0, 1])
+        with pytest.raises(InvalidRequestError, match="priority is 2147483648"):
+            make_llm(scheduling_policy="priority").generate([PROMPT], GREEDY, priority=[2**31])
+
+    def test_a_salt_shares_with_its_own_only(self, make_llm):
+        llm = make_llm(block_size=4)
+        cached = []
+        for salt in (None, "a", "a", "b"):
+            (output,) = llm.generate([PROMPT], GREEDY, cache_salt=salt)
+            cached.append(output.num_cached_tokens)
+        assert cached == [0, 0, 28, 0]
+        assert output.prefix_miss == PrefixMiss(MissReason.SALT, 0)
+
+    @pytest.mark.parametrize("use_tqdm", [True, False])
+    def test_a_bar_is_for_terminals(self, llm, capsys, use_tqdm):
+        llm.generate([PROMPT, PROMPT], GREEDY, use_tqdm=use_tqdm)
+        assert capsys.readouterr() == ("", "")
+
+    def test_the_bar_shows_both_phases(self, make_llm, monkeypatch):
+        console = Console(file=io.StringIO(), force_terminal=True, width=200)
+        monkeypatch.setattr("twinphase.engine.llm._progress", lambda total: GenerateProgress(total, console))
+        make_llm().generate([PROMPT, PROMPT, PROMPT], GREEDY)
+        shown = console.file.getvalue()
+        assert "3/3" in shown
+        assert re.search(r"prefill [\d,]+\S* .*decode [\d,]+\S* tok/s", shown)
+
+    def test_a_request_that_fails_fails_alone(self, make_llm):
+        llm = make_llm()
+        expected = answer(llm, PROMPT[1:]).token_ids
+        llm.engine.executor = FailingExecutor(llm.engine.executor, PROMPT)
+        bad, good = llm.generate([PROMPT, PROMPT[1:]], GREEDY)
+        assert (bad.outputs[0].finish_reason, bad.error) == ("error", "RuntimeError: no such luck")
+        assert bad.outputs[0].token_ids == [] and bad.finished
+        assert (good.outputs[0].finish_reason, good.outputs[0].token_ids) == ("length", expected)
+        assert not llm.engine.has_work
+
+    def test_two_front_ends_share_an_engine(self, make_llm):
+        """Steps of a stream compute the other's request, and the other way round."""
+        llm = make_llm(max_num_batched_tokens=16)
+        stream = llm.stream(PROMPT, GREEDY)
+        next(stream)
+        (output,) = llm.generate([PROMPT[3:]], GREEDY)
+        rest = list(stream)
+        assert rest[-1].output.outputs[0].token_ids == answer(llm).token_ids
+        assert output.outputs[0].token_ids == answer(llm, PROMPT[3:]).token_ids
+
+    def test_time_adds_up(self, make_llm):
+        llm = make_llm(num_kv_blocks=24, block_size=4)
+        outputs = llm.generate([PROMPT[n:] for n in range(20)], GREEDY)
+        shares = []
+        for output in outputs:
+            timeline, at = output.metrics, output.metrics.arrival
+            for interval in timeline.intervals:
+                assert interval.start == at < interval.end
+                at = interval.end
+            assert at == timeline.end == timeline.token_times[-1]
+            shares.append(timeline.seconds(IntervalKind.UNATTRIBUTED) / (at - timeline.arrival))
+        assert median(shares) < 0.01
+
+
+class FailingExecutor:
+    """Raises where a certain prompt is in the batch."""
+
+    def __init__(self, executor, prompt):
+        self.executor, self.prompt = executor, prompt
+
+    def execute(self, batch):
+        if any(share.prompt_token_ids == self.prompt for share in batch.scheduled):
+            raise RuntimeError("no such luck")
+        return self.executor.execute(batch)
 
 
 class InterruptingExecutor:
@@ -218,7 +327,7 @@ class InterruptingExecutor:
 
 @pytest.mark.parametrize(("step", "num_tokens"), [(1, 0), (2, 1), (4, 3)])
 def test_ctrl_c_returns_what_there_is(make_llm, step, num_tokens):
-    llm = make_llm(max_num_batched_tokens=20)
+    llm = make_llm(max_num_batched_tokens=20, enable_prefix_caching=False)
     whole = answer(llm).token_ids
     executor = llm.engine.executor
     llm.engine.executor = InterruptingExecutor(executor, step)
@@ -258,11 +367,18 @@ def test_one_bad_prompt_leaves_nothing_behind(llm):
         llm.generate(PROMPT, GREEDY)
 
 
+def test_a_prompt_larger_than_the_whole_cache(make_llm):
+    llm = make_llm(num_kv_blocks=2)
+    with pytest.raises(CacheCapacityError, match="up to 3 KV cache blocks of 16 tokens; the whole cache has 2"):
+        llm.generate([PROMPT[:5], PROMPT], GREEDY)
+    assert not llm.engine.has_work
+
+
 def test_configuration_is_checked_against_the_model(make_llm):
     with pytest.raises(InvalidRequestError, match="max_model_len is 129, but the model was trained for 128"):
         make_llm(max_model_len=129)
     llm = make_llm(max_model_len=60, block_size=8)
-    assert (llm.config.max_model_len, llm.config.num_kv_blocks) == (60, 8)
+    assert (llm.config.max_model_len, llm.config.num_kv_blocks) == (60, 16384 // 8)
 
 
 def test_failing_logits_are_reported_with_the_result(make_llm):
