@@ -336,8 +336,9 @@ def test_chat_computes_only_what_is_new(model: str) -> None:
     assert "Forgotten." in stderr and "Traceback" not in stderr
     first, second = re.findall(r"prefill +(\d+) tokens(?: \((\d+) cached\))?", stderr)
     assert first[1] == "", "the first turn finds nothing"
-    # Random weights answer with broken characters, so the answer's own tokens need not come back; the prompt's do.
-    assert int(second[1]) >= int(first[0]) - 1
+    # Random weights answer with broken characters, so the answer's own tokens need not come back; the prompt's full
+    # blocks of 16 do.
+    assert int(second[1]) >= int(first[0]) // 16 * 16 > 0
 
 
 def test_end_of_input_leaves_the_chat(model: str) -> None:
