@@ -118,6 +118,11 @@ class Driver:
         self.records, self.walls = [], []
 
 
+def _lists(found: Any) -> list[list[Any]]:
+    """The lists in dicts of dicts."""
+    return [found] if isinstance(found, list) else [one for value in found.values() for one in _lists(value)]
+
+
 def percentile(values: Sequence[float], q: float) -> float:
     """The nearest-rank percentile: a value that occurred. NaN without values."""
     ordered = sorted(values)
@@ -160,6 +165,8 @@ class Bench:
         self.subject = subject
         self.prompts = Prompts(None)
         self.foreign: list[float] = []
+        self.reps = 0  # complete ones
+        self.interrupted = False
         self.checkpoint = Path()
         self.config: Any = None
         self._progress: Progress | None = None
@@ -182,11 +189,28 @@ class Bench:
 
     @contextlib.contextmanager
     def steps(self, total: int) -> Iterator[None]:
-        """A progress bar on stderr over `total` measurements."""
+        """A progress bar on stderr over `total` measurements; Ctrl-C and SIGTERM end the block early."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as self._progress:
             self._task = self._progress.add_task(self.subject, total=total)
-            yield
+            try:
+                yield
+            except KeyboardInterrupt:
+                self.interrupted = True
+                print("interrupted: reporting the complete repetitions", file=sys.stderr)
+
+    def complete(self, found: Value) -> Value:
+        """What was found, every list of repetitions cut to the shortest; lists lie in dicts, or dicts of them.
+
+        Raises:
+            SystemExit: no repetition is complete.
+        """
+        self.reps = min(map(len, _lists(found)))
+        if not self.reps:
+            raise SystemExit(f"{self.subject}: interrupted before the first repetition was complete")
+        for repetitions in _lists(found):
+            del repetitions[self.reps :]
+        return found
 
     def measure(self, what: str, function: Callable[[], Value]) -> Value:
         """Measure; once more, with fresh prompts, where others used the processor meanwhile, up to `--retries`."""
@@ -215,7 +239,7 @@ class Bench:
             "machine": f"{processor_name()}, {os.cpu_count()} cores, {self.args.threads} threads",
             "model": f"{self.checkpoint.name}, kv_cache_dtype {self.args.kv_cache_dtype}",
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            "method": f"medians of {self.args.reps} repetitions, interleaved; prompts are random token ids",
+            "method": f"medians of {self.reps} repetitions, interleaved; prompts are random token ids",
             "CPU used by others": others,
         }
 

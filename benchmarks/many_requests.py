@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -58,12 +59,15 @@ def main() -> int:
         parsers[module.SUBJECT] = command
     commands.add_parser("all", parents=[common], help="each with its defaults")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for module in SUBJECTS:
         if args.subject not in (module.SUBJECT, "all"):
             continue
         own = argparse.Namespace(**{**vars(parsers[module.SUBJECT].parse_args([])), **vars(args)})
         bench = Bench(own, module.SUBJECT)
         bench.publish(module.run(bench))
+        if bench.interrupted:
+            return 130
     return 0
 
 

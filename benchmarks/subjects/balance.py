@@ -75,7 +75,7 @@ def run(bench: Bench) -> Report:
             for batch in batches[shift:] + batches[:shift]:
                 found[batch].append(bench.measure(f"{batch}", lambda batch=batch: once(bench, driver, batch)))
     machine = machine.merged(ceilings(args.threads))
-    return make_report(bench, driver, found, machine)
+    return make_report(bench, driver, bench.complete(found), machine)
 
 
 def limits(driver: Driver, work: dict[str, Any], machine: Ceilings) -> tuple[float, float]:

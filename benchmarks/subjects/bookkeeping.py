@@ -104,7 +104,7 @@ def run(bench: Bench) -> Report:
             shift = rep % len(batches)
             for batch in batches[shift:] + batches[:shift]:
                 found[batch].append(bench.measure(f"{batch}", lambda batch=batch: once(bench, driver, batch)))
-    return make_report(bench, found)
+    return make_report(bench, bench.complete(found))
 
 
 def make_report(bench: Bench, found: dict[int, list[list[dict[str, Any]]]]) -> Report:

@@ -71,7 +71,7 @@ def run(bench: Bench) -> Report:
                     rehearsals[name] = value
                 else:
                     found[name].append(value)
-    return make_report(bench, found, rehearsals)
+    return make_report(bench, bench.complete(found), rehearsals)
 
 
 def row(name: str, reps: list[dict[str, Any]]) -> list[str]:

@@ -68,7 +68,7 @@ def run(bench: Bench) -> Report:
                 label = f"{name}; prefix cache {'on' if caching else 'off'}"
                 value = bench.measure(label, lambda driver=driver, count=count: once(bench, driver, count))
                 found[label].append(value)
-    return make_report(bench, found, fitting)
+    return make_report(bench, bench.complete(found), fitting)
 
 
 def make_report(bench: Bench, found: dict[str, list[dict[str, Any]]], blocks: int) -> Report:

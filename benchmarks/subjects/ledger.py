@@ -59,7 +59,7 @@ def run(bench: Bench) -> Report:
     with bench.steps(args.reps):
         for rep in range(args.reps):
             found.append(bench.measure(f"repetition {rep + 1}", lambda: once(bench, driver)))
-    return make_report(bench, rehearsal, found)
+    return make_report(bench, rehearsal, bench.complete(found))
 
 
 def make_report(bench: Bench, rehearsal: dict[str, Any], found: list[dict[str, Any]]) -> Report:

@@ -62,7 +62,7 @@ def run(bench: Bench) -> Report:
             for name in names:
                 value = bench.measure(name, lambda name=name: once(bench, drivers[name], counts[name]))
                 found[name].append(value)
-    return make_report(bench, found, counts)
+    return make_report(bench, bench.complete(found), counts)
 
 
 def make_report(bench: Bench, found: dict[str, list[dict[str, Any]]], counts: dict[str, int]) -> Report:

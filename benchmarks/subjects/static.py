@@ -87,7 +87,7 @@ def run(bench: Bench) -> Report:
 
                     value = bench.measure(f"{kind} {longest} {mode}", once)
                     found[kind, longest][mode].append(value)
-    return make_report(bench, found)
+    return make_report(bench, bench.complete(found))
 
 
 def ratio(modes: dict[str, list[dict[str, float]]], other: str, key: str) -> float:
