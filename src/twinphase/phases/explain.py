@@ -48,7 +48,7 @@ class Explanation:
         dominant: the kind of interval with the most time.
         bounds: what held prefill and decode back: "compute", "memory", "overhead" or "unknown".
         sentences: for a reader, most important first.
-        levers: what to change, most promising first.
+        levers: what to change, for the kinds of interval that took most first.
     """
 
     dominant: IntervalKind
@@ -105,7 +105,6 @@ def explain(request: Request, timeline: RequestTimeline, machine: Machine) -> Ex
             f"Shares and estimates are the cost model's, whose last {error.steps} predictions were off by "
             f"{error.median:.0%} in the middle and {error.p95:.0%} at the 95th percentile."
         )
-    levers.sort(key=lambda lever: -(lever.saved_seconds or 0.0))
     return Explanation(ranked[0], bounds, tuple(sentences), tuple(levers))
 
 
@@ -228,7 +227,7 @@ def _stall(request: Request, timeline: RequestTimeline, spent: float, machine: M
 
 def _batching(request: Request, timeline: RequestTimeline, spent: float, machine: Machine) -> tuple[str, Lever | None]:
     seats = machine.config.max_num_seqs
-    together = round(timeline.decode.linear_flops / max(1, _lone_flops(timeline, machine)))
+    together = round(timeline.decode.decodes / max(1, timeline.decode.steps))
     fewer = max(1, min(seats, together) // 2)
     now, then = (_decode_step(timeline, machine, count) for count in (max(1, together), fewer))
     sentence = f"Decoding together with about {max(0, together - 1)} others cost it {_time(spent)}."
@@ -270,11 +269,6 @@ def _text(kind: str) -> _About:
         return f"{kind} took {_time(spent)}.", None
 
     return about
-
-
-def _lone_flops(timeline: RequestTimeline, machine: Machine) -> int:
-    shape = machine.shape
-    return 2 * (shape.linear_parameters + shape.head_parameters) * timeline.decode.tokens
 
 
 def _decode_step(timeline: RequestTimeline, machine: Machine, count: int) -> float:

@@ -94,6 +94,7 @@ class PhaseTotals:
 
     steps: int = 0
     tokens: int = 0  # of this request
+    decodes: int = 0  # requests that decoded in them, this one included
     seconds: float = 0.0
     linear_flops: int = 0
     attention_flops: int = 0
@@ -200,6 +201,7 @@ class RequestTimeline:
     def _begin(self, record: StepRecord, totals: PhaseTotals, num_tokens: int) -> None:
         totals.steps += 1
         totals.tokens += num_tokens
+        totals.decodes += record.num_decodes
         totals.seconds += record.end - record.start
         for cost in (record.prefill, record.decode):
             totals.linear_flops += cost.linear_flops

