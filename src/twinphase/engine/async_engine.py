@@ -79,7 +79,7 @@ class RequestStream:
                     return
         finally:
             if not self._ended:
-                self._engine.abandon(self.request_id)
+                self._engine.abandon(self)
 
     @property
     def _end(self) -> float:
@@ -121,7 +121,7 @@ class RequestStream:
             if ended:
                 transcript.timeline.mark(IntervalKind.DETOKENIZE, max(now, self._end))
             elif transcript.finished:
-                self._engine.stop(self.request_id)
+                self._engine.stop(self)
         self._ended = ended
         self._news.set()
 
@@ -207,7 +207,7 @@ class AsyncEngine:
         try:
             await self._call(add)
         except asyncio.CancelledError:
-            self.abandon(name)
+            self.abandon(stream)
             raise
         return stream
 
@@ -231,13 +231,13 @@ class AsyncEngine:
         )
         return result
 
-    def abandon(self, request_id: str) -> None:
+    def abandon(self, stream: RequestStream) -> None:
         """Abort without waiting, whether or not the request is still there; from any thread."""
-        self._end_quietly(request_id, FinishReason.ABORT)
+        self._end_quietly(stream, FinishReason.ABORT)
 
-    def stop(self, request_id: str) -> None:
+    def stop(self, stream: RequestStream) -> None:
         """End a request at a stop string without waiting; from any thread."""
-        self._end_quietly(request_id, FinishReason.STOP)
+        self._end_quietly(stream, FinishReason.STOP)
 
     def close(self) -> None:
         """End the engine's thread after the step it is in; unfinished streams fail. From any thread."""
@@ -276,10 +276,10 @@ class AsyncEngine:
         reason = f" after {type(self.error).__name__}: {self.error}" if self.error else ""
         return EngineDeadError(f"The engine has ended{reason}.", "Start it again; requests can be sent once more.")
 
-    def _end_quietly(self, request_id: str, reason: FinishReason) -> None:
+    def _end_quietly(self, stream: RequestStream, reason: FinishReason) -> None:
         def end(engine: Engine) -> None:
-            if request_id in self._streams:
-                self._end(engine, request_id, reason)
+            if self._streams.get(stream.request_id) is stream:  # the id may be another request's by now
+                self._end(engine, stream.request_id, reason)
 
         if self.is_running:
             self._inbox.put(end)
