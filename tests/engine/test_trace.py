@@ -120,9 +120,10 @@ def test_other_times_lead_to_other_chunks(log):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("", "not a step log of version 1"),
-        ('{"event":"header","version":99}\n', "not a step log of version 1"),
-        ('{"a":1}\n', "not a step log"),
+        ("", "is empty"),
+        ('{"event":"header","version":99}\n', "Line 1 of .* not the header of a step log of version 1"),
+        ('{"event":"header","version":1}\n', "Line 1 of .* KeyError: 'prices'"),
+        ('{"a":1}\n', "Line 1 of .* not the header"),
         ("hello\n", "Line 1 of .* is not a JSON object"),
         ("[1]\n", "Line 1 of .* is not a JSON object"),
     ],
@@ -132,14 +133,32 @@ def test_what_is_no_log(log, text, match):
         replay(log(text))
 
 
+def test_what_is_no_file_or_no_text(tmp_path):
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(InvalidRequestError, match="Cannot read"):
+            replay(path)
+    (tmp_path / "bytes").write_bytes(b"\xff\x00\xfe")
+    with pytest.raises(InvalidRequestError, match="Line 1 of .* is not a JSON object"):
+        replay(tmp_path / "bytes")
+
+
 @pytest.mark.parametrize(
     ("line", "match"),
-    [('{"event":"wish"}\n', "Line 2 of .* event 'wish'"), ('{"cut', "Line 2 of .* not a JSON object")],
+    [
+        ('{"event":"wish"}', "The event 'wish' is not known"),
+        ('{"cut', "not a JSON object"),
+        ('{"event":"step"}', "KeyError: 'token_ids'"),
+        ('{"event":"add","sampling_params":{"temperature":-1}}', "temperature is -1"),
+        ('{"event":"add","sampling_params":{"heat":1}}', "TypeError: .*heat"),
+        ('{"event":"finish","request_id":"0","reason":"boredom"}', "ValueError: .*boredom"),
+        ('{"event":"observe","seconds":"long","gap":0}', ""),
+    ],
 )
 def test_what_a_log_does_not_hold(log, line, match):
-    header = random_run(0)[0].splitlines(keepends=True)[0]
-    with pytest.raises(InvalidRequestError, match=match):
-        replay(log(header + line))
+    lines = random_run(0)[0].splitlines(keepends=True)
+    first = next(n for n, text in enumerate(lines) if '"event":"observe"' in text) + 1
+    with pytest.raises(InvalidRequestError, match=f"Line {first + 1} of .*{match}"):
+        replay(log("".join(lines[:first]) + line))
 
 
 def test_every_step_is_on_disk_when_it_is_done(make_llm, tmp_path):

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from twinphase.batch import Batch, StepOutput
+from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
-from twinphase.errors import InvalidRequestError
+from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.phases.cost import CostModel
 from twinphase.request import FinishReason, Request, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
@@ -119,36 +119,57 @@ def replay(path: Path) -> Replay:
     """Run a log's requests, tokens and times through a fresh scheduler and compare the decisions byte for byte.
 
     Raises:
-        InvalidRequestError: the file is not such a log; the message names the line.
+        InvalidRequestError: the file is not such a log, or not a whole one; the message names the line.
     """
-    lines = _events(path)
-    _, _, header = next(lines, (0, "", {}))
-    if header.get("event") != "header" or header.get("version") != VERSION:
-        raise InvalidRequestError(f"{path} is not a step log of version {VERSION}.", "Write one with --trace.")
-    cost_model = CostModel(header["prices"])
-    scheduler = _scheduler(header, cost_model)
-    num_steps, batch = 0, Batch([], [])
-    for number, line, event in lines:
-        kind = event.pop("event", None)
+    replaying: _Replaying | None = None
+    for number, line, event in _events(path):
+        try:
+            if replaying is None:
+                replaying = _Replaying(event)
+                continue
+            new = replaying.take(event)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TwinphaseError) as error:
+            why = error.cause if isinstance(error, TwinphaseError) else f"{type(error).__name__}: {error}."
+            cause = f"Line {number} of {path} cannot be replayed. {why}"
+            raise InvalidRequestError(cause, "Is it a step log, whole and unchanged?") from None
+        if new is not None and new != line:
+            return Replay(replaying.num_steps - 1, (number, line.rstrip("\n"), new.rstrip("\n")))
+    if replaying is None:
+        raise InvalidRequestError(f"{path} is empty.", "Write a step log with --trace-file.")
+    return Replay(replaying.num_steps, None)
+
+
+class _Replaying:
+    """A fresh scheduler and cost model that live through a log's events."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        if header.get("event") != "header" or header.get("version") != VERSION:
+            raise InvalidRequestError(f"This is not the header of a step log of version {VERSION}.")
+        self.num_steps = 0
+        self._cost_model = CostModel(header["prices"])
+        self._scheduler = _scheduler(header, self._cost_model)
+        self._work = StepWork()
+
+    def take(self, event: dict[str, Any]) -> str | None:
+        """Do what the event says; for a step, the line that would be logged now."""
+        kind, scheduler = event.pop("event", None), self._scheduler
         if kind == "add":
             params = SamplingParams(**_int_keys(event.pop("sampling_params")))
             scheduler.add(Request(sampling_params=params, arrival_time=0.0, **event))
         elif kind == "finish":
             scheduler.finish(event["request_id"], FinishReason(event["reason"]))
-        elif kind == "step":
-            batch = scheduler.schedule()
-            output = StepOutput(token_ids=event["token_ids"], errors=event["errors"])
-            new = _line({"event": "step", **decision(batch), "token_ids": output.token_ids, "errors": output.errors})
-            if new != line:
-                return Replay(num_steps, (number, line.rstrip("\n"), new.rstrip("\n")))
-            work = batch.work
-            scheduler.commit(batch, output)
-            num_steps += 1
         elif kind == "observe":
-            cost_model.observe(work, event["seconds"], event["gap"])
+            self._cost_model.observe(self._work, event["seconds"], event["gap"])
+        elif kind == "step":
+            batch, output = scheduler.schedule(), StepOutput(token_ids=event["token_ids"], errors=event["errors"])
+            values = {**decision(batch), "token_ids": output.token_ids, "errors": output.errors}
+            self._work = batch.work
+            scheduler.commit(batch, output)
+            self.num_steps += 1
+            return _line({"event": "step", **values})
         else:
-            raise InvalidRequestError(f"Line {number} of {path} has the event {kind!r}.", "Is it a step log?")
-    return Replay(num_steps, None)
+            raise InvalidRequestError(f"The event {kind!r} is not known.")
+        return None
 
 
 def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
@@ -161,7 +182,11 @@ def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
 
 def _events(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(number, text, object) of each line."""
-    with open(path, encoding="utf-8") as file:
+    try:
+        file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115  what is no text is no JSON either
+    except OSError as error:
+        raise InvalidRequestError(f"Cannot read {path}: {error.strerror}.", "Give a step log.") from None
+    with file:
         for number, line in enumerate(file, start=1):
             try:
                 event = json.loads(line)
