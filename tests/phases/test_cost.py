@@ -162,3 +162,9 @@ CEILINGS = Ceilings("p", 2, "avx512", ((1 << 20, 1e11), (1 << 30, 3e10)), 9e11, 
 def test_it_starts_within_a_few_times_of_a_real_machine(ceilings, factor):
     for work in MIXES:
         assert 1 / factor < fresh(ceilings).seconds(work) / true_seconds(work) < factor
+
+
+@pytest.mark.parametrize("factor", [1e-4, 0.03, 0.1, 10, 100])
+def test_a_start_that_is_far_off_is_left_behind(factor):
+    model = observe(CostModel([factor * price for price in TRUE]), 200)
+    assert all(off(model, work) < 0.06 for work in MIXES)

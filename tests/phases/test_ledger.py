@@ -7,7 +7,7 @@ import pytest
 from schedules import SHAPE, Machine, engine_request, machine_engine
 from twinphase.phases.cost import features, starting_prices
 from twinphase.phases.timeline import IntervalKind
-from twinphase.phases.work import ModelShape, rows_cost
+from twinphase.phases.work import rows_cost
 
 
 def run(engine):
@@ -127,7 +127,7 @@ def test_a_long_prompt_in_the_middle_is_the_named_cause_of_the_stall(known):
         exact = sum(price * count for price, count in zip(true, features(work), strict=True))
         return exact if known else exact * choose.uniform(0.97, 1.03)
 
-    prices = true if known else starting_prices(ModelShape(10**8, 3 * 10**7, 6 * 10**7, 3 * 10**7, 30, 9, 3, 64), None)
+    prices = true if known else starting_prices(SHAPE, None)
     engine = machine_engine(
         Machine(seconds), prices, num_blocks=800, max_model_len=1200, max_num_batched_tokens=128, block_size=16
     )

@@ -149,9 +149,13 @@ class CostModel:
                 row = matrix[i]
                 for j, value in enumerate(part[i]):
                     row[j] += value
+        # A start that was many times too low would never let the prices go: it is doubted at the size that fits best.
+        expected = [sum(map(float.__mul__, row, self._start)) for row in matrix]
+        fitting = sum(map(float.__mul__, vector, self._start)) / sum(map(float.__mul__, expected, self._start))
         for i, start in enumerate(self._start):
-            matrix[i][i] += DOUBT / start**2
-            vector[i] += DOUBT / start
+            weight = DOUBT / (start * max(1.0, fitting)) ** 2
+            matrix[i][i] += weight
+            vector[i] += weight * start
         prices = list(self.prices)
         for _ in range(SWEEPS):
             for i, row in enumerate(matrix):
