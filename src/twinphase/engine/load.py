@@ -197,7 +197,7 @@ def make_engine(
             file = open(config.trace_file, "w", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
         except OSError as error:
             raise StorageError(
-                f"Cannot write {config.trace_file}: {error.strerror}.", "Choose another --trace."
+                f"Cannot write {config.trace_file}: {error.strerror}.", "Choose another --trace-file."
             ) from None
         engine.trace = TraceWriter(file, trace_header(scheduler, cost_model))
     return engine

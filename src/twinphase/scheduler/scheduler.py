@@ -118,7 +118,7 @@ class Scheduler:
             preempted.append(request.request_id)
 
         decodes = schedule_decodes(self.running, self.kv_cache, preempt)
-        tokens = self.max_num_batched_tokens - len(decodes)
+        tokens = max(0, self.max_num_batched_tokens - len(decodes))
         budget = ChunkBudget(
             tokens, Batch(decodes, []).decode_work, self._times, self.slo_seconds, self.kv_cache.block_size
         )
