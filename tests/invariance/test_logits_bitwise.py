@@ -41,11 +41,13 @@ class Case:
     kv_heads: int
     embedding_type: str | None = None
     tied: bool = True
+    kv_cache_dtype: str = "auto"
 
     @property
     def id(self) -> str:
-        """Format, head size and query heads on a KV head."""
-        return f"{self.tensor_type}-d{self.hidden // self.heads}-g{self.heads // self.kv_heads}x{self.kv_heads}"
+        """Format, head size, query heads on a KV head, form of the cache."""
+        heads = f"d{self.hidden // self.heads}-g{self.heads // self.kv_heads}x{self.kv_heads}"
+        return f"{self.tensor_type}-{heads}-{self.kv_cache_dtype}"
 
     def write(self, folder: Path) -> Path:
         """The model's file."""
@@ -59,6 +61,9 @@ CASES = (
     Case("Q4_0", 96, 3, 1, embedding_type="Q8_0"),
     Case("Q4_1", 128, 2, 2, tied=False),
     Case("Q8_0", 448, 7, 1),
+    Case("Q4_0", 96, 3, 1, embedding_type="Q8_0", kv_cache_dtype="int8"),
+    Case("Q8_0", 448, 7, 1, kv_cache_dtype="int8"),
+    Case("BF16", 64, 4, 2, kv_cache_dtype="int8"),
     Case("Q5_0", 256, 8, 2),
     Case("Q5_1", 64, 4, 2),
     Case("F32", 96, 3, 1),
@@ -87,7 +92,8 @@ def model(folder: Path, case: Case, isa: str, threads: int = 2, block_size: int 
     path = folder / f"{case.id}.gguf"
     if not path.exists():
         case.write(folder)
-    backend = CpuBackend(threads=threads, isa=isa, max_num_batched_tokens=640, max_num_seqs=64)
+    backend = CpuBackend(threads=threads, isa=isa, max_num_batched_tokens=640, max_num_seqs=64,
+                         kv_cache_dtype=case.kv_cache_dtype)  # fmt: skip
     return Steps(path, backend, num_blocks=1600 // block_size, block_size=block_size)
 
 

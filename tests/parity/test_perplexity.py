@@ -32,17 +32,20 @@ def oracle_loss(oracle: Oracle, ids: list[int]) -> float:
     return sum(negative_log_likelihood(ids, at, logits) for at, logits in oracle.logits(ids))
 
 
-@pytest.mark.parametrize("tensor_type", ("Q4_1", "Q4_0", "Q8_0"))
+@pytest.mark.parametrize(
+    ("tensor_type", "kv_cache_dtype"), (("Q4_1", "auto"), ("Q4_0", "auto"), ("Q8_0", "auto"), ("Q4_1", "int8"))
+)
 def test_within_one_percent(
-    tensor_type: str, model_path: Path, token_ids: dict[str, list[int]], tmp_path: Path
+    tensor_type: str, kv_cache_dtype: str, model_path: Path, token_ids: dict[str, list[int]], tmp_path: Path
 ) -> None:
     shipped = "Q4_1"
     path = model_path if tensor_type == shipped else requantized(model_path, tmp_path / "model.gguf", tensor_type)
-    steps = Steps(path, CpuBackend(max_num_batched_tokens=CHUNK), num_blocks=125)
+    steps = Steps(path, CpuBackend(max_num_batched_tokens=CHUNK, kv_cache_dtype=kv_cache_dtype), num_blocks=125)
     oracle = Oracle(path)
     texts = list(token_ids.values())
     count = sum(len(ids) - 1 for ids in texts)
     actual = math.exp(sum(cpu_loss(steps, ids) for ids in texts) / count)
     expected = math.exp(sum(oracle_loss(oracle, ids) for ids in texts) / count)
-    print(f"{tensor_type}: perplexity {actual:.4f}, float32 {expected:.4f}, ratio {actual / expected:.5f}")
-    assert abs(actual / expected - 1) < TOLERANCE
+    ratio = actual / expected
+    print(f"{tensor_type}, {kv_cache_dtype}: perplexity {actual:.4f}, float32 {expected:.4f}, ratio {ratio:.5f}")
+    assert abs(ratio - 1) < TOLERANCE

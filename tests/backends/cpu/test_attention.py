@@ -18,7 +18,9 @@ from tiny_gguf import write_tiny_gguf
 from twinphase.backends.base import Array, Backend, KVCacheSpec, ModelShape, RopeSpec, StepInputs
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.isa import available_isas
+from twinphase.backends.cpu.kv_layout import KV_CACHE_DTYPES
 from twinphase.backends.reference import ReferenceBackend
+from twinphase.errors import InvalidRequestError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
 
@@ -88,10 +90,10 @@ SHAPES = (Heads(3, 1, 32), Heads(4, 4, 64), Heads(14, 2, 64), Heads(4, 2, 16), H
 per_shape = pytest.mark.parametrize("heads", SHAPES, ids=lambda h: f"d{h.head_dim}-g{h.heads // h.kv_heads}")
 
 
-def pair(folder: Path, heads: Heads, isa: str) -> tuple[Attention, Attention]:
+def pair(folder: Path, heads: Heads, isa: str, dtype: str = "auto") -> tuple[Attention, Attention]:
     """The cpu's attention and the reference's."""
     checkpoint = heads.write(folder)
-    cpu = CpuBackend(threads=2, isa=isa, max_num_batched_tokens=512, max_num_seqs=8)
+    cpu = CpuBackend(threads=2, isa=isa, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_dtype=dtype)
     return Attention(checkpoint, heads, cpu), Attention(checkpoint, heads, ReferenceBackend())
 
 
@@ -112,10 +114,11 @@ def assert_close(actual: F32, expected: F32) -> None:
     assert errors.max() < TOLERANCE, f"row {errors.argmax()}: {errors.max():.4f}, mean {errors.mean():.4f}"
 
 
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
 @pytest.mark.parametrize("isa", available_isas())
 @per_shape
-def test_prefill_and_decode(folder: Path, heads: Heads, isa: str) -> None:
-    cpu, reference = pair(folder, heads, isa)
+def test_prefill_and_decode(folder: Path, heads: Heads, isa: str, dtype: str) -> None:
+    cpu, reference = pair(folder, heads, isa, dtype)
     pieces = sequences(0)
     for piece in pieces:  # each prefilled in one chunk but for its last token ...
         head = Piece(piece.tokens[:-1], 0, piece.blocks)
@@ -143,14 +146,26 @@ def test_both_phases_in_a_step(folder: Path, isa: str) -> None:
     assert_close(cpu(inputs), reference(inputs))
 
 
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
 @pytest.mark.parametrize("isa", available_isas())
-def test_what_is_masked_or_not_in_the_table_does_not_count(folder: Path, isa: str) -> None:
+def test_what_is_masked_or_not_in_the_table_does_not_count(folder: Path, isa: str, dtype: str) -> None:
     # Fill the cache with other sequences first: stale rows behind a context must not be seen.
     piece = sequences(2)[3]
     tail = Piece(piece.tokens[:30], 0, piece.blocks)
     inputs = step_inputs([tail])
-    fresh, _ = pair(folder, SHAPES[0], isa)
-    used, _ = pair(folder, SHAPES[0], isa)
+    fresh, _ = pair(folder, SHAPES[0], isa, dtype)
+    used, _ = pair(folder, SHAPES[0], isa, dtype)
     for other in sequences(3):
         used(step_inputs([other]))
     np.testing.assert_array_equal(used(inputs), fresh(inputs))
+
+
+def test_bytes_of_a_token(folder: Path) -> None:
+    for dtype, expected in (("auto", 32 + 4 + 64), ("int8", 32 + 4 + 32 + 4)):
+        cpu, _ = pair(folder, SHAPES[0], "generic", dtype)
+        assert cpu.backend.kv_bytes_per_token() == expected
+
+
+def test_unknown_dtype_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"fp4.*auto, int8"):
+        CpuBackend(kv_cache_dtype="fp4")

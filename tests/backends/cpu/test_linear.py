@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from twinphase.backends.cpu.formats import FORMATS
 from twinphase.backends.cpu.isa import available_isas
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import ROW_CHUNK, ROWS_PER_TILE
+from twinphase.backends.cpu.tiling import ROWS_PER_TILE
 
 F32 = NDArray[np.float32]
+ROW_CHUNK = 192  # rows of a tile
 TOLERANCE = 1e-5  # relative norm; float32 sums over some thousand inputs
 per_isa = pytest.mark.parametrize("isa", available_isas())
 
@@ -47,11 +48,11 @@ def linear(isa: str, spec: str, weights: int, groups: int, outputs: int, x: Acti
     out = aligned(rows * strips * 32, np.float32).reshape(rows, -1)
     out[:] = np.nan  # every output must be written
     base, stride = (aligned(strips * 32, np.float32), 0) if residual is None else (residual, residual.strides[0])
-    cells = np.array([rows, per_tile], np.int64)
+    cells = np.array([rows, per_tile, ROW_CHUNK], np.int64)
     source = x.x if spec.startswith("dense") else x.data
     args = [weights, groups, strips, source.ctypes.data, source.strides[0], x.scale.ctypes.data, x.fsum.ctypes.data]
     args += [4 * (x.x.shape[1] // 32), x.isum.ctypes.data, out.ctypes.data, out.strides[0]]
-    args += [base.ctypes.data, stride, cells.ctypes.data, cells.ctypes.data + 8]
+    args += [base.ctypes.data, stride, *(cells.ctypes.data + 8 * i for i in range(3))]
     tiles = -(-strips // per_tile) * -(-rows // ROW_CHUNK)
     call_kernel(kernel(isa, spec), args, tiles)
     return out

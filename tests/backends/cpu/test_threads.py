@@ -110,7 +110,9 @@ class Chain:
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self.counts = aligned(4, np.int64)  # rows, strips a tile takes, tiles of quantize, tiles of linear
+        self.counts = aligned(
+            5, np.int64
+        )  # rows, strips a tile takes, tiles of quantize and of linear, rows a tile takes
         self.x = aligned(ROWS * INPUTS, np.float32).reshape(ROWS, INPUTS)
         self.x[:] = rng.standard_normal(self.x.shape)
         self.middle, self.end = (aligned(ROWS * OUTPUTS, np.float32).reshape(ROWS, OUTPUTS) for _ in range(2))
@@ -129,7 +131,7 @@ class Chain:
         at = [array.ctypes.data for array in (data, scale, fsum, isum)]
         self.calls.append((kernel(BEST, "quantize"), [rows, source.ctypes.data, 4 * inputs, groups, *at], rows + 16))
         args = [weights.ctypes.data, groups, OUTPUTS // 32, at[0], inputs, at[1], at[2], 4 * groups, at[3]]
-        args += [out.ctypes.data, out.strides[0], zeros.ctypes.data, 0, rows, rows + 8]
+        args += [out.ctypes.data, out.strides[0], zeros.ctypes.data, 0, rows, rows + 8, rows + 32]
         self.calls.append((kernel(BEST, "quantized_linear:Q4_1"), args, rows + 24))
 
     @property
@@ -139,7 +141,7 @@ class Chain:
 
     def set_rows(self, rows: int, per_tile: int) -> None:
         """The next step's counts; what it should write is spoilt first."""
-        self.counts[:] = rows, per_tile, -(-rows // 4), -(-OUTPUTS // 32 // per_tile) if rows else 0
+        self.counts[:] = rows, per_tile, -(-rows // 4), -(-OUTPUTS // 32 // per_tile) if rows else 0, ROWS
         self.middle[:] = self.end[:] = np.nan
 
     def expected(self) -> np.ndarray:

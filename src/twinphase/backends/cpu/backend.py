@@ -51,6 +51,7 @@ class CpuBackend:
         isa: str | None = None,
         max_num_batched_tokens: int = 512,
         max_num_seqs: int = 16,
+        kv_cache_dtype: str = "auto",
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         """Choose the instruction-set path; everything else waits for the model.
@@ -60,12 +61,19 @@ class CpuBackend:
             isa: instruction-set path; None is the best this processor has.
             max_num_batched_tokens: most rows of a step.
             max_num_seqs: most sequences of a step.
+            kv_cache_dtype: "auto" (int8 keys with a scale a token and head, 16-bit values) or "int8" (values too).
             progress: called with (done, total, name) while kernels compile.
         """
         if max_num_batched_tokens > MAX_ROWS:
             raise InvalidRequestError(
                 f"max_num_batched_tokens is {max_num_batched_tokens} with the cpu backend.", f"Use at most {MAX_ROWS}."
             )
+        if kv_cache_dtype not in kv_layout.KV_CACHE_DTYPES:
+            raise InvalidRequestError(
+                f"kv_cache_dtype is {kv_cache_dtype!r} with the cpu backend.",
+                f"Use one of: {', '.join(kv_layout.KV_CACHE_DTYPES)}.",
+            )
+        self.kv_cache_dtype = kv_cache_dtype
         self.threads = threads or available_cores()
         self.isa = choose_isa(isa)
         self.max_rows = {"tokens": max_num_batched_tokens, "logits": max_num_batched_tokens}
@@ -93,10 +101,12 @@ class CpuBackend:
         self.shape, self._checkpoint = shape, checkpoint
         group = shape.num_heads // shape.num_kv_heads
         self._rope_spec = f"rope_kv_write:{shape.head_dim}:{shape.rope.dim}:{int(shape.rope.interleaved)}"
+        self._rope_spec += f":{self.kv_cache_dtype}"
         self._attention = f"{shape.head_dim}:{group}"
         types = {t.type for t in checkpoint.tensors.values() if len(t.shape) == 2}
         specs = [
-            *(f"attention_{phase}:{self._attention}" for phase in ("prefill", "decode", "merge")),
+            *(f"attention_{phase}:{self._attention}:{self.kv_cache_dtype}" for phase in ("prefill", "decode")),
+            f"attention_merge:{self._attention}",
             *(f"quantized_linear:{t}" for t in sorted(types & set(FORMATS))),
             *(f"dense_linear:{t}" for t in sorted(types - set(FORMATS))),
             *(f"pack:{t}" for t in sorted(types & set(FORMATS))),
@@ -151,7 +161,7 @@ class CpuBackend:
         self._per_chunk = kv_layout.chunk_cells(spec.num_layers, spec.num_kv_heads)
         cells = spec.num_blocks * (spec.block_size // kv_layout.CELL)
         cells = -(-cells // kv_layout.CHUNK) * self._per_chunk
-        sizes = (kv_layout.key_bytes(spec.head_dim), kv_layout.SCALE_BYTES, kv_layout.value_bytes(spec.head_dim))
+        sizes = self._cell_sizes()
         self._cache = Arena(cells * sum(sizes) + 128, "KV cache")
         memory = [self._cache.take(cells * size) for size in sizes]
         layer_cells = spec.num_kv_heads * kv_layout.CHUNK
@@ -171,10 +181,14 @@ class CpuBackend:
             self._pack_commands = []
 
     def kv_bytes_per_token(self) -> int:
-        """Keys in int8 with a scale, values in 16 bits."""
+        """Keys in int8 with a scale, values in 16 bits or likewise."""
         spec = self.kv_spec
-        cell = kv_layout.key_bytes(spec.head_dim) + kv_layout.SCALE_BYTES + kv_layout.value_bytes(spec.head_dim)
-        return spec.num_layers * spec.num_kv_heads * cell // kv_layout.CELL
+        return spec.num_layers * spec.num_kv_heads * sum(self._cell_sizes()) // kv_layout.CELL
+
+    def _cell_sizes(self) -> tuple[int, int, int]:
+        """Bytes of one head's keys, scales and values in a cell."""
+        dim, dtype = self.kv_spec.head_dim, self.kv_cache_dtype
+        return kv_layout.key_bytes(dim), kv_layout.scale_bytes(dtype), kv_layout.value_bytes(dim, dtype)
 
     # One step
     def execute(self, forward: Forward, inputs: StepInputs) -> F32:
@@ -303,9 +317,15 @@ class CpuBackend:
         merged_heads = cells.address("merged_heads", lambda counts: counts["decode_merges"] * num_heads)
         writes = [(partials, 0), (out.floats.data, 1)]
         args = [q.decode_units.ctypes.data, *common, out.floats.data, partials]
-        program.add(f"attention_decode:{self._attention}", decode_units, args, reads, writes)
+        program.add(f"attention_decode:{self._attention}:{self.kv_cache_dtype}", decode_units, args, reads, writes)
         args = [q.prefill_units.ctypes.data, *common, out.floats.data]
-        program.add(f"attention_prefill:{self._attention}", prefill_units, args, reads, [(out.floats.data, 0)])
+        program.add(
+            f"attention_prefill:{self._attention}:{self.kv_cache_dtype}",
+            prefill_units,
+            args,
+            reads,
+            [(out.floats.data, 0)],
+        )
         args = [q.merges.ctypes.data, partials, self.shape.num_kv_heads, out.floats.data]
         program.add(f"attention_merge:{self._attention}", merged_heads, args, [partials], [(out.floats.data, 2)])
         return out

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
 from twinphase.errors import TwinphaseError
@@ -157,12 +157,26 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
         function.__name__ = function.__qualname__ = re.sub(r"\W", "_", spec)
         compiled = numba.njit(signature, error_model="numpy", nogil=True, no_cpython_wrapper=True)(function)
         result = next(iter(compiled.overloads.values()))
-        symbol = result.fndesc.llvm_func_name.encode().ljust(256, b"\0")
-        code = result.library._get_compiled_object()
+        name = result.fndesc.llvm_func_name
+        symbol, code = name.encode().ljust(256, b"\0"), _object_code(result.library, name)
         try:
             write_atomically(_object_path(folder, isa, spec), hashlib.sha256(symbol + code).digest() + symbol + code)
         except OSError as error:
             sys.exit(WRITE_FAILED + (error.errno or 0))
+
+
+def _object_code(library: Any, symbol: str) -> bytes:
+    """Object code of a library in which `symbol` alone is visible.
+
+    Helper functions of different kernels can have one name (numba numbers them anew in each process) and different
+    bodies: the loader would take the first for all.
+    """
+    library._ensure_finalized()
+    module = library._final_module
+    for function in module.functions:
+        if not function.is_declaration and function.name != symbol:
+            function.linkage = "internal"
+    return bytes(library._codegen._tm.emit_object(module))
 
 
 def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> tuple[dict[str, int], object]:

@@ -5,9 +5,10 @@ Tokens are stored in cells of 16 (a block is one cell or several), cells in chun
 chunk by chunk as the cache fills. A cell of one layer and head is:
 
     keys     uint8 [head_dim / 4][16 tokens][4], stored + 128, so that 4 dimensions of 16 tokens are one vector
-    scales   float32 [16]: the largest magnitude of each token's key, divided by 127
-    values   16 bits [8 pairs of tokens][head_dim][2], so that two tokens' values are one pair of a bfloat16 dot;
-             bfloat16 where the processor multiplies it, float16 elsewhere
+    scales   float32 [16]: the largest magnitude of each token's key, divided by 127; where values are int8, [16] more
+             for them
+    values   [8 pairs of tokens][head_dim][2], so that two tokens' values are one pair of a bfloat16 dot: int8 where the
+             cache is asked for in int8, else bfloat16 where the processor multiplies it, float16 elsewhere
 
 Keys are kept in the form in which attention multiplies them: more bits would be read and never used.
 """
@@ -17,7 +18,8 @@ from __future__ import annotations
 __all__ = [
     "CELL",
     "CHUNK",
-    "SCALE_BYTES",
+    "PLACES_BYTES",
+    "KV_CACHE_DTYPES",
     "TILE",
     "attention_scratch_bytes",
     "chunk_cells",
@@ -25,6 +27,7 @@ __all__ = [
     "key_bytes",
     "padded_group",
     "query_tile_tokens",
+    "scale_bytes",
     "scratch_areas",
     "spread_size",
     "value_bytes",
@@ -32,8 +35,9 @@ __all__ = [
 
 CELL = 16  # tokens
 CHUNK = 32  # cells
-SCALE_BYTES = 4 * CELL  # of one cell
+KV_CACHE_DTYPES = ("auto", "int8")  # how values are kept: in 16 bits or in 8; keys are int8 in both
 TILE = 128  # tokens of KV that attention sums over at a time, at absolute positions
+PLACES_BYTES = 8 * 3 * (TILE // CELL)  # of one tile
 MAX_QUERY_ROWS = 192  # rows (tokens x heads of a group) that share a converted KV tile in prefill
 
 
@@ -42,9 +46,14 @@ def key_bytes(head_dim: int) -> int:
     return CELL * head_dim
 
 
-def value_bytes(head_dim: int) -> int:
+def scale_bytes(dtype: str) -> int:
+    """Bytes of one cell's scales of one head."""
+    return 4 * CELL * (2 if dtype == "int8" else 1)
+
+
+def value_bytes(head_dim: int, dtype: str) -> int:
     """Bytes of one cell's values of one head."""
-    return 2 * CELL * head_dim
+    return CELL * head_dim * (1 if dtype == "int8" else 2)
 
 
 def spread_size(head_dim: int) -> int:
@@ -82,8 +91,8 @@ def scratch_areas(head_dim: int, group: int) -> dict[str, int]:
     """Byte offset of each area of a thread's scratch memory."""
     rows = query_tile_tokens(group) * group + 8
     sizes = {
-        "places": 8 * 3 * (TILE // CELL),  # addresses of the cells' keys, scales and values
-        "values": 4 * TILE * head_dim,  # float32, where values are not used in place
+        "places": 2 * PLACES_BYTES,  # addresses of the cells' keys, scales and values: this tile's and the next's
+        "values": 4 * TILE * head_dim,  # widened, where values are not used in place
         "scores": 4 * TILE * 8,
         "weights": 4 * TILE * 8,  # softmax numerators, bfloat16 or float32
         "tile_stats": 4 * 8 * 4,  # of the row block: maximum, sum, and the two factors of the merge

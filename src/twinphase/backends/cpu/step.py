@@ -45,7 +45,8 @@ class StepMemory:
         self.queries = [aligned(max_tokens * heads * shape.head_dim, np.int8),
                         aligned(max_tokens * heads, np.float32), aligned(max_tokens * heads, np.int32)]  # fmt: skip
         # Pieces of spread sequences: each has at least one share's tiles, but for its last piece.
-        self.decode_units = aligned((max_seqs * shape.num_kv_heads + 2 * shares) * UNIT, np.int32).reshape(-1, UNIT)
+        # One more, since decode looks one unit ahead.
+        self.decode_units = aligned((max_seqs * shape.num_kv_heads + 2 * shares + 1) * UNIT, np.int32).reshape(-1, UNIT)
         most_units = (max_tokens // query_tile_tokens(self._group) + max_seqs + 1) * shape.num_kv_heads
         self.prefill_units = aligned(most_units * UNIT, np.int32).reshape(-1, UNIT)
         # A spread sequence has more than a share's tiles in each KV head, so that fewer heads than shares are spread.

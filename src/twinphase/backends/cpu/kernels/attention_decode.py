@@ -27,12 +27,14 @@ from twinphase.backends.cpu.kernels.attention_tile import (
     softmax_kernel,
     weighted_values_kernel,
 )
-from twinphase.backends.cpu.kv_layout import CELL, TILE, decode_rows, padded_group, scratch_areas
+from twinphase.backends.cpu.kv_layout import CELL, PLACES_BYTES, TILE, decode_rows, padded_group, scratch_areas
 
 __all__ = ["attention_decode", "attention_merge"]
 
 
-def attention_decode(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def attention_decode(
+    isa: Isa, head_dim: str, group_size: str, dtype: str
+) -> tuple[Any, Callable[[int, int, int], None]]:
     """One unit a tile: KV tiles of one sequence and KV head, for one new token.
 
     Arguments: those of `attention_prefill`, then the partials' address. A unit is int32 [8]: sequence, KV head, row,
@@ -42,13 +44,14 @@ def attention_decode(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Cal
     """
     dim, group = int(head_dim), int(group_size)
     rows, padded = decode_rows(group), padded_group(group)
-    at = scratch_areas(dim, group)
-    find_cells, copy_query = find_cells_kernel(isa, dim, at), copy_query_kernel(dim, at)
+    at, ahead = scratch_areas(dim, group), isa.bf16_dot  # elsewhere values are widened, one tile at a time
+    find_cells = find_cells_kernel(isa, dim, dtype, at, in_place=isa.bf16_dot)
+    copy_query, convert = copy_query_kernel(dim, at), isa.bf16_dot and dtype == "int8"
     scores, softmax, weighted_values, merge_values, merge_stats, divide = (
-        scores_kernel(isa, dim, rows),
-        softmax_kernel(isa),
-        weighted_values_kernel(isa, dim, rows, False),
-        weighted_values_kernel(isa, dim, rows, True),
+        scores_kernel(isa, dim, rows, ahead),
+        softmax_kernel(isa, dtype),
+        weighted_values_kernel(isa, dim, rows, False, ahead=ahead, convert=convert),
+        weighted_values_kernel(isa, dim, rows, True, ahead=ahead, convert=convert),
         merge_stats_kernel(isa),
         divide_kernel(isa, dim),
     )
@@ -62,14 +65,15 @@ def attention_decode(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Cal
     arguments, unit_of = fields(14), fields(8, I32)
 
     @njit  # type: ignore[untyped-decorator]
-    def weigh(r: int, visible: int, maximum: int, total: int, stride: int, scratch: int) -> None:
+    def weigh(r: int, visible: int, now: int, coming: int, maximum: int, total: int, stride: int,
+              scratch: int) -> None:  # fmt: skip
         # Scores and softmax of rows r.. against the KV tile in scratch; maxima and sums go `stride` bytes apart.
-        scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_places,
+        scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, now, coming,
                scratch + at_scores, (visible + chunk - 1) // chunk)  # fmt: skip
         for i in range(rows):
             softmax(scratch + at_scores + 4 * TILE * i, scratch + at_weights + weight_row * i,
                     scratch + at_query_scales + 4 * (r + i), visible, maximum + stride * i,
-                    total + stride * i)  # fmt: skip
+                    total + stride * i, now)  # fmt: skip
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (units, queries, query_scales, query_sums, keys, key_scales, values, kv_heads, tables, table_stride,
@@ -85,21 +89,35 @@ def attention_decode(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Cal
         if not piece:
             for i in range(padded * dim):
                 store_f32(total + 4 * i, 0.0)
+        now, coming = scratch + at_places, scratch + at_places + PLACES_BYTES
+        find_cells(first, (min(TILE, context - first * TILE) + CELL - 1) // CELL, table, cells_per_block, per_chunk,
+                   kv_head, keys, key_scales, values, scratch, now)  # fmt: skip
         for t in range(first, end):
             visible = min(TILE, context - t * TILE)
             cells = (visible + CELL - 1) // CELL
-            find_cells(t, cells, table, cells_per_block, per_chunk, kv_head, keys, key_scales, values, scratch)
+            if ahead:
+                # The next tile is fetched while this one is computed; after the last one, the next unit's first.
+                if t + 1 == end:
+                    sequence, kv_head_, _, context_, next_t, _, _, _ = unit_of(units + 32 * (tile + 1))
+                    table_ = tables + sequence * table_stride
+                else:
+                    kv_head_, context_, next_t, table_ = kv_head, context, t + 1, table
+                find_cells(next_t, (min(TILE, context_ - next_t * TILE) + CELL - 1) // CELL, table_, cells_per_block,
+                           per_chunk, kv_head_, keys, key_scales, values, scratch, coming)  # fmt: skip
+            elif t > first:
+                find_cells(t, cells, table, cells_per_block, per_chunk, kv_head, keys, key_scales, values, scratch, now)
             for r in range(0, padded, rows):
                 if piece:
                     place = partials + ((base + t) * padded + r) * partial_bytes
-                    weigh(r, visible, place, place + 4, partial_bytes, scratch)
-                    weighted_values(scratch + at_weights, scratch + at_places, cells, place + 64, partial_bytes, stats)
+                    weigh(r, visible, now, coming, place, place + 4, partial_bytes, scratch)
+                    weighted_values(scratch + at_weights, now, coming, cells, place + 64, partial_bytes, stats)
                 else:
-                    weigh(r, visible, stats, stats + 4 * STATS, 4, scratch)
+                    weigh(r, visible, now, coming, stats, stats + 4 * STATS, 4, scratch)
                     block = 4 * STATS * (r // rows)
                     merge_stats(scratch + at_maxima + block, scratch + at_sums + block, stats)
-                    merge_values(scratch + at_weights, scratch + at_places, cells, total + row_bytes * r, row_bytes,
-                                 stats)  # fmt: skip
+                    merge_values(scratch + at_weights, now, coming, cells, total + row_bytes * r, row_bytes, stats)
+            if ahead:
+                now, coming = coming, now
         if not piece:
             for r in range(group):
                 divide(out + row_bytes * (first_head + r), total + row_bytes * r,

@@ -26,7 +26,9 @@ from twinphase.backends.cpu.kv_layout import CELL, TILE, scratch_areas
 __all__ = ["attention_prefill"]
 
 
-def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def attention_prefill(
+    isa: Isa, head_dim: str, group_size: str, dtype: str
+) -> tuple[Any, Callable[[int, int, int], None]]:
     """One unit a tile: up to `query_tile_tokens` prompt tokens of one sequence and KV head.
 
     Arguments: units, int8 queries, their scales, their sums, keys, key scales and values of the layer, KV heads,
@@ -35,8 +37,9 @@ def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Ca
     """
     dim, group, rows = int(head_dim), int(group_size), isa.attention_rows
     at = scratch_areas(dim, group)
-    find_cells, copy_query = find_cells_kernel(isa, dim, at), copy_query_kernel(dim, at)
-    scores, softmax = scores_kernel(isa, dim, rows), softmax_kernel(isa)
+    find_cells = find_cells_kernel(isa, dim, dtype, at, in_place=isa.bf16_dot and dtype == "auto")
+    copy_query = copy_query_kernel(dim, at)
+    scores, softmax = scores_kernel(isa, dim, rows), softmax_kernel(isa, dtype)
     weighted_values, merge_stats, divide = (
         weighted_values_kernel(isa, dim, rows, True),
         merge_stats_kernel(isa),
@@ -57,15 +60,16 @@ def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Ca
         if most <= 0:
             return
         scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, scratch + at_places,
-               scratch + at_scores, (most + chunk - 1) // chunk)  # fmt: skip
+               scratch + at_places, scratch + at_scores, (most + chunk - 1) // chunk)  # fmt: skip
         for i in range(rows):
             visible = max(0, min(TILE, seen + (r + i) // group))
             stats = scratch + at_stats + 4 * i
             softmax(scratch + at_scores + 4 * TILE * i, scratch + at_weights + weight_row * i,
-                    scratch + at_query_scales + 4 * (r + i), visible, stats, stats + 4 * STATS)  # fmt: skip
+                    scratch + at_query_scales + 4 * (r + i), visible, stats, stats + 4 * STATS,
+                    scratch + at_places)  # fmt: skip
         block = 4 * STATS * (r // rows)
         merge_stats(scratch + at_maxima + block, scratch + at_sums + block, scratch + at_stats)
-        weighted_values(scratch + at_weights, scratch + at_places, (most + CELL - 1) // CELL,
+        weighted_values(scratch + at_weights, scratch + at_places, scratch + at_places, (most + CELL - 1) // CELL,
                         scratch + at_out + 4 * dim * r, 4 * dim, scratch + at_stats)  # fmt: skip
 
     def kernel(args: int, tile: int, scratch: int) -> None:
@@ -87,7 +91,8 @@ def attention_prefill(isa: Isa, head_dim: str, group_size: str) -> tuple[Any, Ca
         for t in range((position + tokens - 1) // TILE + 1):
             seen = position + 1 - t * TILE
             cells = (min(TILE, seen + tokens - 1) + CELL - 1) // CELL
-            find_cells(t, cells, table, cells_per_block, per_chunk, kv_head, keys, key_scales, values, scratch)
+            find_cells(t, cells, table, cells_per_block, per_chunk, kv_head, keys, key_scales, values, scratch,
+                       scratch + at_places)  # fmt: skip
             for r in range(0, count, rows):
                 row_block(r, seen, group, tokens, scratch)
         for r in range(count):

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit
 
-from twinphase.backends.cpu.emit import EXP2_DEGREE_3, EXP2_DEGREE_5, F16, F32, I32, I64, Emit, Value, vector
+from twinphase.backends.cpu.emit import EXP2_DEGREE_3, EXP2_DEGREE_5, F16, F32, I8, I32, I64, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import (
     emitted,
     load_f32,
@@ -25,7 +25,7 @@ from twinphase.backends.cpu.intrinsics import (
     store_i64,
 )
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kv_layout import CELL, CHUNK, SCALE_BYTES, TILE, key_bytes, value_bytes
+from twinphase.backends.cpu.kv_layout import CELL, CHUNK, TILE, key_bytes, scale_bytes, value_bytes
 
 __all__ = [
     "MASKED",
@@ -45,13 +45,33 @@ CELLS = TILE // CELL  # of a tile
 STATS = 8  # lanes of the vectors that hold a row block's maxima and sums
 
 
-def _widen_values(isa: Isa, dim: int) -> Any:
-    """Numba-callable (cell's values, out): float16 pairs of tokens to float32 rows."""
+def _bf16_pairs(e: Emit, address: Value, *offsets: int | Value) -> Value:
+    """int8 values at an address as bfloat16, exactly: pairs of tokens, in int32 lanes."""
+    count = e.isa.lanes
+    floats = []
+    for half in (0, count):
+        small = e.load(vector(I8, count), address, *offsets, half)
+        floats.append(e.b.sitofp(e.b.sext(small, vector(I32, count)), vector(F32, count)))
+    return e.to_bf16(*floats)
+
+
+def _widen_values(isa: Isa, dim: int, dtype: str) -> Any:
+    """Numba-callable (cell's values, out): values as they are multiplied.
+
+    That is pairs of bfloat16 where the processor multiplies them, rows of float32 elsewhere.
+    """
     lanes = isa.lanes
 
     def write(e: Emit, values: Value, out: Value) -> None:
         for i in range(0, CELL * dim, 2 * lanes):
-            pairs = e.widen(e.load(vector(F16, 2 * lanes), values, 2 * i))
+            if isa.bf16_dot:
+                e.store(_bf16_pairs(e, values, i), out, 2 * i)
+                continue
+            if dtype == "int8":
+                small = e.load(vector(I8, 2 * lanes), values, i)
+                pairs = e.b.sitofp(e.b.sext(small, vector(I32, 2 * lanes)), vector(F32, 2 * lanes))
+            else:
+                pairs = e.widen(e.load(vector(F16, 2 * lanes), values, 2 * i))
             pair, column = i // (2 * dim), i % (2 * dim) // 2
             for side in (0, 1):
                 row = e.shuffle(pairs, None, range(side, 2 * lanes, 2))
@@ -60,25 +80,28 @@ def _widen_values(isa: Isa, dim: int) -> Any:
     return emitted(isa, 2, write)
 
 
-def scores_kernel(isa: Isa, dim: int, rows: int) -> Any:
-    """Numba-callable (queries, sums, places, out, chunks): out[r, t] = (q . k) * key scale.
+def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
+    """Numba-callable (queries, sums, places, next places, out, chunks): out[r, t] = (q . k) * key scale.
 
     The register tile is `rows` queries x 4 vectors of tokens; `chunks` of them are computed. Places are the addresses
-    of the tile's cells: keys, then scales, then values (`find_cells_kernel`).
+    of the tile's cells: keys, then scales, then values (`find_cells_kernel`). With `ahead` the keys at the next places
+    are asked for meanwhile.
     """
     lanes, columns = isa.lanes, 4
     ints, floats = vector(I32, lanes), vector(F32, lanes)
 
-    def write(e: Emit, queries: Value, sums: Value, places: Value, out: Value, chunks: Value) -> None:
+    def write(e: Emit, queries: Value, sums: Value, places: Value, coming: Value, out: Value, chunks: Value) -> None:
         b, signed = e.b, e.dot_is_signed(8)
         with e.loop(0, chunks) as chunk:
             first = e.mul(chunk, lanes * columns)  # token
-            keys, scales = [], []
+            keys, scales, later = [], [], []
             for c in range(columns):
                 token = e.add(first, c * lanes)
                 place, part = e.mul(b.ashr(token, e.i64(4)), 8), e.mul(b.and_(token, e.i64(15)), 4)
                 keys.append(e.add(e.load(I64, places, place), part))
                 scales.append(e.load(floats, e.load(I64, places, place, 8 * CELLS), part))
+                if ahead:
+                    later.append(e.load(I64, coming, place))
             totals = []
             for r in range(rows):
                 start: Value = e.splat(ints, 0)
@@ -87,6 +110,8 @@ def scores_kernel(isa: Isa, dim: int, rows: int) -> Any:
                 totals.append([e.variable(start) for _ in range(columns)])
             with e.loop(0, dim // 4) as quad:
                 vectors = [e.load(ints, key, e.mul(quad, 4 * CELL)) for key in keys]
+                for key in later:
+                    e.prefetch(key, e.mul(quad, 4 * CELL))
                 for r in range(rows):
                     query = e.broadcast(e.load(I32, queries, r * dim, e.mul(quad, 4)), lanes)
                     for c in range(columns):
@@ -96,16 +121,21 @@ def scores_kernel(isa: Isa, dim: int, rows: int) -> Any:
                 for r in range(rows):
                     e.store(b.fmul(b.sitofp(totals[r][c].get(), floats), scales[c]), out, 4 * TILE * r, at)
 
-    return emitted(isa, 5, write)
+    return emitted(isa, 6, write)
 
 
-def softmax_kernel(isa: Isa) -> Any:
-    """Numba-callable (scores, weights out, query scale's address, visible tokens, maximum out, sum out): one row."""
+def softmax_kernel(isa: Isa, dtype: str) -> Any:
+    """Numba-callable (scores, weights out, query scale, visible tokens, maximum out, sum out, places): one row.
+
+    All but the number of visible tokens are addresses. The scales of int8 values, found by the places, are multiplied
+    into the weights once these are summed, so that values are multiplied as the integers they are stored as.
+    """
     lanes = isa.lanes
     ints, floats = vector(I32, lanes), vector(F32, lanes)
     count = TILE // lanes
 
-    def row(e: Emit, x: list[Value], masks: list[Value], out: Value, maximum: Value, total: Value) -> None:
+    def row(e: Emit, x: list[Value], masks: list[Value], out: Value, maximum: Value, total: Value,
+            places: Value) -> None:  # fmt: skip
         b, zero = e.b, e.splat(floats, 0.0)
         # The tile's own maximum: a tile is computed alike whatever came before it.
         largest = x[0]
@@ -123,6 +153,11 @@ def softmax_kernel(isa: Isa) -> Any:
         for value in weights[1:]:
             summed = b.fadd(summed, value)
         e.store(e.reduce_add(summed), total)
+        if dtype == "int8":
+            for i in range(count):
+                cell, lane = i * lanes // CELL, i * lanes % CELL
+                scales = e.load(I64, places, 8 * (CELLS + cell))
+                weights[i] = b.fmul(weights[i], e.load(floats, scales, 4 * (CELL + lane)))
         if isa.bf16_dot:
             for i in range(0, count, 2):
                 e.store(e.to_bf16(weights[i], weights[i + 1]), out, 2 * i * lanes)
@@ -130,7 +165,8 @@ def softmax_kernel(isa: Isa) -> Any:
             for i, value in enumerate(weights):
                 e.store(value, out, 4 * i * lanes)
 
-    def write(e: Emit, scores: Value, out: Value, scale: Value, visible: Value, maximum: Value, total: Value) -> None:
+    def write(e: Emit, scores: Value, out: Value, scale: Value, visible: Value, maximum: Value, total: Value,
+              places: Value) -> None:  # fmt: skip
         b = e.b
         factor = e.broadcast(e.load(F32, scale), lanes)
         x = [b.fmul(e.load(floats, scores, 4 * i * lanes), factor) for i in range(count)]
@@ -140,34 +176,48 @@ def softmax_kernel(isa: Isa) -> Any:
                 numbers = [ir.Constant(ints, list(range(i * lanes, (i + 1) * lanes))) for i in range(count)]
                 masks = [b.icmp_signed("<", number, limit) for number in numbers]
                 seen = [b.select(mask, value, e.splat(floats, MASKED)) for mask, value in zip(masks, x, strict=True)]
-                row(e, seen, masks, out, maximum, total)
+                row(e, seen, masks, out, maximum, total, places)
             with wholly:
-                row(e, x, [], out, maximum, total)
+                row(e, x, [], out, maximum, total, places)
 
-    return emitted(isa, 6, write)
+    return emitted(isa, 7, write)
 
 
-def weighted_values_kernel(isa: Isa, dim: int, rows: int, merge: bool) -> Any:
-    """Numba-callable (weights, places, cells, out, out stride, stats): sum over tokens of weight * value.
+def weighted_values_kernel(
+    isa: Isa, dim: int, rows: int, merge: bool, *, ahead: bool = False, convert: bool = False
+) -> Any:
+    """Numba-callable (weights, places, next places, cells, out, out stride, stats): sum over tokens of weight * value.
 
-    With `merge` the sums are folded into out (out * alpha + sum * beta, from `stats`), else stored.
+    With `merge` the sums are folded into out (out * alpha + sum * beta, from `stats`), else stored. With `ahead` the
+    values at the next places are asked for meanwhile. With `convert` values are int8 where they lie.
     """
     lanes = isa.lanes
     floats, ints = vector(F32, lanes), vector(I32, lanes)
     columns = min(4, dim // lanes)
     tokens = 2 if isa.bf16_dot else 1  # of one step
-    steps, value_row = CELL // tokens, 4 * dim  # bytes: a pair of bfloat16 rows, or a float32 row
+    steps = CELL // tokens
+    value_size = 1 if convert else 2 if isa.bf16_dot else 4  # bytes
+    value_row = tokens * value_size * dim
 
-    def write(e: Emit, weights: Value, places: Value, cells: Value, out: Value, stride: Value, stats: Value) -> None:
+    def write(e: Emit, weights: Value, places: Value, coming: Value, cells: Value, out: Value, stride: Value,
+              stats: Value) -> None:  # fmt: skip
         b = e.b
         for first in range(0, dim, columns * lanes):
             here = range(min(columns, (dim - first) // lanes))
             totals = [[e.variable(e.splat(floats, 0.0)) for _ in here] for _ in range(rows)]
             with e.loop(0, cells) as cell:
-                values = e.add(e.load(I64, places, e.mul(cell, 8), 16 * CELLS), 4 * first)
+                start = tokens * value_size * first
+                values = e.add(e.load(I64, places, e.mul(cell, 8), 16 * CELLS), start)
                 weight_at = e.add(weights, e.mul(cell, 4 * steps))
+                later = e.add(e.load(I64, coming, e.mul(cell, 8), 16 * CELLS), start) if ahead else None
                 with e.loop(0, steps) as step:
-                    row = [e.load(ints, values, e.mul(step, value_row), 4 * c * lanes) for c in here]
+                    if later is not None:
+                        for at in range(0, tokens * value_size * lanes * len(here), 64):
+                            e.prefetch(later, e.mul(step, value_row), at)
+                    if convert:
+                        row = [_bf16_pairs(e, values, e.mul(step, value_row), 2 * c * lanes) for c in here]
+                    else:
+                        row = [e.load(ints, values, e.mul(step, value_row), 4 * c * lanes) for c in here]
                     for r in range(rows):
                         place = (r * TILE * 4 // tokens, e.mul(step, 4))
                         weight = e.broadcast(e.load(I32, weight_at, *place), lanes)
@@ -186,7 +236,7 @@ def weighted_values_kernel(isa: Isa, dim: int, rows: int, merge: bool) -> Any:
                         value = e.fma(e.load(floats, out, *at), alpha, b.fmul(value, beta))
                     e.store(value, out, *at)
 
-    return emitted(isa, 6, write)
+    return emitted(isa, 7, write)
 
 
 def merge_stats_kernel(isa: Isa) -> Any:
@@ -230,34 +280,40 @@ def divide_kernel(isa: Isa, dim: int) -> Any:
     return emitted(isa, 3, write)
 
 
-def find_cells_kernel(isa: Isa, dim: int, at: dict[str, int]) -> Any:
-    """Numba function that writes the places of KV tile t's first `cells` cells to scratch.
+def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_place: bool) -> Any:
+    """Numba function that writes the places of KV tile t's first `cells` cells, int64 [3][CELLS].
 
-    bfloat16 values are used where they lie; others are widened into scratch first.
+    Keys, scales, values; unless values are used in place, they are widened into scratch first.
     """
-    widen = _widen_values(isa, dim)
-    at_places, at_values = at["places"], at["values"]
-    size, value_size, in_place = key_bytes(dim), value_bytes(dim), isa.bf16_dot
+    widen = _widen_values(isa, dim, dtype)
+    at_values = at["values"]
+    size, scale_size, value_size = key_bytes(dim), scale_bytes(dtype), value_bytes(dim, dtype)
+    widened_bytes = (2 if isa.bf16_dot else 4) * CELL * dim
 
     @njit  # type: ignore[untyped-decorator]
     def find(t: int, cells: int, table: int, cells_per_block: int, per_chunk: int, kv_head: int, keys: int,
-             scales: int, values: int, scratch: int) -> None:  # fmt: skip
+             scales: int, values: int, scratch: int, places: int) -> None:  # fmt: skip
+        block = t * CELLS // cells_per_block
+        offset = t * CELLS - block * cells_per_block
         for c in range(cells):
-            cell = t * CELLS + c
-            where = load_u32(table + 4 * (cell // cells_per_block)) * cells_per_block + cell % cells_per_block
+            where = load_u32(table + 4 * block) * cells_per_block + offset
             index = where // CHUNK * per_chunk + kv_head * CHUNK + where % CHUNK
-            place, value = scratch + at_places + 8 * c, values + index * value_size
+            place, value = places + 8 * c, values + index * value_size
             if not in_place:
-                widened = scratch + at_values + c * 4 * CELL * dim
+                widened = scratch + at_values + c * widened_bytes
                 widen(value, widened)
                 value = widened
             store_i64(place, keys + index * size)
-            store_i64(place + 8 * CELLS, scales + index * SCALE_BYTES)
+            store_i64(place + 8 * CELLS, scales + index * scale_size)
             store_i64(place + 16 * CELLS, value)
+            offset += 1
+            if offset == cells_per_block:
+                block, offset = block + 1, 0
         for c in range(cells, CELLS):
             # A chunk of scores may reach past the last cell: any readable place will do, the result is masked.
-            store_i64(scratch + at_places + 8 * c, load_i64(scratch + at_places))
-            store_i64(scratch + at_places + 8 * (CELLS + c), load_i64(scratch + at_places + 8 * CELLS))
+            store_i64(places + 8 * c, load_i64(places))
+            store_i64(places + 8 * (CELLS + c), load_i64(places + 8 * CELLS))
+            store_i64(places + 8 * (2 * CELLS + c), load_i64(places + 16 * CELLS))
 
     return find
 

@@ -20,6 +20,10 @@ from twinphase.backends.cpu.isa import Isa
 __all__ = ["dense_linear", "quantized_linear"]
 
 
+AHEAD_LINES = 3  # lines of the next strip's weights that a tile asks for in each group
+FEWEST_AHEAD = 4  # rows of the smallest tile that does: fewer are never one of several
+
+
 class Inputs(NamedTuple):
     """Addresses of a tile's first input row, and the bytes between rows."""
 
@@ -29,6 +33,21 @@ class Inputs(NamedTuple):
     fsum: Value
     scale_stride: Value
     isum: Value
+
+
+class Weights(NamedTuple):
+    """A strip's weights, and those to fetch while a tile computes: from `ahead` on, `step` bytes for each group."""
+
+    address: Value
+    groups: Value
+    block: Value  # first block of 16 outputs
+    ahead: Value
+    step: Value
+
+    def fetch(self, e: Emit, g: Value) -> None:
+        """Ask for what comes next, in iteration g."""
+        for line in range(AHEAD_LINES):
+            e.prefetch(self.ahead, e.mul(g, self.step), 64 * line)
 
 
 class _Tile:
@@ -135,23 +154,28 @@ def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, in
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus residual[m, n]; x in int8 groups, w packed.
 
     Arguments: w, groups, strips, data, data stride, scale, fsum, scale stride, isum, out, out stride, residual,
-    residual stride, addresses of the row count, of the strips a tile takes, and of the rows it takes. Strides are bytes.
+    residual stride, addresses of the row count, of the strips and of the rows that a tile takes. Strides are bytes.
     """
     fmt = FORMATS[format_name]
     per_header = SUPER if fmt.nested else 1
     step = fmt.header_bytes + per_header * fmt.record_bytes
 
-    def write(e: Emit, rows: int, vectors: int, w: Value, groups: Value, x: Inputs, block: Value) -> list[list[Any]]:
-        tile = _Tile(e, fmt, rows, vectors, block)
+    def write(e: Emit, rows: int, vectors: int, w: Weights, x: Inputs) -> list[list[Any]]:
+        tile = _Tile(e, fmt, rows, vectors, w.block)
         totals = [[e.variable(e.splat(tile.floats, 0.0)) for _ in range(vectors)] for _ in range(rows)]
-        with e.loop(0, e.b.sdiv(groups, e.i64(per_header))) as i:
-            header = e.add(w, e.mul(i, step))
+        with e.loop(0, e.b.sdiv(w.groups, e.i64(per_header))) as i:
+            header = e.add(w.address, e.mul(i, step))
             if not fmt.nested:
+                if rows >= FEWEST_AHEAD:
+                    w.fetch(e, i)
                 tile.group(header, None, x, i, totals)
             else:
                 with e.loop(0, per_header) as j:
                     record = e.add(header, fmt.header_bytes, e.mul(j, fmt.record_bytes))
-                    tile.group(record, header, x, e.add(e.mul(i, per_header), j), totals)
+                    g = e.add(e.mul(i, per_header), j)
+                    if rows >= FEWEST_AHEAD:
+                        w.fetch(e, g)
+                    tile.group(record, header, x, g, totals)
         return totals
 
     return _linear(isa, write, fmt.record_bytes, fmt.header_bytes)
@@ -173,10 +197,10 @@ def dense_linear(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], N
             return e.b.bitcast(e.b.shl(wide, e.splat(wide.type, 16)), floats)
         return raw
 
-    def write(e: Emit, rows: int, vectors: int, w: Value, inputs: Value, x: Inputs, block: Value) -> list[list[Any]]:
+    def write(e: Emit, rows: int, vectors: int, w: Weights, x: Inputs) -> list[list[Any]]:
         totals = [[e.variable(e.splat(floats, 0.0)) for _ in range(vectors)] for _ in range(rows)]
-        with e.loop(0, inputs) as k:
-            at = e.add(w, e.mul(k, STRIP * size), e.mul(block, 16 * size))
+        with e.loop(0, w.groups) as k:
+            at = e.add(w.address, e.mul(k, STRIP * size), e.mul(w.block, 16 * size))
             loads = [e.load(vector(element, isa.lanes), at, n * isa.lanes * size) for n in range(vectors)]
             weights = [widened(e, raw) for raw in loads]
             for m in range(rows):
@@ -203,14 +227,14 @@ def _linear(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callab
 
     def tiles(e: Emit, size: Value, w: Value, groups: Value, data: Value, data_stride: Value, scale: Value, fsum: Value,
               scale_stride: Value, isum: Value, out: Value, out_stride: Value, residual: Value, residual_stride: Value,
-              block: Value) -> None:  # fmt: skip
+              block: Value, ahead: Value, step: Value) -> None:  # fmt: skip
         for rows in range(most, 0, -1):
             with e.b.if_then(e.b.icmp_signed("==", size, e.i64(rows))):
                 x = Inputs(data, data_stride, scale, fsum, scale_stride, isum)
-                totals = write(e, rows, columns // isa.lanes, w, groups, x, block)
+                totals = write(e, rows, columns // isa.lanes, Weights(w, groups, block, ahead, step), x)
                 _store_tile(e, totals, out, out_stride, residual, residual_stride)
 
-    tile_of = emitted(isa, 14, tiles)
+    tile_of = emitted(isa, 16, tiles)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (w, groups, strips, data, data_stride, scale, fsum, scale_stride, isum, out, out_stride, residual,
@@ -223,7 +247,10 @@ def _linear(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callab
         first_row, first_strip = tile // strip_tiles * chunk, tile % strip_tiles * per_tile
         rows = min(load_i64(count) - first_row, chunk)
         blocks = (rows + most - 1) // most  # of as equal heights as can be
+        # Each of several blocks fetches its share of the next strip; a single one keeps the memory busy by itself.
+        step = 0 if blocks == 1 else min(64 * AHEAD_LINES, (record // 64 + blocks) // blocks * 64)
         for s in range(first_strip, min(strips, first_strip + per_tile)):
+            ahead = data if blocks == 1 else w + (s + 1) * strip_bytes
             for piece in range(pieces):
                 column = 4 * (s * STRIP + piece * columns)
                 for i in range(blocks):
@@ -231,6 +258,7 @@ def _linear(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callab
                     at = m * scale_stride
                     tile_of(end - m, w + s * strip_bytes, groups, data + m * data_stride, data_stride, scale + at,
                             fsum + at, scale_stride, isum + 2 * at, out + m * out_stride + column, out_stride,
-                            residual + m * residual_stride + column, residual_stride, piece)  # fmt: skip
+                            residual + m * residual_stride + column, residual_stride, piece, ahead + i * groups * step,
+                            step)  # fmt: skip
 
     return KERNEL_SIGNATURE, kernel

@@ -15,7 +15,7 @@ from twinphase.backends.cpu.emit import F32, I8, I16, I32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
-from twinphase.backends.cpu.kv_layout import CELL, CHUNK, SCALE_BYTES, key_bytes, spread_size, value_bytes
+from twinphase.backends.cpu.kv_layout import CELL, CHUNK, key_bytes, scale_bytes, spread_size, value_bytes
 
 __all__ = ["rope_kv_write"]
 
@@ -126,31 +126,39 @@ def _key(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
     return emitted(isa, 6, write)
 
 
-def _value(isa: Isa, dim: int) -> Any:
-    """Numba-callable (x, cell's values, token in the cell): one value head to the cache."""
-    words = vector(I16, 16)
+def _value(isa: Isa, dim: int, dtype: str) -> Any:
+    """Numba-callable (x, cell's values, cell's scales, token in the cell): one value head to the cache."""
+    words, size = vector(I16, 16), 1 if dtype == "int8" else 2
 
-    def write(e: Emit, x: Value, values: Value, token: Value) -> None:
+    def write(e: Emit, x: Value, values: Value, scales: Value, token: Value) -> None:
         pair, side = e.b.ashr(token, e.i64(1)), e.b.and_(token, e.i64(1))
-        to = e.add(values, e.mul(pair, 4 * dim), e.mul(side, 2))
+        to = e.add(values, e.mul(pair, 2 * size * dim), e.mul(side, size))
+        pieces = []
         for i in range(0, dim, 16):
             piece = e.load(vector(F32, 16), x, 4 * i)
             # A value that is not finite must not outlive its request: times a weight of 0 it would poison another's.
             finite = e.b.fcmp_ordered("<", e.unary("fabs", piece), e.splat(piece.type, LARGEST_VALUE))
-            piece = e.b.select(finite, piece, e.splat(piece.type, 0.0))
-            if isa.bf16_dot:
+            pieces.append(e.b.select(finite, piece, e.splat(piece.type, 0.0)))
+        inverse = None
+        if dtype == "int8":
+            step, inverse = absmax_scale(e, _largest(e, pieces))
+            e.store(step, scales, e.mul(token, 4), 4 * CELL)
+        for i, piece in zip(range(0, dim, 16), pieces, strict=True):
+            if inverse is not None:
+                small = e.b.trunc(round_to_int(e, piece, e.broadcast(inverse, 16)), vector(I8, 16))
+            elif isa.bf16_dot:
                 both = e.b.bitcast(e.to_bf16(piece, piece), vector(I16, 32))
                 small = e.shuffle(both, None, range(16))
             else:
                 small = e.b.bitcast(e.narrow(piece), words)
             for k in range(16):
-                e.store(e.b.extract_element(small, ir.Constant(I32, k)), to, 4 * (i + k))
+                e.store(e.b.extract_element(small, ir.Constant(I32, k)), to, 2 * size * (i + k))
 
-    return emitted(isa, 3, write)
+    return emitted(isa, 4, write)
 
 
 def rope_kv_write(
-    isa: Isa, head_dim: str, rotary: str, interleaved: str
+    isa: Isa, head_dim: str, rotary: str, interleaved: str, dtype: str
 ) -> tuple[Any, Callable[[int, int, int], None]]:
     """One row a tile.
 
@@ -159,8 +167,8 @@ def rope_kv_write(
     """
     dim, turned = int(head_dim), int(rotary)
     query = _query(isa, dim, turned, interleaved == "1")
-    key, value = _key(isa, dim, turned, interleaved == "1"), _value(isa, dim)
-    cell_bytes, value_size = key_bytes(dim), value_bytes(dim)
+    key, value = _key(isa, dim, turned, interleaved == "1"), _value(isa, dim, dtype)
+    cell_bytes, scale_size, value_size = key_bytes(dim), scale_bytes(dtype), value_bytes(dim, dtype)
     table_stride, arguments = 4 * (turned // 2), fields(18)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
@@ -175,7 +183,7 @@ def rope_kv_write(
         for head in range(kv_heads):
             at = slot // (CELL * CHUNK) * per_chunk + head * CHUNK + slot // CELL % CHUNK
             here = tile * stride + head * dim * 4
-            key(k + here, cos, sin, keys + at * cell_bytes, scales + at * SCALE_BYTES, slot % CELL)
-            value(v + here, values + at * value_size, slot % CELL)
+            key(k + here, cos, sin, keys + at * cell_bytes, scales + at * scale_size, slot % CELL)
+            value(v + here, values + at * value_size, scales + at * scale_size, slot % CELL)
 
     return KERNEL_SIGNATURE, kernel
