@@ -212,8 +212,8 @@ def weighted_values_kernel(
                 later = e.add(e.load(I64, coming, e.mul(cell, 8), 16 * CELLS), start) if ahead else None
                 with e.loop(0, steps) as step:
                     if later is not None:
-                        for at in range(0, tokens * value_size * lanes * len(here), 64):
-                            e.prefetch(later, e.mul(step, value_row), at)
+                        for line in range(0, tokens * value_size * lanes * len(here), 64):
+                            e.prefetch(later, e.mul(step, value_row), line)
                     if convert:
                         row = [_bf16_pairs(e, values, e.mul(step, value_row), 2 * c * lanes) for c in here]
                     else:
