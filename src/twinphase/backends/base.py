@@ -160,4 +160,4 @@ class Backend(Protocol):
         """silu(gate) * up of [num_tokens, 2 * ffn] = (gate, up); [num_tokens, ffn]."""
 
     def logit_rows(self, x: Array) -> Array:
-        """The rows whose logits are wanted, [num_logits, hidden_size]."""
+        """The rows of x [num_tokens, width] whose logits are wanted, [num_logits, width]."""

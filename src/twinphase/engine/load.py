@@ -215,12 +215,16 @@ def measured_ceilings(config: EngineConfig) -> Ceilings | None:
 def model_shape(checkpoint: Checkpoint, config: ModelConfig) -> ModelShape:
     """The numbers of the cost formulas; bytes are those of the checkpoint's own precision."""
     head = checkpoint.tensors.get("output.weight") or checkpoint.tensors["token_embd.weight"]
-    layers = (info for name, info in checkpoint.tensors.items() if name.startswith("blk.") and len(info.shape) == 2)
+    matrices = {t.name: t for t in checkpoint.tensors.values() if t.name.startswith("blk.") and len(t.shape) == 2}
+    last = f"blk.{config.num_layers - 1}."
+    tail = [matrices[f"{last}{name}.weight"] for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")]
+    tail_parameters = sum(info.shape[0] * info.shape[1] for info in tail)
+    tail_bytes = sum(info.nbytes for info in tail)
     return ModelShape(
-        linear_parameters=config.linear_parameters,
-        head_parameters=config.vocab_size * config.hidden_size,
-        linear_bytes=sum(info.nbytes for info in layers),
-        head_bytes=head.nbytes,
+        linear_parameters=config.linear_parameters - tail_parameters,
+        head_parameters=config.vocab_size * config.hidden_size + tail_parameters,
+        linear_bytes=sum(info.nbytes for info in matrices.values()) - tail_bytes,
+        head_bytes=head.nbytes + tail_bytes,
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,

@@ -65,9 +65,12 @@ class Llama:
             qkv = backend.linear(h, layer.qkv)
             q = backend.rope_kv_write(qkv, self.rope, index, config.num_heads)
             h = backend.attention(q, index, config.num_heads)
+            if index == config.num_layers - 1:
+                # Behind the last attention no row looks at another: only those whose logits are wanted go on.
+                h, x = backend.logit_rows(h), backend.logit_rows(x)
             x = backend.linear(h, layer.output, residual=x)
             h = backend.rms_norm(x, layer.ffn_norm, eps)
             h = backend.silu_mul(backend.linear(h, layer.gate_up))
             x = backend.linear(h, layer.down, residual=x)
-        x = backend.rms_norm(backend.logit_rows(x), self.norm, eps)
+        x = backend.rms_norm(x, self.norm, eps)
         return backend.linear(x, self.head)

@@ -18,10 +18,11 @@ class ModelShape:
     """The plain numbers that the formulas need.
 
     Attributes:
-        linear_parameters: weights of the layers' matrices, P; embedding and output head are not among them.
-        head_parameters: weights of the output head, vocab_size * hidden_size.
-        linear_bytes: the layers' matrices as stored.
-        head_bytes: the output head as stored.
+        linear_parameters: weights of the matrices that every row goes through, P; not the embedding.
+        head_parameters: weights that only rows with logits go through: the output head, and the last layer's matrices
+            behind its attention.
+        linear_bytes: the former as stored.
+        head_bytes: the latter as stored.
         num_layers: L.
         num_heads: H, query heads.
         num_kv_heads: H_kv.
@@ -73,14 +74,14 @@ def kv_bytes_per_token(shape: ModelShape) -> int:
 
 
 def weight_bytes_read(shape: ModelShape, num_logits: int) -> int:
-    """Weights that a step reads: every layer once however many rows there are, the head if any row wants logits."""
+    """Weights that a step reads, once however many rows there are; those behind logits if any row wants them."""
     return shape.linear_bytes + (shape.head_bytes if num_logits else 0)
 
 
 def step_cost(shape: ModelShape, work: StepWork, kv_tokens: int) -> Cost:
     """Cost of a step, or of a part of one, without reading the weights.
 
-        flops = 2 P n + 2 vocab hidden logits + 4 L H d sum of contexts
+        flops = 2 P n + 2 head_parameters logits + 4 L H d sum of contexts
         bytes = KV read and written = kv_tokens * kv_bytes_per_token
 
     Args:

@@ -113,6 +113,7 @@ class CpuBackend:
             self._rope_spec,
             *(f"{name}:{kind}" for kind in ("q8", "f32") for name in ("rms_norm", "silu_mul")),
             "quantize",
+            "pick_rows",
             f"embed:{checkpoint.tensors['token_embd.weight'].type}",
             "run_program",
         ]
@@ -222,8 +223,12 @@ class CpuBackend:
         return out
 
     def logit_rows(self, x: Buffer) -> Buffer:
-        """The rows whose logits are wanted."""
-        return x.picked("logits", self._step.logit_rows.ctypes.data)
+        """The rows whose logits are wanted, side by side."""
+        program, source = self._program, x.floats
+        out = Buffer(program, "logits", x.width)
+        args = [self._step.logit_rows.ctypes.data, source.data, source.stride, source.groups, out.floats.data]
+        program.add("pick_rows", program.count("logits"), args, [source.data], [(out.floats.data, 0)])
+        return out
 
     def rms_norm(self, x: Buffer, weight: F32, eps: float) -> Buffer:
         """RMSNorm; what its reader wants is written in the same pass."""
@@ -231,7 +236,7 @@ class CpuBackend:
 
         def make(quantized: bool) -> Memory:
             out = Memory(program, x.rows, x.width, quantized)
-            args = [program.count(x.rows), x.row_numbers, source.data, source.stride, weight.ctypes.data]
+            args = [program.count(x.rows), source.data, source.stride, weight.ctypes.data]
             args += [self._hidden_size, _bits(eps), source.groups, *out.addresses]
             spec, tiles = f"rms_norm:{'q8' if quantized else 'f32'}", program.tiles(x.rows, ROWS_PER_TILE)
             program.add(spec, tiles, args, [source.data], [(out.data, 0)])

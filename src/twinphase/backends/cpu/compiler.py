@@ -37,6 +37,7 @@ KERNELS = {
     "attention_merge": ("attention_decode", "attention_merge"),
     "rms_norm": ("elementwise", "rms_norm"),
     "silu_mul": ("elementwise", "silu_mul"),
+    "pick_rows": ("elementwise", "pick_rows"),
     "embed": ("embedding", "embed"),
     "quantize": ("quantize", "quantize"),
     "rope_kv_write": ("rope", "rope_kv_write"),

@@ -57,7 +57,6 @@ class Buffer:
         rows: which rows: "tokens" (all of the step) or "logits" (those whose logits are wanted).
         width: columns, padding included.
         columns: first column of each of the tensors that were stacked.
-        row_numbers: address of the numbers of the rows meant, or 0 for all in order.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Buffer:
         make: Callable[[bool], Memory] | None = None,
     ) -> None:
         self.program, self.rows, self.width, self.columns, self._make = program, rows, width, columns, make
-        self.row_numbers = 0
         self._made: dict[bool, Memory] = {}
         if make is None:
             self._made[False] = Memory(program, rows, width, quantized=False)
@@ -86,12 +84,6 @@ class Buffer:
     def floats(self) -> Memory:
         """The rows as float32."""
         return self.memory(quantized=False)
-
-    def picked(self, rows: str, row_numbers: int) -> Buffer:
-        """The same memory, of which only some rows are meant."""
-        view = Buffer(self.program, rows, self.width, make=self.memory)
-        view.row_numbers = row_numbers
-        return view
 
 
 class Memory:

@@ -1,6 +1,7 @@
-"""RMSNorm and SwiGLU, each with the quantization of its result fused in; rows are padded to multiples of 32.
+"""RMSNorm, SwiGLU, and the picking of rows; rows are padded to multiples of 32.
 
-A spec ends in `q8` where the next linear layer wants int8 groups, in `f32` where it wants float32.
+The quantization of a result is fused in: a spec ends in `q8` where the next linear layer wants int8 groups, in `f32`
+where it wants float32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import store_quantized
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SILU_PARTS
 
-__all__ = ["rms_norm", "silu_mul"]
+__all__ = ["pick_rows", "rms_norm", "silu_mul"]
 
 GROUP_OF_FLOATS = vector(F32, 32)
 
@@ -31,8 +32,7 @@ def _store(e: Emit, kind: str, values: Value, g: Value, out: Value, scale: Value
 def rms_norm(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]:
     """out = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
-    Arguments: rows' address, address of row numbers or 0 for all rows in order, x, x stride, weight, width, eps bits,
-    groups, out, scale, fsum, isum.
+    Arguments: address of the row count, x, x stride, weight, width, eps bits, groups, out, scale, fsum, isum.
     """
     width_of_row = 32 if kind == "q8" else 128
 
@@ -50,14 +50,13 @@ def rms_norm(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]
             values = e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, e.mul(g, 128)))
             _store(e, kind, values, g, out, scale, fsum, isum)
 
-    row_of, arguments = emitted(isa, 9, write), fields(12)
+    row_of, arguments = emitted(isa, 9, write), fields(11)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        count, numbers, x, stride, weight, width, eps, groups, out, scale, fsum, isum = arguments(args)
+        count, x, stride, weight, width, eps, groups, out, scale, fsum, isum = arguments(args)
         for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
-            source = load_u32(numbers + 4 * m) if numbers else m
             at = 4 * m * groups
-            row_of(x + source * stride, weight, width, eps, groups, out + m * groups * width_of_row,
+            row_of(x + m * stride, weight, width, eps, groups, out + m * groups * width_of_row,
                    scale + at, fsum + at, isum + 2 * at)  # fmt: skip
 
     return KERNEL_SIGNATURE, kernel
@@ -86,5 +85,24 @@ def silu_mul(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]
         at = 4 * m * groups
         part_of(gate + m * stride, up + m * stride, first, end, out + m * groups * width_of_row,
                 scale + at, fsum + at, isum + 2 * at)  # fmt: skip
+
+    return KERNEL_SIGNATURE, kernel
+
+
+def pick_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+    """out[m] = x[numbers[m]], one row a tile.
+
+    Arguments: row numbers (int32), x, its stride, groups, out.
+    """
+
+    def write(e: Emit, x: Value, groups: Value, out: Value) -> None:
+        with e.loop(0, groups) as g:
+            e.store(e.load(GROUP_OF_FLOATS, x, e.mul(g, 128)), out, e.mul(g, 128))
+
+    copy, arguments = emitted(isa, 3, write), fields(5)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        numbers, x, stride, groups, out = arguments(args)
+        copy(x + load_u32(numbers + 4 * tile) * stride, groups, out + tile * groups * 128)
 
     return KERNEL_SIGNATURE, kernel
