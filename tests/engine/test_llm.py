@@ -390,7 +390,11 @@ def test_failing_logits_are_reported_with_the_result(make_llm):
     assert "not finite" in output.error
 
 
-def test_shape_counts_the_tied_head(llm):
-    shape = model_shape(llm.checkpoint, llm.model_config)
-    assert shape.head_bytes == 320 * 64 * 4
+def test_shape_counts_the_tied_head_and_what_only_rows_with_logits_go_through(llm):
+    shape, tensors = model_shape(llm.checkpoint, llm.model_config), llm.checkpoint.tensors
+    last = f"blk.{llm.model_config.num_layers - 1}."
+    tail = sum(tensors[f"{last}{name}.weight"].nbytes for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down"))
+    assert shape.head_bytes == 320 * 64 * 4 + tail
+    matrices = sum(info.nbytes for name, info in tensors.items() if name.startswith("blk.") and len(info.shape) == 2)
+    assert shape.linear_bytes == matrices - tail
     assert shape.linear_bytes == shape.linear_parameters * 4

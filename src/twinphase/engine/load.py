@@ -138,7 +138,7 @@ def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str
         isa=config.isa,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        **({} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": config.kv_cache_dtype}),
+        kv_cache_dtype=config.kv_cache_dtype,
         progress=compile_progress,
     )
     return backend
