@@ -3,14 +3,16 @@
 A step's time is a sum of non-negative prices times counts (`FEATURES`). Prices start from the machine's measured peaks
 and the model's shape, and are fitted to the steps that were run: least squares of the relative error, by coordinate
 descent, so that no price becomes negative. Steps are kept in classes by size and mix, each with a fading memory of its
-own, so that thousands of decode steps do not make the model forget what prefill costs. Every prediction is checked
-against its step before the step is learned from; `error` says how far off they were.
+own, so that thousands of decode steps do not make the model forget what prefill costs. A pace multiplies all prices: it
+follows a machine that becomes slower or faster as a whole. Every prediction is checked against its step before the
+step is learned from; `error` says how far off they were.
 
 Plain floats in a fixed order: the same observations give the same prices, so that a log of steps replays exactly.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +27,10 @@ FEATURES = ("step", "few_rows", "many_rows", "logits", "prefill_contexts", "deco
 FEW_ROWS = 8  # up to here rows mostly wait for the weights; beyond, each costs its arithmetic
 FADE = 0.98  # weight of a class's memory after one more step of it
 DOUBT = 0.02  # weight of the starting price, in steps whose time it were all of
-OUTLIER = 0.5  # relative error from which a step counts less: a shared machine stalls now and then
+OUTLIER = 0.5  # error, as a logarithm, from which a step counts less: a shared machine stalls now and then
+PACE = 0.05  # of a step's error, as a logarithm, that the pace takes over
+PACE_FADE = 0.999  # a pace that lasts becomes prices
+SHORTEST = 1e-9  # seconds
 REFIT_EVERY = 8  # steps
 SWEEPS = 12  # of coordinate descent, from the last prices
 RECENT = 256  # predictions that the error is told of
@@ -70,13 +75,14 @@ class CostModel:
     """Predicts step times, and learns from each step.
 
     Attributes:
-        prices: seconds for one of each feature.
+        prices: seconds for one of each feature, at the present pace.
     """
 
     def __init__(self, prices: Sequence[float]) -> None:
         """Start from `starting_prices`, or from those of an earlier run."""
         self._start = tuple(max(float(price), 1e-12) for price in prices)
-        self.prices = self._start
+        self.prices = self._base = self._start
+        self._pace = 0.0  # logarithm
         self._classes: dict[tuple[bool, int], tuple[list[list[float]], list[float]]] = {}
         self._since_fit = 0
         self._ratios: deque[float] = deque(maxlen=RECENT)  # measured / predicted
@@ -86,7 +92,7 @@ class CostModel:
 
     def seconds(self, work: StepWork) -> float:
         """Predicted time of a step, seconds."""
-        return sum(map(float.__mul__, self.prices, map(float, features(work))))
+        return max(SHORTEST, sum(map(float.__mul__, self.prices, map(float, features(work)))))
 
     def step_limit(self, slo_seconds: float) -> float:
         """Predicted time at which a step still meets the SLO.
@@ -111,12 +117,16 @@ class CostModel:
         self._ratios.append(ratio)
         if work.prefill_contexts and work.decode_contexts:
             self._mixed_ratios.append(ratio)
-        error = abs(1 / ratio - 1)
-        self._learn(work, seconds, 1.0 if error <= OUTLIER else OUTLIER / error)
+        error = math.log(ratio)
+        usual = seconds / math.exp(self._pace)  # what it would have taken at the pace that the base prices are of
+        self._learn(work, usual, min(1.0, OUTLIER / abs(error)) if error else 1.0)
+        self._pace = PACE_FADE * self._pace + PACE * max(-OUTLIER, min(OUTLIER, error))
         self._since_fit += 1
         if self._since_fit >= min(REFIT_EVERY, len(self._ratios)):
             self._since_fit = 0
             self._fit()
+        pace = math.exp(self._pace)
+        self.prices = tuple(price * pace for price in self._base)
 
     def error(self) -> CostError:
         """How far off the last predictions were, each made before its step was learned from."""
@@ -131,13 +141,16 @@ class CostModel:
             size = len(FEATURES)
             self._classes[kind] = [[0.0] * size for _ in range(size)], [0.0] * size
         matrix, vector = self._classes[kind]
-        # Divided by the time, so that an error counts in proportion.
-        x = [count / seconds for count in features(work)]
+        # Divided by the longer of both times, so that an error counts in proportion, and no step that was over at once
+        # outweighs the others.
+        counts = features(work)
+        whole = max(seconds, sum(map(float.__mul__, self._base, map(float, counts))))
+        x, y = [count / whole for count in counts], seconds / whole
         for i, xi in enumerate(x):
             row, scaled = matrix[i], weight * xi
             for j, xj in enumerate(x):
                 row[j] = FADE * row[j] + scaled * xj
-            vector[i] = FADE * vector[i] + scaled
+            vector[i] = FADE * vector[i] + scaled * y
 
     def _fit(self) -> None:
         """Minimize the relative errors' squares plus a little of the prices' distance from where they started."""
@@ -156,12 +169,12 @@ class CostModel:
             weight = DOUBT / (start * max(1.0, fitting)) ** 2
             matrix[i][i] += weight
             vector[i] += weight * start
-        prices = list(self.prices)
+        prices = list(self._base)
         for _ in range(SWEEPS):
             for i, row in enumerate(matrix):
                 rest = sum(map(float.__mul__, row, prices)) - row[i] * prices[i]
                 prices[i] = max(0.0, (vector[i] - rest) / row[i])
-        self.prices = tuple(prices)
+        self._base = tuple(prices)
         if len(self._mixed_ratios) >= 8:
             self._margin = min(2.0, max(1.0, _quantile(sorted(self._mixed_ratios), QUANTILE)))
 
