@@ -45,7 +45,7 @@ class MissReason(str, enum.Enum):
     BLOCK_GRANULARITY = "block_granularity"  # what is left is shorter than a block
     SALT = "salt"  # nothing is cached under this request's `cache_salt`, and nothing is shared across salts
     EVICTED = "evicted"  # it was there, and its blocks were needed for others
-    NEVER_SEEN = "never_seen"
+    NEVER_SEEN = "never_seen"  # in no full block
     DISABLED = "disabled"
 
 

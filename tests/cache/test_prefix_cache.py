@@ -1,3 +1,5 @@
+from itertools import takewhile
+
 import pytest
 
 from twinphase.cache.prefix_cache import PrefixCache
@@ -29,7 +31,8 @@ def keep(cache, prompt, block_ids, salt=None):
 
 def hits(cache, prompt, salt=None):
     request = make_request(prompt, salt)
-    return cache.find(cache.hashes(request, len(prompt) // SIZE))
+    found = (cache.find(cache.block_hash(request, index)) for index in range(len(prompt) // SIZE))
+    return list(takewhile(lambda block_id: block_id is not None, found))
 
 
 def miss(cache, prompt, salt=None):

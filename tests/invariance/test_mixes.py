@@ -85,6 +85,7 @@ def make_engine(loaded: LoadedEngine, num_blocks: int, clock: Callable[[], float
         eos_token_ids=loaded.tokenizer.eos_token_ids,
         times=cost_model,
         max_num_seqs=MOST_SEQS,
+        usual_output=0.0,  # so that blocks run out
         **options,
     )
     return Engine(

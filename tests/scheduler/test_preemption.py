@@ -151,3 +151,27 @@ def test_no_block_leaks_and_all_finish_whatever_happens(seed):
     run_all(scheduler)
     assert scheduler.kv_cache.pool.num_held == 0
     assert all(request.status is RequestStatus.FINISHED for request in requests)
+
+
+def test_room_to_grow_is_left_for_answers_as_long_as_of_late():
+    scheduler = make_scheduler(num_blocks=20, usual_output=24.0)
+    for name in "abcd":
+        scheduler.add(make_request(name, 8, max_tokens=24))  # 2 blocks now, 8 in the end
+    batch, _ = run_step(scheduler)
+    assert [share.request_id for share in batch.scheduled] == ["a", "b"]
+    assert batch.held_back == "blocks"
+    run_all(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
+def test_short_answers_let_more_in():
+    scheduler = make_scheduler(num_blocks=20, usual_output=24.0, max_num_seqs=1)
+    for number in range(30):
+        scheduler.add(make_request(f"{number}", 8, max_tokens=1))
+    run_all(scheduler)
+    assert scheduler.usual_output < 3
+    scheduler.max_num_seqs = 8
+    for name in "abcd":
+        scheduler.add(make_request(name, 8, max_tokens=24))
+    batch, _ = run_step(scheduler)
+    assert len(batch.scheduled) == 4

@@ -133,11 +133,9 @@ class TestPolicy:
         scheduler.add(make_request("later", 40, priority=1, max_tokens=1))
         run_step(scheduler)
         scheduler.add(make_request("urgent", 12, priority=0, max_tokens=1))
-        assert chunks(run_step(scheduler)[0]) == [("later", 8, 8)]  # it holds the tokens that its step began with
-        scheduler.max_num_batched_tokens = 12
-        assert chunks(run_step(scheduler)[0]) == [("later", 16, 12)]
-        scheduler.max_num_batched_tokens = 20
-        assert chunks(run_step(scheduler)[0]) == [("later", 28, 12), ("urgent", 0, 8)]
+        assert chunks(run_step(scheduler)[0]) == [("urgent", 0, 8)]
+        assert chunks(run_step(scheduler)[0]) == [("urgent", 8, 4), ("later", 8, 4)]
+        assert chunks(run_step(scheduler)[0]) == [("later", 12, 8)]
 
     def test_a_priority_needs_the_policy(self):
         scheduler = make_scheduler()

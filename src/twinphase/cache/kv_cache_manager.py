@@ -56,10 +56,10 @@ class KVCacheManager:
         # One block at a time, so that a long prompt that is not cached is not hashed here.
         while done + len(found) < most:
             index = done + len(found)
-            hit = cache.find(cache.hashes(request, index + 1)[index:])
-            if not hit:
+            block_id = cache.find(cache.block_hash(request, index))
+            if block_id is None:
                 break
-            found += hit
+            found.append(block_id)
         return found
 
     def free_blocks_needed(self, request: Request, num_tokens: int, prefix: list[int]) -> int:

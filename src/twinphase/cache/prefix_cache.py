@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -62,29 +61,23 @@ class PrefixCache:
             b"twinphase %d %d " % (self.block_size, len(salted)) + salted + self._fingerprint
         ).digest()
 
-    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Hashes of the request's first `num_blocks` blocks, which must be full; kept with the request."""
+    def block_hash(self, request: Request, index: int) -> bytes:
+        """Hash of the request's block number `index`, which must be full; kept with the request."""
         known, size = request.block_hashes, self.block_size
-        while len(known) < num_blocks:
+        while len(known) <= index:
             parent = known[-1] if known else self.root(request.cache_salt)
             start = len(known) * size
             tokens = array("i", request.token_ids(start, start + size)).tobytes()
             known.append(hashlib.sha256(parent + tokens).digest())
-        return known[:num_blocks]
+        return known[index]
 
-    def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached beginning of a chain of hashes."""
-        found = []
-        for block_hash in hashes:
-            block_id = self._block_of.get(block_hash)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
+    def find(self, block_hash: bytes) -> int | None:
+        """The block of that hash, if it is cached."""
+        return self._block_of.get(block_hash)
 
     def insert(self, request: Request, index: int) -> None:
         """Make the request's computed block number `index` findable, unless an equal one is already."""
-        block_hash = self.hashes(request, index + 1)[index]
+        block_hash = self.block_hash(request, index)
         block_id = request.block_ids[index]
         if block_hash in self._block_of or block_id in self._content:
             return
@@ -117,9 +110,9 @@ class PrefixCache:
         start = num_hits * size
         if known - start < size:
             return PrefixMiss(MissReason.BLOCK_GRANULARITY, start) if known > start else None
-        hashes = self.hashes(request, num_hits + 1)
-        parent = hashes[num_hits - 1] if num_hits else self.root(request.cache_salt)
-        if hashes[num_hits] in self._evicted:
+        block_hash = self.block_hash(request, num_hits)
+        parent = request.block_hashes[num_hits - 1] if num_hits else self.root(request.cache_salt)
+        if block_hash in self._evicted:
             return PrefixMiss(MissReason.EVICTED, start)
         tokens = request.token_ids(start, start + size)
         siblings = islice(reversed(self._children.get(parent, {})), MOST_SIBLINGS)

@@ -11,11 +11,12 @@ import asyncio
 import gc
 import queue
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
+import uuid
+import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,30 @@ __all__ = ["AsyncEngine", "RequestStream"]
 
 
 @dataclass(frozen=True)
+class _Outlet:
+    """The engine's side of a stream; it does not keep alive what nobody reads any more."""
+
+    loop: asyncio.AbstractEventLoop
+    stream: weakref.ref[RequestStream]
+
+
+@dataclass(frozen=True)
 class _News:
     """What a step brought to one request; the engine's thread sends it, the stream's loop takes it."""
 
-    stream: RequestStream
+    outlet: _Outlet
+    request: Request  # the engine's; of it, numbers are read
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     num_prefilled: int
-    request: Request | None = None  # given with the last news, when the engine has let go of it
+    last: bool  # the engine has let go of the request
 
 
 class RequestStream:
     """The answer of one request as it grows: an async iterator of `StreamUpdate`.
+
+    Use it in `async for`, or `async with` to end it early. A stream that nobody refers to any more, because its reader
+    left or was cancelled, aborts its request.
 
     Attributes:
         request_id: of the request.
@@ -54,36 +67,53 @@ class RequestStream:
         """Made by `AsyncEngine.submit`."""
         self.request_id = transcript.request.request_id
         self.transcript = transcript
+        self.outlet = _Outlet(asyncio.get_running_loop(), weakref.ref(self))
         self._engine = engine
-        self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
-        self._ended = False  # the engine has let go of the request
+        self._let_go = False  # the engine has no part in it any more, or was told so
+        self._ended = False  # the last update was given
         self._failure: Exception | None = None
         self._num_chars = self._num_tokens = self._num_prefilled = 0
 
-    def __aiter__(self) -> AsyncIterator[StreamUpdate]:
-        return self._updates()
+    def __aiter__(self) -> RequestStream:
+        return self
 
-    async def _updates(self) -> AsyncIterator[StreamUpdate]:
-        try:
-            while True:
-                await self._news.wait()
-                self._news.clear()
-                if self._failure is not None:
-                    raise self._failure
-                last = self._ended
-                if last or self._has_news():
-                    yield self._update(last)
-                if last:
-                    self.transcript.timeline.mark(IntervalKind.SEND, max(self._engine.clock(), self._end))
-                    return
-        finally:
-            if not self._ended:
-                self._engine.abandon(self)
+    async def __anext__(self) -> StreamUpdate:
+        timeline = self.transcript.timeline
+        while not self._ended:
+            await self._news.wait()
+            self._news.clear()
+            if self._failure is not None:
+                self._ended = True
+                raise self._failure
+            if self.transcript.finished:
+                self._ended = True
+                timeline = self.transcript.timeline
+                timeline.mark(IntervalKind.SEND, max(self._engine.clock(), timeline.end))
+                return self._update()
+            if self._has_news():
+                return self._update()
+        raise StopAsyncIteration
 
-    @property
-    def _end(self) -> float:
-        return self.transcript.timeline.end
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Abort the request if it has not finished."""
+        self.abandon()
+
+    def __del__(self) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        """As `aclose`, without waiting."""
+        self._ended = True
+        if not self._let_go:
+            self._let_go = True
+            self._engine.end_quietly(self.request_id, self.outlet, FinishReason.ABORT)
 
     def _has_news(self) -> bool:
         transcript = self.transcript
@@ -93,41 +123,42 @@ class RequestStream:
             or transcript.num_prefilled > self._num_prefilled
         )
 
-    def _update(self, last: bool) -> StreamUpdate:
+    def _update(self) -> StreamUpdate:
         transcript = self.transcript
         text, token_ids = transcript.text[self._num_chars :], transcript.request.output_token_ids[self._num_tokens :]
         self._num_chars, self._num_tokens = len(transcript.text), len(transcript.request.output_token_ids)
         self._num_prefilled = transcript.num_prefilled
         phase = Phase.DECODE if self._num_tokens else Phase.PREFILL
-        return StreamUpdate(text, token_ids, phase, self._num_prefilled, last, transcript)
+        return StreamUpdate(text, token_ids, phase, self._num_prefilled, transcript.finished, transcript)
 
     def take(self, news: _News) -> None:
         """On the stream's loop: make text of new tokens."""
-        transcript, clock = self.transcript, self._engine.clock
-        request, ended = transcript.request, news.request is not None
+        transcript, request, began = self.transcript, self.transcript.request, self._engine.clock()
+        if self._let_go:  # a stop string was found while the engine went on
+            return
+        for name in ("num_cached_tokens", "prefix_miss", "num_preemptions", "num_recomputed_tokens", "error"):
+            setattr(request, name, getattr(news.request, name))
         transcript.num_prefilled = news.num_prefilled
-        if news.request is not None:
-            request.num_cached_tokens, request.prefix_miss = news.request.num_cached_tokens, news.request.prefix_miss
-            request.num_preemptions = news.request.num_preemptions
-            request.num_recomputed_tokens = news.request.num_recomputed_tokens
-            request.error = news.request.error
-        if not transcript.finished:  # it has, where a stop string was found while the engine went on
-            request.output_token_ids += news.token_ids
-            if news.request is not None:
-                request.finish_reason = news.request.finish_reason
-            num_new = transcript.take_tokens(news.logprobs)
-            now = clock()
-            transcript.timeline.hand_over_tokens(num_new, now)
-            if ended:
-                transcript.timeline.mark(IntervalKind.DETOKENIZE, max(now, self._end))
-            elif transcript.finished:
-                self._engine.stop(self)
-        self._ended = ended
+        request.output_token_ids += news.token_ids
+        if news.last:
+            request.finish_reason = news.request.finish_reason
+        num_new = transcript.take_tokens(news.logprobs)
+        now = self._engine.clock()
+        if transcript.finished:
+            self._let_go = True
+            if not news.last:  # the engine learns of the stop string after its next step, which is not this answer's
+                self._engine.end_quietly(self.request_id, self.outlet, FinishReason.STOP)
+                transcript.timeline = transcript.timeline.copy()
+            timeline = transcript.timeline
+            timeline.mark(IntervalKind.SEND, max(began, timeline.end))
+            timeline.mark(IntervalKind.DETOKENIZE, max(now, timeline.end))
+            timeline.compact()
+        transcript.timeline.hand_over_tokens(num_new, now)
         self._news.set()
 
     def fail(self, error: Exception) -> None:
         """On the stream's loop: nothing more will come."""
-        self._ended, self._failure = True, error
+        self._let_go, self._failure = True, error
         self._news.set()
 
 
@@ -146,8 +177,7 @@ class AsyncEngine:
         self.error: BaseException | None = None
         self.last_step_time: float | None = None  # when the last step ended, for health checks
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, RequestStream] = {}  # of unfinished requests; the engine's thread's
-        self._ids = count()
+        self._outlets: dict[str, _Outlet] = {}  # of unfinished requests; the engine's thread's
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="twinphase-engine", daemon=True)
         self._thread.start()
@@ -191,7 +221,7 @@ class AsyncEngine:
         text, token_ids = await asyncio.to_thread(self.loaded.encode, prompt)
         timeline.mark(IntervalKind.TOKENIZE, self.clock())
         params = sampling_params or SamplingParams()
-        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        name = request_id if request_id is not None else uuid.uuid4().hex
 
         def make() -> Request:
             return Request(name, token_ids, params, timeline.arrival, priority, cache_salt)
@@ -199,16 +229,13 @@ class AsyncEngine:
         request, shown = make(), make()  # the engine's, and the one that text is made of
         transcript = Transcript(shown, text, self.loaded.tokenizer, timeline, continues_prompt=is_plain(prompt))
         stream = RequestStream(self, transcript)
+        outlet = stream.outlet  # the call must not keep the stream alive
 
         def add(engine: Engine) -> None:
             engine.add_request(request, timeline=timeline)
-            self._streams[name] = stream
+            self._outlets[name] = outlet
 
-        try:
-            await self._call(add)
-        except asyncio.CancelledError:
-            self.abandon(stream)
-            raise
+        await self._call(add)  # cancelled or refused, the stream goes, and with it the request
         return stream
 
     async def abort(self, request_id: str) -> None:
@@ -231,13 +258,16 @@ class AsyncEngine:
         )
         return result
 
-    def abandon(self, stream: RequestStream) -> None:
-        """Abort without waiting, whether or not the request is still there; from any thread."""
-        self._end_quietly(stream, FinishReason.ABORT)
+    def end_quietly(self, request_id: str, outlet: _Outlet, reason: FinishReason) -> None:
+        """End a stream's request without waiting, if it is still there; for the stream, from any thread."""
 
-    def stop(self, stream: RequestStream) -> None:
-        """End a request at a stop string without waiting; from any thread."""
-        self._end_quietly(stream, FinishReason.STOP)
+        def end(engine: Engine) -> None:
+            if self._outlets.get(request_id) is outlet:  # the id may be another request's by now
+                del self._outlets[request_id]
+                engine.finish(request_id, reason)
+
+        if self.is_running:
+            self._inbox.put(end)
 
     def close(self) -> None:
         """End the engine's thread after the step it is in; unfinished streams fail. From any thread."""
@@ -276,14 +306,6 @@ class AsyncEngine:
         reason = f" after {type(self.error).__name__}: {self.error}" if self.error else ""
         return EngineDeadError(f"The engine has ended{reason}.", "Start it again; requests can be sent once more.")
 
-    def _end_quietly(self, stream: RequestStream, reason: FinishReason) -> None:
-        def end(engine: Engine) -> None:
-            if self._streams.get(stream.request_id) is stream:  # the id may be another request's by now
-                self._end(engine, stream.request_id, reason)
-
-        if self.is_running:
-            self._inbox.put(end)
-
     # From here on: the engine's thread.
     def _run(self) -> None:
         engine = self.loaded.engine
@@ -296,14 +318,14 @@ class AsyncEngine:
                     result = engine.step()
                     self.last_step_time = result.record.end
                     self._send(self._news(engine, result))
-                    engine.ledger.text_until(engine.clock())
+                    engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
         except BaseException as error:
             self.error = error
         finally:
             self._closed = True
-            for stream in self._streams.values():
-                _post_to(stream._loop, stream.fail, self._dead())
-            self._streams.clear()
+            for outlet in self._outlets.values():
+                _post_to(outlet.loop, _fail, outlet, self._dead())
+            self._outlets.clear()
 
     def _drain(self, engine: Engine) -> None:
         """Make all waiting calls; without work, wait for one."""
@@ -321,14 +343,14 @@ class AsyncEngine:
         news = []
         for share in result.batch.scheduled:
             name = share.request_id
-            stream = self._streams.pop(name, None) if name in finished else self._streams.get(name)
-            if stream is None:
+            outlet = self._outlets.pop(name, None) if name in finished else self._outlets.get(name)
+            request = finished.get(name) or engine.scheduler.get(name)
+            if outlet is None or request is None:
                 continue
-            end = share.num_computed_tokens + len(share.token_ids)
-            num_prefilled = min(end, len(share.prompt_token_ids))
+            num_prefilled = min(share.num_computed_tokens + len(share.token_ids), len(share.prompt_token_ids))
             tokens = result.output.token_ids.get(name, [])
             logprobs = result.output.logprobs.get(name, [])
-            news.append(_News(stream, tokens, logprobs, num_prefilled, finished.get(name)))
+            news.append(_News(outlet, request, tokens, logprobs, num_prefilled, name in finished))
         return news
 
     def _end(self, engine: Engine, request_id: str, reason: FinishReason) -> None:
@@ -338,27 +360,38 @@ class AsyncEngine:
                 f"No unfinished request has the id {request_id!r}.", "It was never added, or has finished already."
             )
         engine.finish(request_id, reason)
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            num_prefilled = stream.transcript.num_prefilled
-            self._send([_News(stream, [], [], num_prefilled, request)])
+        outlet = self._outlets.pop(request_id, None)
+        if outlet is not None:
+            num_prefilled = min(request.most_computed_tokens, len(request.prompt_token_ids))
+            self._send([_News(outlet, request, [], [], num_prefilled, last=True)])
 
     def _send(self, news: list[_News]) -> None:
         """One wake-up of each event loop, however many requests it has."""
         by_loop: dict[asyncio.AbstractEventLoop, list[_News]] = {}
         for item in news:
-            by_loop.setdefault(item.stream._loop, []).append(item)
+            by_loop.setdefault(item.outlet.loop, []).append(item)
         for loop, items in by_loop.items():
             _post_to(loop, _take_all, items)
 
 
 def _take_all(news: list[_News]) -> None:
     for item in news:
-        item.stream.take(item)
+        stream = item.outlet.stream()
+        if stream is None:
+            continue
+        try:
+            stream.take(item)
+        except Exception as error:  # one answer's text must not cost the others theirs
+            stream.abandon()
+            stream.fail(error)
+
+
+def _fail(outlet: _Outlet, error: Exception) -> None:
+    stream = outlet.stream()
+    if stream is not None:
+        stream.fail(error)
 
 
 def _post_to(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    try:
+    with suppress(RuntimeError):  # the loop was closed: nobody reads any more
         loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:  # the loop was closed: nobody reads any more
-        time.sleep(0)

@@ -139,7 +139,7 @@ class Engine:
         start = self.clock()
         batch = self.scheduler.schedule()
         scheduled = self.clock()
-        output = self._execute(batch)
+        output, whole = self._execute(batch)
         executed = self.clock() - scheduled
         if self.trace:
             self.trace.step(batch, output)
@@ -148,9 +148,10 @@ class Engine:
         record = self.ledger.add_step(batch, start, end, executed)
         gap = start - self._last_end if self._last_end is not None else 0.0
         gap = gap if gap < LONGEST_GAP else 0.0
-        self.cost_model.observe(batch.work, end - start, gap)
-        if self.trace:
-            self.trace.observe(end - start, gap)
+        if whole:  # a step that failed on the way did not take what its work takes
+            self.cost_model.observe(batch.work, end - start, gap)
+            if self.trace:
+                self.trace.observe(end - start, gap)
         for request in finished:
             self.ledger.close(request.request_id, end)
         self._last_end = end if self.scheduler.running else None
@@ -178,31 +179,33 @@ class Engine:
             )
         self.finish(request_id, FinishReason.ABORT)
 
-    def _execute(self, batch: Batch) -> StepOutput:
+    def _execute(self, batch: Batch) -> tuple[StepOutput, bool]:
         """Compute a batch; if that fails, its shares one by one, so that the one at fault fails alone.
 
         The results are the same: a request's bits do not depend on who is computed with it.
+
+        Returns:
+            The output, and whether it came of one go.
         """
         try:
-            return self.executor.execute(batch)
+            return self.executor.execute(batch), True
         except Exception as error:
             if len(batch.scheduled) == 1:
-                return StepOutput(errors={batch.scheduled[0].request_id: _one_line(error)})
+                return StepOutput(errors={batch.scheduled[0].request_id: _one_line(error)}), False
         output = StepOutput()
         parts = [Batch([share], []) for share in batch.decodes] + [Batch([], [share]) for share in batch.prefills]
-        for part in map(self._execute, parts):
+        for part, _ in map(self._execute, parts):
             output.token_ids |= part.token_ids
             output.logprobs |= part.logprobs
             output.errors |= part.errors
-        return output
+        return output, False
 
     def _validate(self, request: Request) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
+        if not isinstance(request.request_id, str) or not request.request_id:
+            raise InvalidRequestError(f"The request id is {request.request_id!r}.", "Use a text that is not empty.")
         if not prompt:
             raise InvalidRequestError("The prompt is empty.", "Give at least one token.")
-        self._check_ids("prompt", prompt)
-        self._check_ids("stop_token_ids", params.stop_token_ids or ())
-        self._check_ids("logit_bias", params.logit_bias or ())
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but only 1 is supported.", "Send the prompt n times.")
         limit = self.scheduler.max_model_len
@@ -217,6 +220,9 @@ class Engine:
                 f"{len(prompt) + params.max_tokens}; the context holds {limit}.",
                 f"Lower max_tokens to {limit - len(prompt)}, or shorten the prompt.",
             )
+        self._check_ids("prompt", prompt)
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:

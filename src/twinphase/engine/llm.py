@@ -6,16 +6,17 @@ one thread; not a server.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from twinphase.batch import Phase
 from twinphase.engine.engine import StepResult
 from twinphase.engine.interrupt import deferred_interrupt
-from twinphase.engine.load import LoadedEngine, Message, Prompt, is_plain
+from twinphase.engine.load import LoadedEngine, Message, Prompt, is_plain, plain_prompt
 from twinphase.engine.outputs import RequestOutput, StreamUpdate, Transcript
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
@@ -70,7 +71,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[list[int]],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -80,7 +81,8 @@ class LLM:
         """Complete prompts, all at once: the scheduler runs as many together as fit.
 
         Args:
-            prompts: one text, several, or several lists of token ids.
+            prompts: one text, several, several lists of token ids, or vLLM's {"prompt": ...} and
+                {"prompt_token_ids": ...}.
             sampling_params: for all prompts, or one for each; vLLM's defaults if None.
             use_tqdm: on a terminal, show a bar with finished prompts and both phases' token rates (vLLM's name).
             priority: one for each prompt; needs `scheduling_policy="priority"`.
@@ -141,24 +143,7 @@ class LLM:
             prompt: text, token ids, or the messages of a conversation.
             sampling_params: vLLM's defaults if None.
         """
-        return self._stream(self._submit(prompt, sampling_params or SamplingParams()))
-
-    def _stream(self, transcript: Transcript) -> Iterator[StreamUpdate]:
-        timeline, num_chars, num_tokens = transcript.timeline, 0, 0
-        try:
-            while True:
-                if not transcript.finished:
-                    self._step()
-                text, token_ids = transcript.text[num_chars:], transcript.request.output_token_ids[num_tokens:]
-                num_chars, num_tokens = len(transcript.text), num_tokens + len(token_ids)
-                phase = Phase.DECODE if num_tokens else Phase.PREFILL
-                last = transcript.finished
-                yield StreamUpdate(text, token_ids, phase, transcript.num_prefilled, last, transcript)
-                timeline.mark(IntervalKind.SEND, self.engine.clock())
-                if last:
-                    return
-        finally:
-            self._abort([transcript])
+        return _Stream(self, self._submit(prompt, sampling_params or SamplingParams()))
 
     def _complete(
         self,
@@ -169,7 +154,8 @@ class LLM:
         cache_salt: str | None,
     ) -> list[RequestOutput]:
         transcripts: list[Transcript] = []
-        params = _one_each(sampling_params or SamplingParams(), SamplingParams, len(prompts), "sampling parameters")
+        params = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each(params, SamplingParams, len(prompts), "sampling parameters")
         priorities = _one_each(0 if priority is None else priority, int, len(prompts), "priorities")
         try:
             for prompt, own, urgency in zip(prompts, params, priorities, strict=True):
@@ -179,7 +165,7 @@ class LLM:
                     while not transcript.finished:
                         result = self._step()
                         if bar:
-                            bar.update(result.record, sum(transcript.finished for transcript in transcripts))
+                            bar.update(result.record, len(transcripts) - len(self._transcripts))
         except KeyboardInterrupt:  # between two steps, or pressed twice: what there is comes back, marked "abort"
             if len(transcripts) < len(prompts):
                 raise
@@ -212,7 +198,7 @@ class LLM:
 
     def _take(self, result: StepResult) -> None:
         clock, ledger = self.engine.clock, self.engine.ledger
-        several = len(result.batch.scheduled) > 1
+        alone = len(result.batch.scheduled) == 1
         for share in result.batch.scheduled:
             transcript = self._transcripts.get(share.request_id)
             if transcript is None:  # another front end's
@@ -222,8 +208,7 @@ class LLM:
             if not share.samples and not transcript.finished:
                 continue
             timeline = transcript.timeline
-            if several:
-                ledger.settle_timeline(timeline, clock())
+            ledger.begin_text(timeline, clock(), alone)
             num_new = transcript.take_tokens(result.output.logprobs.get(share.request_id, []))
             if transcript.finished:
                 # A stop string is news to the engine; what it ended itself it passes over.
@@ -232,8 +217,10 @@ class LLM:
             now = clock()
             timeline.mark(IntervalKind.DETOKENIZE, now)
             timeline.hand_over_tokens(num_new, now)
-        if several:
-            ledger.text_until(clock())
+            if transcript.finished:
+                timeline.compact()
+        if not alone:
+            ledger.end_text(clock(), alone)
 
     def _abort(self, transcripts: Sequence[Transcript]) -> None:
         for transcript in transcripts:
@@ -243,16 +230,44 @@ class LLM:
                 transcript.flush()
 
 
-def _prompt_list(prompts: str | Sequence[str] | Sequence[list[int]]) -> list[str | list[int]]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    for item in items:
-        if not isinstance(item, (str, list)):
-            raise InvalidRequestError(
-                f"A prompt is of type {type(item).__name__}.", "Give texts, or lists of token ids."
-            )
-    return items
+class _Stream(Iterator[StreamUpdate]):
+    """Makes a step for each update; a generator would not notice that it is closed before its first one."""
+
+    def __init__(self, llm: LLM, transcript: Transcript) -> None:
+        self._llm, self._transcript = llm, transcript
+        self._num_chars = self._num_tokens = 0
+        self._handed_over = self._ended = False
+
+    def __next__(self) -> StreamUpdate:
+        transcript, llm = self._transcript, self._llm
+        if self._handed_over:
+            timeline = transcript.timeline
+            timeline.mark(IntervalKind.SEND, max(llm.engine.clock(), timeline.end))
+        if self._ended:
+            raise StopIteration
+        try:
+            if not transcript.finished:
+                llm._step()
+        except BaseException:
+            self.close()
+            raise
+        text, token_ids = transcript.text[self._num_chars :], transcript.request.output_token_ids[self._num_tokens :]
+        self._num_chars, self._num_tokens = len(transcript.text), self._num_tokens + len(token_ids)
+        phase = Phase.DECODE if self._num_tokens else Phase.PREFILL
+        self._handed_over, self._ended = True, transcript.finished
+        return StreamUpdate(text, token_ids, phase, transcript.num_prefilled, self._ended, transcript)
+
+    def close(self) -> None:
+        """Abort the request if it has not finished."""
+        self._ended = True
+        self._llm._abort([self._transcript])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    return [prompts] if isinstance(prompts, (str, Mapping)) else [plain_prompt(cast(Prompt, prompt)) for prompt in prompts]
 
 
 def _one_each(given: Any, kind: type, count: int, what: str) -> list[Any]:
@@ -265,7 +280,9 @@ def _one_each(given: Any, kind: type, count: int, what: str) -> list[Any]:
 
 
 def _progress(total: int) -> Any:
-    """A bar, imported here because rich costs start-up time."""
+    """A bar on a terminal; imported here because rich costs start-up time."""
+    if not sys.stderr.isatty():
+        return nullcontext()
     from twinphase.engine.progress import GenerateProgress
 
     return GenerateProgress(total)

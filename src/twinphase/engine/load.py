@@ -46,7 +46,7 @@ __all__ = [
 
 DENSE_TYPES = {"F32", "F16", "BF16"}
 Message = Mapping[str, Any]  # "role" and "content", as in OpenAI's API
-Prompt = str | list[int] | Sequence[Message]
+Prompt = str | list[int] | Sequence[Message] | Mapping[str, Any]  # a mapping: vLLM's TextPrompt or TokensPrompt
 
 
 class LoadedEngine:
@@ -92,6 +92,7 @@ class LoadedEngine:
             InvalidRequestError: an empty prompt, too many tokens, or messages that the model's template refuses.
         """
         limit = self.config.max_model_len
+        prompt = plain_prompt(prompt)
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("The prompt is empty.", "Give at least one character.")
@@ -232,6 +233,28 @@ def model_shape(checkpoint: Checkpoint, config: ModelConfig) -> ModelShape:
     )
 
 
+def plain_prompt(prompt: Prompt) -> str | list[int] | Sequence[Message]:
+    """The text or the token ids of a mapping such as {"prompt": "..."} or {"prompt_token_ids": [...]}.
+
+    Raises:
+        InvalidRequestError: neither text, token ids, messages nor such a mapping.
+    """
+    if isinstance(prompt, Mapping):
+        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not keys or set(prompt) - {"prompt_token_ids", "prompt"}:
+            raise InvalidRequestError(
+                f"A prompt has the keys {', '.join(map(repr, prompt))}.", "Give `prompt` or `prompt_token_ids`."
+            )
+        prompt = prompt[keys[0]]
+    if isinstance(prompt, (str, list, tuple)):
+        return prompt if isinstance(prompt, str) else list(prompt)
+    raise InvalidRequestError(
+        f"A prompt is of type {type(prompt).__name__}.", "Give texts, or lists of token ids or of messages."
+    )
+
+
 def is_plain(prompt: Prompt) -> bool:
     """True for text and token ids, False for messages."""
+    if isinstance(prompt, Mapping):
+        return True
     return isinstance(prompt, str) or not all(isinstance(item, Mapping) for item in prompt) or not prompt

@@ -16,6 +16,7 @@ Prompts are in the log: treat it as you treat them.
 from __future__ import annotations
 
 import json
+import logging
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -58,16 +59,22 @@ def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
         "max_num_seqs": scheduler.max_num_seqs,
         "policy": scheduler.policy,
         "itl_slo_ms": None if scheduler.slo_seconds is None else scheduler.slo_seconds * 1e3,
+        "usual_output": scheduler.usual_output,
         "prices": list(cost_model.prices),
     }
 
 
 class TraceWriter:
-    """Appends to a log; each step is on disk when it is done."""
+    """Appends to a log; each step is on disk when it is done.
+
+    Attributes:
+        error: why the log ends early, if it does.
+    """
 
     def __init__(self, file: IO[str], header: dict[str, Any]) -> None:
         """Write the header, from `trace_header` before anything was run; `file` is closed when the writer goes."""
         self._file = file
+        self.error: OSError | None = None
         weakref.finalize(self, file.close)
         self._write("header", header)
 
@@ -95,10 +102,17 @@ class TraceWriter:
     def observe(self, seconds: float, gap: float) -> None:
         """What the step took, and what went by before it; Python writes floats so that they read back the same."""
         self._write("observe", {"seconds": seconds, "gap": gap})
-        self._file.flush()
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
-        self._file.write(_line({"event": event, **values}))
+        if self.error is not None:
+            return
+        try:
+            self._file.write(_line({"event": event, **values}))
+            if event in ("header", "observe"):
+                self._file.flush()
+        except OSError as error:  # a full disk ends the log, not the engine
+            self.error = error
+            logging.getLogger("twinphase").warning("The step log ends here, it could not be written: %s", error)
 
 
 @dataclass(frozen=True)
@@ -176,7 +190,8 @@ def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
     kv_cache = KVCacheManager(
         header["num_blocks"], header["block_size"], enable_prefix_caching=header["enable_prefix_caching"]
     )
-    names = ("max_model_len", "eos_token_ids", "max_num_batched_tokens", "max_num_seqs", "policy", "itl_slo_ms")
+    names = ("max_model_len", "eos_token_ids", "max_num_batched_tokens", "max_num_seqs", "policy", "itl_slo_ms",
+             "usual_output")  # fmt: skip
     return Scheduler(kv_cache, times=cost_model, **{name: header[name] for name in names})
 
 

@@ -97,14 +97,20 @@ class Ledger:
         """Everything about the last step is written down."""
         self._settled = now
 
-    def settle_timeline(self, timeline: RequestTimeline, now: float) -> None:
-        """The front end begins with a request's text: what passed since its step was bookkeeping and others' text."""
-        timeline.settle(min(self._settled, now))
-        timeline.text_until(now, alone=False)
+    def begin_text(self, timeline: RequestTimeline, now: float, alone: bool) -> None:
+        """The front end begins with a request's text.
 
-    def text_until(self, now: float) -> None:
-        """The front end is done with the step's text, and has handed it over."""
-        settled, alone = min(self._settled, now), len(self._running) == 1
+        What passed since its step was bookkeeping, which belongs to the step, and then others' text, unless the
+        request was `alone` in the step.
+        """
+        timeline.settle(min(self._settled, now))
+        if not alone:
+            timeline.text_until(now, alone=False)
+        timeline.reach_step(now)
+
+    def end_text(self, now: float, alone: bool) -> None:
+        """The front end is done with the step's text, and has handed it over; `alone` as above."""
+        settled = min(self._settled, now)
         for timeline in self._running.values():
             timeline.settle(settled)
             timeline.text_until(now, alone)
@@ -143,7 +149,8 @@ class Ledger:
             count = len(share.token_ids)
             work = StepWork.of_chunk(share.num_computed_tokens, count, share.samples)
             own = seconds if alone_in_step else min(seconds, predict(work) * scale)
-            timeline.add_prefill(record, count, own, share.num_computed_tokens < share.most_computed_tokens)
+            again = min(count, max(0, share.most_computed_tokens - share.num_computed_tokens))
+            timeline.add_prefill(record, count, own, own * again / count)
 
     def _record(self, batch: Batch, start: float, end: float, executed: float) -> StepRecord:
         work = batch.work

@@ -7,7 +7,7 @@ ended says when. What nobody names is `unattributed`, so that it shows. How a sh
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from twinphase.phases.work import Cost
 
@@ -28,6 +28,11 @@ class IntervalKind(str, enum.Enum):
     DETOKENIZE = "detokenize"
     SEND = "send"
     UNATTRIBUTED = "unattributed"
+
+
+# What every decode step brings.
+ALTERNATING = {IntervalKind.DECODE, IntervalKind.BATCHING, IntervalKind.DETOKENIZE, IntervalKind.SEND,
+               IntervalKind.UNATTRIBUTED}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -168,11 +173,18 @@ class RequestTimeline:
         if start > self.end:
             self.extend(IntervalKind.UNATTRIBUTED, start)
 
-    def add_prefill(self, record: StepRecord, num_tokens: int, own: float, again: bool) -> None:
-        """A step computed a chunk of `num_tokens`, of whose time `own` seconds are this request's share."""
+    def add_prefill(self, record: StepRecord, num_tokens: int, own: float, again: float = 0.0) -> None:
+        """A step computed a chunk of `num_tokens`.
+
+        Args:
+            record: the step.
+            num_tokens: of the chunk.
+            own: this request's share of the step, seconds.
+            again: seconds of it that went to tokens computed before a preemption.
+        """
         self._begin(record, self.prefill, num_tokens)
-        kind = IntervalKind.RECOMPUTE if again else IntervalKind.PREFILL
-        self.mark(kind, min(record.end, max(self.end, record.start + own)), record.index)
+        for kind, share in ((IntervalKind.RECOMPUTE, again), (IntervalKind.PREFILL, own)):
+            self.mark(kind, min(record.end, max(self.end, record.start + share)), record.index)
         self.mark(IntervalKind.PREFILL_WAIT, record.end, record.index)
 
     def add_decode(self, record: StepRecord, num_tokens: int, own: float, decodes: float) -> None:
@@ -207,6 +219,41 @@ class RequestTimeline:
             totals.linear_flops += cost.linear_flops
             totals.attention_flops += cost.attention_flops
             totals.bytes += cost.bytes
+
+    def copy(self) -> RequestTimeline:
+        """The same life so far, which goes on by itself."""
+        intervals = [replace(interval) for interval in self.intervals]
+        copied = RequestTimeline(self.arrival, intervals, replace(self.prefill), replace(self.decode))
+        copied.token_times = list(self.token_times)
+        return copied
+
+    def compact(self) -> None:
+        """Join what an answer alternates between, so that a long one's timeline is short.
+
+        The order of `decode` and `batching` within a step is notional anyway. Between stalls, and other intervals that
+        stand for themselves, each kind becomes one interval, in the order in which the kinds came; the sums stay.
+        """
+        joined: list[Interval] = []
+        run: dict[IntervalKind, float] = {}
+
+        def close_run(at: float, end: float) -> None:
+            for number, (kind, seconds) in enumerate(run.items(), start=1):
+                until = end if number == len(run) else min(end, at + seconds)
+                if until > at:
+                    joined.append(Interval(kind, at, until))
+                    at = until
+            run.clear()
+
+        start = self.arrival
+        for interval in self.intervals:
+            if interval.kind in ALTERNATING:
+                run[interval.kind] = run.get(interval.kind, 0.0) + interval.end - interval.start
+                continue
+            close_run(start, interval.start)
+            joined.append(interval)
+            start = interval.end
+        close_run(start, self.end)
+        self.intervals = joined
 
     def hand_over_tokens(self, count: int, now: float) -> None:
         """`count` output tokens were handed to the reader at `now`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from twinphase.batch import Phase, ScheduledRequest
 from twinphase.cache.kv_cache_manager import KVCacheManager
@@ -14,20 +14,27 @@ __all__ = ["schedule_prefills"]
 
 
 def schedule_prefills(
-    running: Iterable[Request], kv_cache: KVCacheManager, budget: ChunkBudget
-) -> list[ScheduledRequest]:
+    running: list[Request],
+    kv_cache: KVCacheManager,
+    budget: ChunkBudget,
+    prefills: list[ScheduledRequest],
+    let_in: Callable[[Request], None],
+) -> None:
     """A chunk for each running request in `PREFILL`, until the budget is used up.
 
-    Their blocks were taken when they were admitted.
+    Their blocks were taken when they were let in.
+
+    Args:
+        running: in the policy's order.
+        kv_cache: where others may have computed what comes next.
+        budget: what the step has room for.
+        prefills: where the chunks go.
+        let_in: admits the waiting requests that come before the given one in the policy's order.
     """
-    prefills: list[ScheduledRequest] = []
-    for request in running:
-        if budget.num_tokens == 0:
-            break
-        if phase_of(request) is Phase.PREFILL:
-            kv_cache.share_new_prefix(request)
-            chunk = budget.take(request.num_computed_tokens, request.num_tokens - request.num_computed_tokens)
-            if not chunk:
-                break
-            prefills.append(give_tokens(request, chunk))
-    return prefills
+    for request in [request for request in running if phase_of(request) is Phase.PREFILL]:
+        let_in(request)
+        kv_cache.share_new_prefix(request)
+        chunk = budget.take(request.num_computed_tokens, request.num_tokens - request.num_computed_tokens)
+        if not chunk:
+            return
+        prefills.append(give_tokens(request, chunk))

@@ -1,7 +1,7 @@
 """Which tokens the next step computes, and what follows from the tokens it produced.
 
 A pure function of its state, the cost model and the calls it got: no thread, no I/O, no clock, no arrays. So a log of
-the calls replays to the same decisions (`replay.py`).
+the calls replays to the same decisions (`engine/trace.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from twinphase.scheduler.prefill import schedule_prefills
 
 __all__ = ["Scheduler"]
 
+USUAL_OUTPUT = 128.0  # tokens of an answer, before any has finished
+OUTPUT_FADE = 0.1  # of the difference to each answer that finishes
+
 
 class Scheduler:
     """Waiting and running requests, and the KV cache's bookkeeping.
@@ -31,6 +34,7 @@ class Scheduler:
         running: requests that hold blocks, in the policy's order.
         num_preemptions: so far.
         num_recomputed_tokens: computed again after a preemption, so far.
+        usual_output: tokens that answers had of late, a fading mean.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Scheduler:
         max_num_seqs: int = 64,
         policy: str = "fcfs",
         itl_slo_ms: float | None = None,
+        usual_output: float = USUAL_OUTPUT,
     ) -> None:
         """Start without requests.
 
@@ -56,6 +61,7 @@ class Scheduler:
             max_num_seqs: requests running at once.
             policy: "fcfs" or "priority".
             itl_slo_ms: longest gap between tokens to aim for, milliseconds.
+            usual_output: tokens that an answer is expected to have until some have finished.
         """
         self.kv_cache = kv_cache
         self.max_model_len = max_model_len
@@ -70,6 +76,7 @@ class Scheduler:
         self._times, self._key = times, policy_key(policy)
         self._requests: dict[str, Request] = {}
         self._num_added = 0
+        self.usual_output = usual_output
 
     @property
     def has_work(self) -> bool:
@@ -110,7 +117,7 @@ class Scheduler:
         insort(self.waiting, request, key=self._key)
 
     def schedule(self) -> Batch:
-        """The next step's work: decodes first, then prefill chunks, then requests that are let in."""
+        """The next step's work: decodes first, then prefill chunks of running requests and of those that are let in."""
         preempted: list[str] = []
 
         def preempt(request: Request) -> None:
@@ -122,8 +129,16 @@ class Scheduler:
         budget = ChunkBudget(
             tokens, Batch(decodes, []).decode_work, self._times, self.slo_seconds, self.kv_cache.block_size
         )
-        prefills = schedule_prefills(self.running, self.kv_cache, budget)
-        held_back = "blocks" if preempted else self._admit(decodes, prefills, budget)
+        prefills: list[ScheduledRequest] = []
+        held_back = "blocks" if preempted else ""
+
+        def let_in(before: Request | None = None) -> None:
+            nonlocal held_back
+            while not held_back and self.waiting and (before is None or self._key(self.waiting[0]) < self._key(before)):
+                held_back = self._admit_first(decodes, prefills, budget)
+
+        schedule_prefills(self.running, self.kv_cache, budget, prefills, let_in)
+        let_in()
         return Batch(decodes, prefills, tuple(preempted), held_back if self.waiting else None)
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Request]:
@@ -177,33 +192,45 @@ class Scheduler:
         if any(r.block_ids or r.num_computed_tokens for r in self.waiting):
             raise AssertionError("a waiting request holds blocks")
 
-    def _admit(self, decodes: list[ScheduledRequest], prefills: list[ScheduledRequest], budget: ChunkBudget) -> str:
-        """Let waiting requests in while seats, blocks and tokens last, strictly in order; says what ran out."""
-        while self.waiting:
-            if len(self.running) >= self.max_num_seqs:
-                return "seats"
-            if budget.num_tokens == 0:
-                return "budget"
-            request = self.waiting[0]
-            prefix = self.kv_cache.find_prefix(request)
-            needed = self.kv_cache.free_blocks_needed(request, request.num_tokens, prefix)
-            # Each running request may soon want a block more. One that was preempted waits for twice that: let in
-            # too early it would be the first to go again.
-            spare = len(self.running) * (2 if request.num_preemptions else 1)
-            if needed + spare > self.kv_cache.pool.num_available:
-                return "blocks"
-            computed = len(prefix) * self.kv_cache.block_size
-            chunk = budget.take(computed, request.num_tokens - computed)
-            if not chunk:
-                return "budget"
-            self.kv_cache.start(request, prefix)
-            del self.waiting[0]
-            insort(self.running, request, key=self._key)
-            request.status = RequestStatus.RUNNING
-            share = give_tokens(request, chunk)
-            # One that comes back and finds all but its last token cached decodes at once.
-            (decodes if share.phase is Phase.DECODE else prefills).append(share)
+    def _admit_first(
+        self, decodes: list[ScheduledRequest], prefills: list[ScheduledRequest], budget: ChunkBudget
+    ) -> str:
+        """Let the first waiting request in, with its first tokens; "", or what it lacks."""
+        if len(self.running) >= self.max_num_seqs:
+            return "seats"
+        if budget.num_tokens == 0:
+            return "budget"
+        request = self.waiting[0]
+        prefix = self.kv_cache.find_prefix(request)
+        needed = self.kv_cache.free_blocks_needed(request, request.num_tokens, prefix)
+        if self.running and needed + self._growth(request) > self.kv_cache.pool.num_available:
+            return "blocks"
+        computed = len(prefix) * self.kv_cache.block_size
+        chunk = budget.take(computed, request.num_tokens - computed)
+        if not chunk:
+            return "budget"
+        self.kv_cache.start(request, prefix)
+        del self.waiting[0]
+        insort(self.running, request, key=self._key)
+        request.status = RequestStatus.RUNNING
+        share = give_tokens(request, chunk)
+        # One that comes back and finds all but its last token cached decodes at once.
+        (decodes if share.phase is Phase.DECODE else prefills).append(share)
         return ""
+
+    def _growth(self, request: Request) -> int:
+        """Blocks that `request` and those running are expected to take before they finish.
+
+        Answers are taken to be as long as they were of late, and to go on by a block at least. Who is let in without
+        room to grow only pushes another out, or is the first to go again.
+        """
+        total = 0
+        for grower in (*self.running, request):
+            expected = round(self.usual_output) - len(grower.output_token_ids)
+            more = min(max(expected, self.kv_cache.block_size), self.max_tokens_total(grower) - grower.num_tokens)
+            held = len(grower.block_ids) or self.kv_cache.blocks_for(grower.num_tokens)
+            total += max(0, self.kv_cache.blocks_for(grower.num_tokens + more) - held)
+        return total
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it waits at its old place in the line and computes again what is lost."""
@@ -234,4 +261,6 @@ class Scheduler:
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
         del self._requests[request.request_id]
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.usual_output += OUTPUT_FADE * (len(request.output_token_ids) - self.usual_output)
         self.kv_cache.free(request)
