@@ -6,7 +6,7 @@ from twinphase.errors import InvalidRequestError
 
 def test_resolving_fills_in_what_the_model_decides():
     config = EngineConfig().resolve(1000)
-    assert (config.max_model_len, config.num_kv_blocks) == (1000, 16384 // 16)
+    assert (config.max_model_len, config.num_kv_blocks) == (1000, 64 * 1024 // 16)
     assert EngineConfig().resolve(100_000).num_kv_blocks == 100_000 // 16
     assert EngineConfig(max_model_len=32, num_kv_blocks=9).resolve(1000).num_kv_blocks == 9
     assert EngineConfig(max_num_batched_tokens=8).resolve(1000).max_num_seqs == 8
@@ -37,3 +37,11 @@ def test_no_more_than_the_models_context():
 def test_values_out_of_range(fields, match):
     with pytest.raises(InvalidRequestError, match=match):
         EngineConfig(**fields)
+
+
+def test_the_cache_takes_a_quarter_of_the_free_memory_at_most(monkeypatch):
+    monkeypatch.setattr("twinphase.config.free_memory", lambda: 4 * 16 * 100 * 1000)
+    assert EngineConfig().resolve(1000, kv_token_bytes=1000).num_kv_blocks == 100
+    assert EngineConfig().resolve(8000, kv_token_bytes=1000).num_kv_blocks == 500  # one whole request at least
+    monkeypatch.setattr("twinphase.config.free_memory", lambda: None)
+    assert EngineConfig(max_num_seqs=2).resolve(1000, kv_token_bytes=1000).num_kv_blocks == 128

@@ -10,17 +10,29 @@ from dataclasses import dataclass, replace
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["BACKENDS", "KV_CACHE_DTYPES", "POLICIES", "EngineConfig", "available_cores"]
+__all__ = ["BACKENDS", "KV_CACHE_DTYPES", "POLICIES", "EngineConfig", "available_cores", "free_memory"]
 
 BACKENDS = ("cpu", "reference")
 KV_CACHE_DTYPES = ("auto", "int8")
 POLICIES = ("fcfs", "priority")
-DEFAULT_CACHE_TOKENS = 16384  # of the KV cache, unless one request alone may need more
+DEFAULT_SEAT_TOKENS = 1024  # of the KV cache for each seat, as far as a quarter of the free memory goes
 
 
 def available_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory() -> int | None:
+    """Bytes of memory that could be taken now; None where the system does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 @dataclass(frozen=True)
@@ -32,8 +44,8 @@ class EngineConfig:
         max_num_seqs: requests running at once; at most `max_num_batched_tokens`.
         max_model_len: longest prompt + output in tokens; None is the model's context.
         block_size: tokens of a KV cache block.
-        num_kv_blocks: blocks of the KV cache; None is enough for 16,384 tokens, or for one request of `max_model_len`
-            if that is more.
+        num_kv_blocks: blocks of the KV cache; None is 1,024 tokens for each seat as far as a quarter of the free memory
+            goes, and one request of `max_model_len` at least.
         kv_cache_dtype: "auto" (int8 keys with a scale per token and head, 16-bit values) or "int8" (values too).
         enable_prefix_caching: share the KV of equal prompt beginnings between requests.
         scheduling_policy: "fcfs", or "priority" (lower `Request.priority` first, then order of arrival).
@@ -90,10 +102,14 @@ class EngineConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidRequestError(f"{name} is {value!r}.", "Use a positive integer.")
 
-    def resolve(self, context_length: int) -> EngineConfig:
+    def resolve(self, context_length: int, kv_token_bytes: int = 0) -> EngineConfig:
         """The same configuration with `max_model_len` and `num_kv_blocks` filled in for a model.
 
         `max_num_seqs` is lowered to the token budget: a step must be able to give every running request its token.
+
+        Args:
+            context_length: tokens the model was trained for.
+            kv_token_bytes: about what a token takes in the KV cache; 0 is unknown, and memory then no limit.
 
         Raises:
             InvalidRequestError: `max_model_len` exceeds the model's `context_length`.
@@ -104,6 +120,9 @@ class EngineConfig:
                 f"max_model_len is {max_model_len}, but the model was trained for {context_length} tokens.",
                 f"Use at most {context_length}.",
             )
-        num_kv_blocks = self.num_kv_blocks or -(-max(max_model_len, DEFAULT_CACHE_TOKENS) // self.block_size)
         max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
+        cache_tokens, memory = max_num_seqs * DEFAULT_SEAT_TOKENS, free_memory()
+        if kv_token_bytes and memory is not None:
+            cache_tokens = min(cache_tokens, memory // 4 // kv_token_bytes)
+        num_kv_blocks = self.num_kv_blocks or -(-max(max_model_len, cache_tokens) // self.block_size)
         return replace(self, max_model_len=max_model_len, num_kv_blocks=num_kv_blocks, max_num_seqs=max_num_seqs)

@@ -20,6 +20,14 @@ async def read(stream):
     return [update async for update in stream]
 
 
+async def until_idle(engine):
+    for _ in range(200):
+        if not await engine.call(lambda inner: inner.has_work):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("a request goes on although nobody reads")
+
+
 @pytest.fixture
 def serve(tiny_path, own_cache):
     """Runs a coroutine function with a fresh AsyncEngine, which must be left clean."""
@@ -105,12 +113,8 @@ def test_a_reader_that_leaves_aborts_its_request(serve):
         async for update in await engine.submit(PROMPTS[0], greedy(90)):
             if update.token_ids:
                 break
-        gc.collect()  # an abandoned generator is closed when it is collected
-        for _ in range(200):
-            await asyncio.sleep(0.01)
-            if not await engine.call(lambda inner: inner.has_work):
-                return
-        raise AssertionError("the request goes on although nobody reads")
+        gc.collect()
+        await until_idle(engine)
 
     serve(body)
 
@@ -184,5 +188,77 @@ def test_explain_of_a_stream(serve):
         await read(stream)
         explanation = await engine.explain(stream)
         assert "cached" in str(explanation)
+
+    serve(body)
+
+
+def test_a_stream_that_is_never_read_ends_with_its_reader(serve):
+    async def body(engine):
+        stream = await engine.submit(PROMPTS[0], greedy(90))
+        del stream
+        gc.collect()
+        await until_idle(engine)
+
+    serve(body)
+
+
+def test_a_stream_can_be_closed_before_its_first_update(serve):
+    async def body(engine):
+        async with await engine.submit(PROMPTS[0], greedy(90)) as stream:
+            pass
+        assert await read(stream) == []
+        await until_idle(engine)
+
+    serve(body)
+
+
+def test_ends_from_two_sides_do_not_meet_badly(serve):
+    async def body(engine):
+        stream = await engine.submit(PROMPTS[0], greedy(90), request_id="mine")
+        await engine.call(lambda inner: inner.abort("mine"))  # behind the stream's back
+        stream.abandon()
+        good = await engine.submit(PROMPTS[1], greedy(3))
+        assert len((await read(good))[-1].output.outputs[0].token_ids) == 3
+
+    serve(body)
+
+
+def test_text_that_cannot_be_made_fails_its_own_stream_only(serve):
+    async def body(engine):
+        bad, good = [await engine.submit(PROMPTS[0], greedy(20)) for _ in range(2)]
+
+        def take_tokens(logprobs):
+            raise RuntimeError("no such text")
+
+        bad.transcript.take_tokens = take_tokens
+        results = await asyncio.gather(read(bad), read(good), return_exceptions=True)
+        assert "no such text" in str(results[0])
+        assert len(results[1][-1].output.outputs[0].token_ids) == 20
+        await until_idle(engine)
+
+    serve(body)
+
+
+def test_a_stop_string_ends_the_stream_at_once(serve, llm):
+    text = llm.generate([PROMPTS[0]], greedy(30))[0].outputs[0].text
+
+    async def body(engine):
+        updates, finished = [], []
+        async for update in await engine.submit(PROMPTS[0], greedy(60, stop=[text[5:8]])):
+            updates.append(update)
+            finished.append((update.finished, update.output.finished))
+        assert finished == [(False, False)] * (len(finished) - 1) + [(True, True)]
+        timeline = updates[-1].output.metrics
+        assert sum(timeline.totals().values()) == pytest.approx(timeline.end - timeline.arrival)
+        await until_idle(engine)
+
+    serve(body)
+
+
+def test_what_was_cached_is_known_from_the_first_update(serve):
+    async def body(engine):
+        await read(await engine.submit(PROMPTS[3], greedy(1)))
+        async for update in await engine.submit(PROMPTS[3], greedy(5)):
+            assert update.output.num_cached_tokens == 48
 
     serve(body)

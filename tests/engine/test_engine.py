@@ -44,6 +44,13 @@ def test_a_request_lives(engine):
 class TestFailures:
     """A request that makes the executor raise, in whatever company."""
 
+    def test_nothing_is_learned_from_it(self, engine, machine):
+        engine.add_request(make_request("a", 8, max_tokens=3))
+        prices = engine.cost_model.prices
+        machine.struck = {"a"}
+        engine.step()
+        assert engine.cost_model.prices == prices and engine.cost_model.error().steps == 0
+
     def test_it_fails_alone_and_says_why(self, engine, machine):
         requests = {name: make_request(name, [ord(name)] * 2, max_tokens=3) for name in "abc"}
         for request in requests.values():

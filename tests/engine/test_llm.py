@@ -379,7 +379,7 @@ def test_configuration_is_checked_against_the_model(make_llm):
     with pytest.raises(InvalidRequestError, match="max_model_len is 129, but the model was trained for 128"):
         make_llm(max_model_len=129)
     llm = make_llm(max_model_len=60, block_size=8)
-    assert (llm.config.max_model_len, llm.config.num_kv_blocks) == (60, 16384 // 8)
+    assert (llm.config.max_model_len, llm.config.num_kv_blocks) == (60, 64 * 1024 // 8)
 
 
 def test_failing_logits_are_reported_with_the_result(make_llm):
@@ -399,3 +399,34 @@ def test_shape_counts_the_tied_head_and_what_only_rows_with_logits_go_through(ll
     matrices = sum(info.nbytes for name, info in tensors.items() if name.startswith("blk.") and len(info.shape) == 2)
     assert shape.linear_bytes == matrices - tail
     assert shape.linear_bytes == shape.linear_parameters * 4
+
+
+def test_prompts_in_vllms_mappings(llm):
+    text, ids = {"prompt": "hello world"}, {"prompt_token_ids": PROMPT}
+    assert llm.generate(text, GREEDY)[0].prompt == "hello world"
+    outputs = llm.generate([ids, text, "hello world"], GREEDY)
+    assert outputs[0].prompt_token_ids == PROMPT
+    assert outputs[1].outputs[0].text == outputs[2].outputs[0].text
+    for wrong in (b"abc", {"prompt": "x", "multi_modal_data": 1}, {}, [b"abc"], [7.5]):
+        with pytest.raises(InvalidRequestError):
+            llm.generate(wrong, GREEDY)
+
+
+def test_an_empty_list_of_parameters_is_not_the_default(llm):
+    with pytest.raises(InvalidRequestError, match="1 prompts and 0 sampling parameters"):
+        llm.generate("hello", [])
+
+
+def test_a_stream_that_is_closed_before_its_first_update_is_aborted(llm):
+    stream = llm.stream(PROMPT, GREEDY)
+    stream.close()
+    assert list(stream) == []
+    llm.stream(PROMPT, GREEDY)  # and one that nobody keeps; the fixture looks at what is left
+
+
+def test_a_long_answers_timeline_is_short(llm):
+    (output,) = llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    timeline = output.metrics
+    assert len(timeline.intervals) < 12
+    assert timeline.intervals[0].start == timeline.arrival and timeline.intervals[-1].end == timeline.end
+    assert all(a.end == b.start for a, b in zip(timeline.intervals, timeline.intervals[1:], strict=False))

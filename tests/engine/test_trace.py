@@ -168,3 +168,20 @@ def test_every_step_is_on_disk_when_it_is_done(make_llm, tmp_path):
     assert all(output.finished for output in outputs)
     result = replay(path)
     assert (result.difference, result.num_steps) == (None, llm.engine.ledger.num_steps)
+
+
+def test_a_full_disk_ends_the_log_and_nothing_else(caplog):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    machine = Machine()
+    engine = machine_engine(machine)
+    engine.trace = TraceWriter(Full(), trace_header(engine.scheduler, engine.cost_model))
+    request = engine_request("a", 5, max_tokens=3)
+    engine.add_request(request)
+    while engine.has_work:
+        engine.step()
+    assert request.output_token_ids == [7] * 3
+    assert "No space left" in str(engine.trace.error)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

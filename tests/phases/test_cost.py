@@ -168,3 +168,23 @@ def test_it_starts_within_a_few_times_of_a_real_machine(ceilings, factor):
 def test_a_start_that_is_far_off_is_left_behind(factor):
     model = observe(CostModel([factor * price for price in TRUE]), 200)
     assert all(off(model, work) < 0.06 for work in MIXES)
+
+
+@pytest.mark.parametrize("pace", [0.5, 2.0])
+def test_a_machine_that_changes_pace_is_followed_whatever_was_seen_before(pace):
+    """Many classes of steps were seen at the old pace; after the change only one of them comes."""
+    model = observe(fresh(), 2000, seed=2)
+    for context in range(100, 1600, 10):
+        work = decodes(64, context)
+        model.observe(work, pace * true_seconds(work))
+    for work in (decodes(64, 1000), decodes(64, 500).plus(chunk(1000, 400))):
+        assert model.seconds(work) == pytest.approx(pace * true_seconds(work), rel=0.1)
+
+
+def test_steps_that_were_over_at_once_outweigh_nothing():
+    model = observe(fresh(), 300)
+    work = decodes(8, 500).plus(chunk(0, 256))
+    before = model.seconds(work)
+    for _ in range(10):
+        model.observe(chunk(0, 256), 20e-6)
+    assert model.seconds(work) > before / 2

@@ -53,7 +53,7 @@ def test_seats_are_named_with_what_more_of_them_would_cost():
     lever = found.levers[0]
     assert lever.flag == "--max-num-seqs" and "--max-num-seqs 16" in lever.advice
     model = CostModel(PRICES)
-    then = model.seconds(StepWork(16, 0, 16 * 110, 16, 16))
+    then = model.seconds(StepWork(16, 0, 16 * 100, 16, 16))
     assert f"{1e3 * then:.1f} ms" in lever.advice
     assert "all 8 seats" in found.sentences[1]
 
@@ -71,6 +71,17 @@ def test_a_stall_names_who_caused_it_when_and_the_flag():
     assert "request long" in found.sentences[1] and "4000 prompt tokens" in found.sentences[1]
     (lever,) = (lever for lever in found.levers if lever.flag == "--itl-slo-ms")
     assert "46.0 ms" in lever.advice  # the longest stall
+    model = CostModel(PRICES)
+    slo = model.slo_seconds(model.seconds(StepWork(1, 0, 100, 1, 1)) + model.seconds(StepWork.of_chunk(400, 64, False)))
+    advised = float(lever.advice.split()[1])
+    assert advised == pytest.approx(1e3 * slo, abs=4)  # a whole step's price is in both
+    assert model.step_limit(model.slo_seconds(0.1)) == pytest.approx(0.1)
+
+
+def test_an_slo_that_is_tight_already_is_not_loosened():
+    found = explain(make_request(), lived(length=0.05, tokens=400, ids=("long",)), make_machine(itl_slo_ms=5))
+    (lever,) = (lever for lever in found.levers if "--itl-slo-ms 5" in lever.advice)
+    assert lever.flag == "--max-num-seqs"
 
 
 def test_batching_names_the_seats_and_the_saving():
@@ -80,7 +91,7 @@ def test_batching_names_the_seats_and_the_saving():
     assert found.dominant is IntervalKind.BATCHING
     (lever,) = (lever for lever in found.levers if lever.flag == "--max-num-seqs")
     model = CostModel(PRICES)
-    now, then = (model.seconds(StepWork(n, 0, n * 110, n, n)) for n in (8, 4))
+    now, then = (model.seconds(StepWork(n, 0, n * 100, n, n)) for n in (8, 4))
     assert lever.saved_seconds == pytest.approx(10 * (now - then))
 
 
@@ -99,7 +110,7 @@ def test_a_lone_decode_with_a_long_context_is_told_of_the_small_cache():
         (MissReason.BLOCK_GRANULARITY, "less than a block"),
         (MissReason.SALT, "cache_salt"),
         (MissReason.EVICTED, "had to make room"),
-        (MissReason.NEVER_SEEN, "never seen"),
+        (MissReason.NEVER_SEEN, "no full block"),
         (MissReason.DISABLED, "prefix cache is off"),
     ],
 )

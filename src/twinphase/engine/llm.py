@@ -267,7 +267,9 @@ class _Stream(Iterator[StreamUpdate]):
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    return [prompts] if isinstance(prompts, (str, Mapping)) else [plain_prompt(cast(Prompt, prompt)) for prompt in prompts]
+    return (
+        [prompts] if isinstance(prompts, (str, Mapping)) else [plain_prompt(cast(Prompt, prompt)) for prompt in prompts]
+    )
 
 
 def _one_each(given: Any, kind: type, count: int, what: str) -> list[Any]:

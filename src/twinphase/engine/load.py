@@ -66,12 +66,13 @@ class LoadedEngine:
         wanted = EngineConfig(**config)
         self.checkpoint = open_gguf(resolve_model(str(model)))
         self.model_config = read_config(self.checkpoint)
-        self.config = wanted.resolve(self.model_config.context_length)
+        shape = self.model_config
+        about = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # keys and values in 16 bits
+        self.config = wanted.resolve(shape.context_length, about)
         backend = make_backend(self.config, compile_progress)
         loaded = load_model(self.checkpoint, backend, self.config.max_model_len)
-        shape = model_shape(self.checkpoint, loaded.config)
-        eos = self.tokenizer.eos_token_ids
-        self.engine = make_engine(self.config, loaded, backend, shape, eos, self.checkpoint.fingerprint)
+        costs, eos = model_shape(self.checkpoint, loaded.config), self.tokenizer.eos_token_ids
+        self.engine = make_engine(self.config, loaded, backend, costs, eos, self.checkpoint.fingerprint)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

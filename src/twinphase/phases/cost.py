@@ -102,6 +102,10 @@ class CostModel:
         """
         return max(0.0, slo_seconds - self._gap) / self._margin
 
+    def slo_seconds(self, step_seconds: float) -> float:
+        """The SLO that a step of that predicted time just meets: the inverse of `step_limit`."""
+        return step_seconds * self._margin + self._gap
+
     def observe(self, work: StepWork, seconds: float, gap: float = 0.0) -> None:
         """Learn from a step.
 

@@ -23,6 +23,7 @@ __all__ = ["Explanation", "Lever", "Machine", "explain"]
 
 DECODE_CONTEXTS = FEATURES.index("decode_contexts")
 WORTH_NAMING = 0.1  # of the wall time
+SMALL_CHUNK = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def explain(request: Request, timeline: RequestTimeline, machine: Machine) -> Ex
         timeline: of the request.
         machine: settings, cost model and ceilings.
     """
-    totals = {kind: timeline.seconds(kind) for kind in IntervalKind}
+    totals = {IntervalKind(kind): seconds for kind, seconds in timeline.totals().items()}
     wall = timeline.end - timeline.arrival
     ranked = sorted((kind for kind in totals if totals[kind] > 0), key=lambda kind: -totals[kind])
     if not ranked or wall <= 0:
@@ -141,7 +142,7 @@ def _prefix(request: Request) -> list[str]:
         MissReason.BLOCK_GRANULARITY: f"from token {miss.token_index} on less than a block is left to share",
         MissReason.SALT: "nothing is cached under this cache_salt, and nothing is shared across salts",
         MissReason.EVICTED: f"from token {miss.token_index} on it was cached and had to make room",
-        MissReason.NEVER_SEEN: f"from token {miss.token_index} on it was never seen",
+        MissReason.NEVER_SEEN: f"from token {miss.token_index} on no full block of it was seen before",
     }
     return [f"{found}; {why[miss.reason]}."]
 
@@ -155,18 +156,18 @@ def _queue(request: Request, timeline: RequestTimeline, spent: float, machine: M
     sentence = f"It waited {_time(spent)} to be let in"
     if reason == "seats":
         seats = config.max_num_seqs
-        now, then = (_decode_step(timeline, machine, count) for count in (seats, 2 * seats))
+        now, then = (_decode_step(request, machine, count) for count in (seats, 2 * seats))
         advice = (
             f"--max-num-seqs {2 * seats} would seat twice as many; a decode step of a full engine would then take "
             f"{_time(then)} in place of {_time(now)}."
         )
-        return f"{sentence}: all {seats} seats were taken.", Lever("--max-num-seqs", advice, spent / 2)
+        return f"{sentence}: all {seats} seats were taken.", Lever("--max-num-seqs", advice)
     if reason == "blocks":
         more = (
             "" if config.kv_cache_dtype == "int8" else ", or --kv-cache-dtype int8, which holds more in as much memory"
         )
         advice = f"--num-kv-blocks {2 * (config.num_kv_blocks or 0)} would hold twice as many tokens{more}."
-        return f"{sentence}: the KV cache had no room.", Lever("--num-kv-blocks", advice, spent)
+        return f"{sentence}: the KV cache had no room.", Lever("--num-kv-blocks", advice)
     if reason == "budget":
         slo = " or a longer --itl-slo-ms" if config.itl_slo_ms else ""
         advice = f"A larger --max-num-batched-tokens{slo} would let prompts in sooner, at the price of longer steps."
@@ -175,16 +176,13 @@ def _queue(request: Request, timeline: RequestTimeline, spent: float, machine: M
 
 
 def _prefill(request: Request, timeline: RequestTimeline, spent: float, machine: Machine) -> tuple[str, Lever | None]:
-    computed = timeline.prefill.tokens
+    computed, miss = len(request.prompt_token_ids) - request.num_cached_tokens, request.prefix_miss
     sentence = f"Reading {computed} prompt tokens took {_time(spent)} of its own."
-    miss = request.prefix_miss
-    start = request.num_cached_tokens
-    num_prompt = len(request.prompt_token_ids)
-    rest = machine.cost_model.seconds(StepWork.of_chunk(num_prompt - 1, 1, True))
-    saved = max(0.0, spent - rest) if num_prompt - start > machine.config.block_size else None
     if miss is None or miss.reason in (MissReason.BLOCK_GRANULARITY, MissReason.NEVER_SEEN):
         advice = "A prompt whose beginning was sent before needs only what is new; a first one costs its arithmetic."
         return sentence, Lever("prompt", advice)
+    last = machine.cost_model.seconds(StepWork.of_chunk(len(request.prompt_token_ids) - 1, 1, True))
+    saved = max(0.0, spent - last)
     advice = {
         MissReason.DIVERGED: f"Put what changes (from token {miss.token_index} on) behind what stays the same.",
         MissReason.SALT: "Use the same cache_salt for requests that may share.",
@@ -192,7 +190,7 @@ def _prefill(request: Request, timeline: RequestTimeline, spent: float, machine:
         MissReason.DISABLED: "--enable-prefix-caching would share the beginnings that prompts have in common.",
     }[miss.reason]
     flag = {MissReason.EVICTED: "--num-kv-blocks", MissReason.DISABLED: "--enable-prefix-caching"}
-    return sentence, Lever(flag.get(miss.reason, "prompt"), f"{advice} It would save up to {_time(saved or 0)}.", saved)
+    return sentence, Lever(flag.get(miss.reason, "prompt"), f"{advice} It would save up to {_time(saved)}.", saved)
 
 
 def _prefill_wait(
@@ -203,8 +201,10 @@ def _prefill_wait(
     if config.itl_slo_ms:
         advice = f"A longer --itl-slo-ms than {config.itl_slo_ms:g} allows larger chunks, and longer gaps for others."
         return sentence, Lever("--itl-slo-ms", advice)
-    advice = "--scheduling-policy priority with a lower priority number would put this request first."
-    return sentence, Lever("--scheduling-policy", advice, spent)
+    if config.scheduling_policy == "priority":
+        return sentence, Lever("priority", "A lower priority number would put this request before others.")
+    advice = "--scheduling-policy priority and a lower priority number would put this request first."
+    return sentence, Lever("--scheduling-policy", advice)
 
 
 def _stall(request: Request, timeline: RequestTimeline, spent: float, machine: Machine) -> tuple[str, Lever | None]:
@@ -215,22 +215,29 @@ def _stall(request: Request, timeline: RequestTimeline, spent: float, machine: M
         f"{tokens} prompt tokens of others ({_names(stalls)}) held its decode up for {_time(spent)} in {len(stalls)} "
         f"steps, for {_time(_length(worst))} in step {worst.step}."
     )
-    small = StepWork.of_chunk(worst.prefill_tokens, 64, False)
-    extra = machine.cost_model.seconds(small) - machine.cost_model.seconds(StepWork())
-    slo = 1e3 * (_decode_step(timeline, machine, 1) + extra)
+    model, together = machine.cost_model, _together(timeline)
+    extra = model.seconds(StepWork.of_chunk(worst.prefill_tokens, SMALL_CHUNK, False)) - model.seconds(StepWork())
+    slo = 1e3 * model.slo_seconds(_decode_step(request, machine, together) + extra)
+    now = machine.config.itl_slo_ms
+    if now is not None and now <= slo:
+        return sentence, Lever(
+            "--max-num-seqs",
+            f"--itl-slo-ms {now:g} cuts chunks small already; fewer seats leave more of it to prefill.",
+        )
     advice = (
-        f"--itl-slo-ms {max(1, round(slo))} would cut others' prompts into chunks of about 64 tokens: each would add "
-        f"{_time(extra)} to a gap in place of {_time(_length(worst))}, and their first tokens would come later."
+        f"--itl-slo-ms {max(1, round(slo))} would cut others' prompts into chunks of about {SMALL_CHUNK} tokens: each "
+        f"would add {_time(extra)} to a gap in place of {_time(_length(worst))}; their first tokens would come later."
     )
     return sentence, Lever("--itl-slo-ms", advice)
 
 
 def _batching(request: Request, timeline: RequestTimeline, spent: float, machine: Machine) -> tuple[str, Lever | None]:
-    seats = machine.config.max_num_seqs
-    together = round(timeline.decode.decodes / max(1, timeline.decode.steps))
-    fewer = max(1, min(seats, together) // 2)
-    now, then = (_decode_step(timeline, machine, count) for count in (max(1, together), fewer))
+    together = _together(timeline)
     sentence = f"Decoding together with about {max(0, together - 1)} others cost it {_time(spent)}."
+    fewer = together // 2
+    if not fewer:
+        return sentence, None
+    now, then = (_decode_step(request, machine, count) for count in (together, fewer))
     saved = max(0.0, (now - then) * timeline.decode.steps)
     advice = (
         f"--max-num-seqs {fewer} would shorten a decode step from {_time(now)} to {_time(then)}, but others would wait "
@@ -261,7 +268,7 @@ def _recompute(request: Request, timeline: RequestTimeline, spent: float, machin
         f"again, in {_time(spent)}."
     )
     advice = f"--num-kv-blocks {2 * (machine.config.num_kv_blocks or 0)} would hold twice as many tokens."
-    return sentence, Lever("--num-kv-blocks", advice, spent)
+    return sentence, Lever("--num-kv-blocks", advice)
 
 
 def _text(kind: str) -> _About:
@@ -271,10 +278,14 @@ def _text(kind: str) -> _About:
     return about
 
 
-def _decode_step(timeline: RequestTimeline, machine: Machine, count: int) -> float:
+def _together(timeline: RequestTimeline) -> int:
+    """Requests that decoded in a step, this one included, in the mean."""
+    return max(1, round(timeline.decode.decodes / max(1, timeline.decode.steps)))
+
+
+def _decode_step(request: Request, machine: Machine, count: int) -> float:
     """Predicted time of a step that decodes `count` requests of about this one's length."""
-    tokens = timeline.prefill.tokens + timeline.decode.tokens
-    return machine.cost_model.seconds(StepWork(count, 0, count * tokens, count, count))
+    return machine.cost_model.seconds(StepWork(count, 0, count * request.num_tokens, count, count))
 
 
 def _names(stalls: list[Interval]) -> str:
