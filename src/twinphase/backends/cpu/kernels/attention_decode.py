@@ -20,6 +20,7 @@ from twinphase.backends.cpu.kernels.attention_tile import (
     STATS,
     copy_query_kernel,
     divide_kernel,
+    fetch_scales_kernel,
     find_cells_kernel,
     merge_stats_kernel,
     scale_add_kernel,
@@ -62,7 +63,7 @@ def attention_decode(
     weight_row, chunk, partial_bytes = (2 if isa.bf16_dot else 4) * TILE, 4 * isa.lanes, 64 + 4 * dim
     row_bytes = 4 * dim
 
-    arguments, unit_of = fields(14), fields(8, I32)
+    arguments, unit_of, fetch_scales = fields(14), fields(8, I32), fetch_scales_kernel(isa)
 
     @njit  # type: ignore[untyped-decorator]
     def weigh(r: int, visible: int, now: int, coming: int, maximum: int, total: int, stride: int,
@@ -104,6 +105,7 @@ def attention_decode(
                     kv_head_, context_, next_t, table_ = kv_head, context, t + 1, table
                 find_cells(next_t, (min(TILE, context_ - next_t * TILE) + CELL - 1) // CELL, table_, cells_per_block,
                            per_chunk, kv_head_, keys, key_scales, values, scratch, coming)  # fmt: skip
+                fetch_scales(coming)
             elif t > first:
                 find_cells(t, cells, table, cells_per_block, per_chunk, kv_head, keys, key_scales, values, scratch, now)
             for r in range(0, padded, rows):

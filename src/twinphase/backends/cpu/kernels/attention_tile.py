@@ -32,6 +32,7 @@ __all__ = [
     "STATS",
     "copy_query_kernel",
     "divide_kernel",
+    "fetch_scales_kernel",
     "find_cells_kernel",
     "merge_stats_kernel",
     "scale_add_kernel",
@@ -94,14 +95,12 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
         b, signed = e.b, e.dot_is_signed(8)
         with e.loop(0, chunks) as chunk:
             first = e.mul(chunk, lanes * columns)  # token
-            keys, scales, later = [], [], []
+            keys, scales = [], []
             for c in range(columns):
                 token = e.add(first, c * lanes)
                 place, part = e.mul(b.ashr(token, e.i64(4)), 8), e.mul(b.and_(token, e.i64(15)), 4)
                 keys.append(e.add(e.load(I64, places, place), part))
                 scales.append(e.load(floats, e.load(I64, places, place, 8 * CELLS), part))
-                if ahead:
-                    later.append(e.load(I64, coming, place))
             totals = []
             for r in range(rows):
                 start: Value = e.splat(ints, 0)
@@ -110,8 +109,12 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
                 totals.append([e.variable(start) for _ in range(columns)])
             with e.loop(0, dim // 4) as quad:
                 vectors = [e.load(ints, key, e.mul(quad, 4 * CELL)) for key in keys]
-                for key in later:
-                    e.prefetch(key, e.mul(quad, 4 * CELL))
+                if ahead:
+                    # Four lines in the order in which they lie, so that the hardware sees a stream and helps.
+                    cell = e.add(e.mul(chunk, lanes * columns // CELL), b.sdiv(quad, e.i64(dim // 16)))
+                    line = e.mul(b.srem(quad, e.i64(dim // 16)), 256)
+                    for n in range(4):
+                        e.prefetch(e.load(I64, coming, e.mul(cell, 8)), line, 64 * n)
                 for r in range(rows):
                     query = e.broadcast(e.load(I32, queries, r * dim, e.mul(quad, 4)), lanes)
                     for c in range(columns):
@@ -316,6 +319,16 @@ def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_
             store_i64(places + 8 * (2 * CELLS + c), load_i64(places + 16 * CELLS))
 
     return find
+
+
+def fetch_scales_kernel(isa: Isa) -> Any:
+    """Numba-callable (places): ask for the scales of a tile's cells."""
+
+    def write(e: Emit, places: Value) -> None:
+        for c in range(CELLS):
+            e.prefetch(e.load(I64, places, 8 * (CELLS + c)))
+
+    return emitted(isa, 1, write)
 
 
 def copy_query_kernel(dim: int, at: dict[str, int]) -> Any:
