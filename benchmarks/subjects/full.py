@@ -3,6 +3,8 @@
 All requests have the same number of tokens and are submitted at once. `fits` is as many as the cache holds to their
 end; `twice` is double that; `twice, room for all` is the same load with a cache that holds it, the best that could be.
 Preempted requests compute again what was lost, unless the prefix cache still has it.
+The engine lets in whom it expects to have room for, by how long answers were of late: after the rehearsal it knows.
+With --usual-output it is made to expect that many tokens before each load, so that blocks do run out.
 Not for: priorities, or who is preempted.
 """
 
@@ -23,12 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fitting", type=int, default=16, help="requests that fit the cache (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens (default: %(default)s)")
     parser.add_argument("--output", type=int, default=256, help="new tokens (default: %(default)s)")
+    parser.add_argument("--usual-output", type=float, help="new tokens that the engine expects (default: as learned)")
 
 
 def once(bench: Bench, driver: Driver, count: int) -> dict[str, Any]:
     """One load, all at once."""
     args = bench.args
-    before = driver.engine.scheduler.num_preemptions
+    scheduler = driver.engine.scheduler
+    before = scheduler.num_preemptions
+    if args.usual_output is not None:
+        scheduler.usual_output = args.usual_output
     tickets = [driver.submit(bench.prompts.take(args.prompt), args.output) for _ in range(count)]
     start = tickets[0].submitted
     seconds = driver.run() - start
@@ -38,7 +44,7 @@ def once(bench: Bench, driver: Driver, count: int) -> dict[str, Any]:
     requests = [ticket.request for ticket in tickets]
     return {
         "rate": count * args.output / seconds,
-        "preemptions": driver.engine.scheduler.num_preemptions - before,
+        "preemptions": scheduler.num_preemptions - before,
         "recomputed": sum(request.num_recomputed_tokens for request in requests),
         "cached": sum(request.num_cached_tokens for request in requests),
         "computed": computed,

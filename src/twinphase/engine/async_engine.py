@@ -79,7 +79,6 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> StreamUpdate:
-        timeline = self.transcript.timeline
         while not self._ended:
             await self._news.wait()
             self._news.clear()
@@ -157,8 +156,11 @@ class RequestStream:
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """On the stream's loop: nothing more will come."""
-        self._let_go, self._failure = True, error
+        """On the stream's loop: nothing more will come, and the reader is told so."""
+        if not self._let_go:
+            self._let_go = True
+            self._engine.end_quietly(self.request_id, self.outlet, FinishReason.ABORT)
+        self._failure = error
         self._news.set()
 
 
@@ -282,6 +284,8 @@ class AsyncEngine:
         answer: Future[Any] = Future()
 
         def run(engine: Engine) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
             try:
                 answer.set_result(function(engine))
             except Exception as error:
@@ -382,7 +386,6 @@ def _take_all(news: list[_News]) -> None:
         try:
             stream.take(item)
         except Exception as error:  # one answer's text must not cost the others theirs
-            stream.abandon()
             stream.fail(error)
 
 

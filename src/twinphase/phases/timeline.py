@@ -221,8 +221,8 @@ class RequestTimeline:
             totals.bytes += cost.bytes
 
     def copy(self) -> RequestTimeline:
-        """The same life so far, which goes on by itself."""
-        intervals = [replace(interval) for interval in self.intervals]
+        """The same life so far, which goes on by itself; of a timeline that another thread may be growing."""
+        intervals = [replace(interval) for interval in self.intervals[:]]
         copied = RequestTimeline(self.arrival, intervals, replace(self.prefill), replace(self.decode))
         copied.token_times = list(self.token_times)
         return copied
