@@ -83,7 +83,8 @@ class Batch:
         prefills: chunks of requests in their prefill phase.
         preempted: ids of the requests whose blocks were taken away for this step.
         held_back: what kept the first waiting request from being admitted: "seats" (`max_num_seqs`), "blocks" (KV
-            cache), "budget" (tokens of this step, or the SLO); None when nobody waits.
+            cache), "budget" (tokens of this step, or the SLO), "prefix" (most of its prompt is being computed in this
+            step, for another); None when nobody waits.
     """
 
     decodes: list[ScheduledRequest]

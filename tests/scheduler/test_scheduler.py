@@ -46,23 +46,24 @@ def test_chunks_end_on_block_boundaries_where_they_can():
     scheduler.add(make_request("b", 6, max_tokens=1))
     batches = run_all(scheduler)
     assert [chunks(batch) for batch in batches] == [
-        [("a", 0, 4), ("b", 0, 3)],
-        [("a", 4, 4), ("b", 3, 3)],
+        [("a", 0, 4)],  # the 3 tokens that are left are no block: not worth beginning another prompt for
+        [("a", 4, 4)],
         [("a", 8, 4)],
         [("a", 12, 4)],
         [("a", 16, 4)],
+        [("b", 0, 6)],
     ]
 
 
 def test_decodes_come_first_and_prefills_fill_the_budget():
-    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler = make_scheduler(max_num_batched_tokens=10)
     scheduler.add(make_request("a", 3, max_tokens=9))
     run_step(scheduler)
     scheduler.add(make_request("b", 5, max_tokens=9))
     scheduler.add(make_request("c", 5, max_tokens=9))
     batch, _ = run_step(scheduler)
     assert ids(batch.decodes) == ["a"]
-    assert chunks(batch) == [("b", 0, 5), ("c", 0, 2)]
+    assert chunks(batch) == [("b", 0, 5), ("c", 0, 4)]
     assert [share.samples for share in batch.prefills] == [True, False]
 
 
@@ -110,9 +111,23 @@ class TestAdmission:
         for name in "abc":
             scheduler.add(make_request(name, [*prompt, ord(name)], max_tokens=1))
         batches = run_all(scheduler)
-        # When the second is let in, the first has two blocks computed; when the third is, all three.
-        assert sum(batch.num_tokens for batch in batches) == 13 + (13 - 8) + (13 - 12)
-        assert scheduler.kv_cache.num_hit_tokens == 8 + 12
+        assert sum(batch.num_tokens for batch in batches) == 13 + 1 + 1
+        assert scheduler.kv_cache.num_hit_tokens == 12 + 12
+
+    @pytest.mark.parametrize("budget", [512, 100])
+    def test_prompts_that_come_together_wait_a_step_for_a_long_beginning_in_common(self, budget):
+        scheduler = make_scheduler(num_blocks=200, max_model_len=200, max_num_batched_tokens=budget)
+        for name in "abc":
+            scheduler.add(make_request(name, [*range(10, 110), ord(name), 7], max_tokens=1))
+        batches = run_all(scheduler)
+        assert sum(batch.num_tokens for batch in batches) == 102 + 2 + 2
+        assert batches[0].held_back == ("prefix" if budget == 512 else "budget")
+
+    def test_a_short_beginning_in_common_is_not_waited_for(self):
+        scheduler = make_scheduler(num_blocks=200, max_model_len=200)
+        for name in "abc":
+            scheduler.add(make_request(name, [*range(10, 22), *[ord(name)] * 80], max_tokens=1))
+        assert len(run_all(scheduler)) == 1
 
 
 class TestPolicy:

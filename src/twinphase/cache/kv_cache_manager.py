@@ -5,7 +5,7 @@ Ints only. Not a policy: who may have blocks, and when, is the scheduler's decis
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from twinphase.cache.block_pool import BlockPool
 from twinphase.cache.prefix_cache import PrefixCache
@@ -61,6 +61,23 @@ class KVCacheManager:
                 break
             found.append(block_id)
         return found
+
+    def blocks_of_chunk(self, request: Request, num_tokens: int) -> list[bytes]:
+        """Hashes of the blocks that become full when the next `num_tokens` tokens of `request` are computed."""
+        if not self.enable_prefix_caching:
+            return []
+        first = request.num_computed_tokens // self.block_size
+        end = (request.num_computed_tokens + num_tokens) // self.block_size
+        return [self.prefix_cache.block_hash(request, index) for index in range(first, end)]
+
+    def tokens_in(self, request: Request, computed: int, blocks: Collection[bytes]) -> int:
+        """How many of the tokens that follow the first `computed` ones lie in full blocks of these hashes."""
+        index, rest = divmod(computed, self.block_size)
+        most = (request.num_tokens - 1) // self.block_size
+        first = index
+        while not rest and index < most and self.prefix_cache.block_hash(request, index) in blocks:
+            index += 1
+        return (index - first) * self.block_size
 
     def free_blocks_needed(self, request: Request, num_tokens: int, prefix: list[int]) -> int:
         """Available blocks that it takes to hold `num_tokens` tokens of `request`, which is to share `prefix`."""

@@ -128,7 +128,11 @@ def _phases(timeline: RequestTimeline, bounds: dict[str, str]) -> list[str]:
         if totals.steps:
             limit = bounds[name.lower()]
             what = "" if limit == "unknown" else f", bound by {limit}"
-            lines.append(f"{name}: {totals.tokens} tokens in {totals.steps} steps, {_time(totals.seconds)}{what}.")
+            steps = "1 step" if totals.steps == 1 else f"{totals.steps} steps"
+            lines.append(
+                f"{name}: {totals.tokens} of its tokens in {steps}; {_time(totals.seconds)} with all others in them"
+                f"{what}."
+            )
     return lines
 
 
@@ -172,6 +176,8 @@ def _queue(request: Request, timeline: RequestTimeline, spent: float, machine: M
         slo = " or a longer --itl-slo-ms" if config.itl_slo_ms else ""
         advice = f"A larger --max-num-batched-tokens{slo} would let prompts in sooner, at the price of longer steps."
         return f"{sentence}: others' tokens filled each step.", Lever("--max-num-batched-tokens", advice)
+    if reason == "prefix":
+        return f"{sentence}: the beginning of its prompt was being computed for another.", None
     return f"{sentence}, while the step in progress was finished.", None
 
 
@@ -198,6 +204,8 @@ def _prefill_wait(
 ) -> tuple[str, Lever | None]:
     config = machine.config
     sentence = f"While its prompt was read, {_time(spent)} went to other requests in the same steps."
+    if timeline.prefill.steps == 1:
+        return sentence, None  # nothing was cut
     if config.itl_slo_ms:
         advice = f"A longer --itl-slo-ms than {config.itl_slo_ms:g} allows larger chunks, and longer gaps for others."
         return sentence, Lever("--itl-slo-ms", advice)

@@ -50,7 +50,8 @@ class ChunkBudget:
             most = self._fitting(start, most, remaining)
         if most < remaining:
             aligned = most - (start + most) % self._block_size
-            most = aligned if aligned > 0 else most
+            # Less than a block is not worth beginning: off a boundary, the request could share nothing until the next.
+            most = aligned if aligned > 0 or self._given else most
         if most > 0:
             self._work = self._work.plus(StepWork.of_chunk(start, most, most == remaining))
             self.num_tokens -= most

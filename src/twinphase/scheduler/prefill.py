@@ -10,7 +10,20 @@ from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget
 from twinphase.scheduler.phase import give_tokens, phase_of
 
-__all__ = ["schedule_prefills"]
+__all__ = ["schedule_prefills", "worth_waiting_for"]
+
+LEAST_SHARED = 64  # tokens
+
+
+def worth_waiting_for(request: Request, computed: int, kv_cache: KVCacheManager, computing: set[bytes]) -> bool:
+    """Whether this step computes so much of what `request` needs next that it had better come a step later.
+
+    That is half of what it still needs, and enough to be worth a step.
+    """
+    if not computing:
+        return False
+    shared = kv_cache.tokens_in(request, computed, computing)
+    return shared >= LEAST_SHARED and 2 * shared >= request.num_tokens - computed
 
 
 def schedule_prefills(
@@ -19,6 +32,7 @@ def schedule_prefills(
     budget: ChunkBudget,
     prefills: list[ScheduledRequest],
     let_in: Callable[[Request], None],
+    computing: set[bytes],
 ) -> None:
     """A chunk for each running request in `PREFILL`, until the budget is used up.
 
@@ -30,11 +44,15 @@ def schedule_prefills(
         budget: what the step has room for.
         prefills: where the chunks go.
         let_in: admits the waiting requests that come before the given one in the policy's order.
+        computing: hashes of the blocks that this step computes; those of the chunks are added.
     """
     for request in [request for request in running if phase_of(request) is Phase.PREFILL]:
         let_in(request)
         kv_cache.share_new_prefix(request)
+        if worth_waiting_for(request, request.num_computed_tokens, kv_cache, computing):
+            continue
         chunk = budget.take(request.num_computed_tokens, request.num_tokens - request.num_computed_tokens)
         if not chunk:
             return
+        computing.update(kv_cache.blocks_of_chunk(request, chunk))
         prefills.append(give_tokens(request, chunk))

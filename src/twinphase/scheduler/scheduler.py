@@ -17,7 +17,7 @@ from twinphase.scheduler.chunk import ChunkBudget, StepTimes
 from twinphase.scheduler.decode import schedule_decodes
 from twinphase.scheduler.phase import give_tokens
 from twinphase.scheduler.policy import policy_key
-from twinphase.scheduler.prefill import schedule_prefills
+from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
 
 __all__ = ["Scheduler"]
 
@@ -130,14 +130,15 @@ class Scheduler:
             tokens, Batch(decodes, []).decode_work, self._times, self.slo_seconds, self.kv_cache.block_size
         )
         prefills: list[ScheduledRequest] = []
+        computing: set[bytes] = set()
         held_back = "blocks" if preempted else ""
 
         def let_in(before: Request | None = None) -> None:
             nonlocal held_back
             while not held_back and self.waiting and (before is None or self._key(self.waiting[0]) < self._key(before)):
-                held_back = self._admit_first(decodes, prefills, budget)
+                held_back = self._admit_first(decodes, prefills, budget, computing)
 
-        schedule_prefills(self.running, self.kv_cache, budget, prefills, let_in)
+        schedule_prefills(self.running, self.kv_cache, budget, prefills, let_in, computing)
         let_in()
         return Batch(decodes, prefills, tuple(preempted), held_back if self.waiting else None)
 
@@ -193,7 +194,11 @@ class Scheduler:
             raise AssertionError("a waiting request holds blocks")
 
     def _admit_first(
-        self, decodes: list[ScheduledRequest], prefills: list[ScheduledRequest], budget: ChunkBudget
+        self,
+        decodes: list[ScheduledRequest],
+        prefills: list[ScheduledRequest],
+        budget: ChunkBudget,
+        computing: set[bytes],
     ) -> str:
         """Let the first waiting request in, with its first tokens; "", or what it lacks."""
         if len(self.running) >= self.max_num_seqs:
@@ -206,10 +211,13 @@ class Scheduler:
         if self.running and needed + self._growth(request) > self.kv_cache.pool.num_available:
             return "blocks"
         computed = len(prefix) * self.kv_cache.block_size
+        if worth_waiting_for(request, computed, self.kv_cache, computing):
+            return "prefix"
         chunk = budget.take(computed, request.num_tokens - computed)
         if not chunk:
             return "budget"
         self.kv_cache.start(request, prefix)
+        computing.update(self.kv_cache.blocks_of_chunk(request, chunk))
         del self.waiting[0]
         insort(self.running, request, key=self._key)
         request.status = RequestStatus.RUNNING
