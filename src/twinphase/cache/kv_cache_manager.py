@@ -5,7 +5,8 @@ Ints only. Not a policy: who may have blocks, and when, is the scheduler's decis
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from itertools import takewhile
 
 from twinphase.cache.block_pool import BlockPool
 from twinphase.cache.prefix_cache import PrefixCache
@@ -45,18 +46,9 @@ class KVCacheManager:
 
         At least one known token is left to compute, since its logits are wanted.
         """
-        done, rest = divmod(request.num_computed_tokens, self.block_size)
-        if rest or not self.enable_prefix_caching:
-            return []
-        most = (request.num_tokens - 1) // self.block_size
-        if most <= done:
-            return []
-        cache = self.prefix_cache
         found: list[int] = []
-        # One block at a time, so that a long prompt that is not cached is not hashed here.
-        while done + len(found) < most:
-            index = done + len(found)
-            block_id = cache.find(cache.block_hash(request, index))
+        for block_hash in self._following(request, request.num_computed_tokens):
+            block_id = self.prefix_cache.find(block_hash)
             if block_id is None:
                 break
             found.append(block_id)
@@ -72,12 +64,18 @@ class KVCacheManager:
 
     def tokens_in(self, request: Request, computed: int, blocks: Collection[bytes]) -> int:
         """How many of the tokens that follow the first `computed` ones lie in full blocks of these hashes."""
+        shared = takewhile(blocks.__contains__, self._following(request, computed))
+        return sum(1 for _ in shared) * self.block_size
+
+    def _following(self, request: Request, computed: int) -> Iterator[bytes]:
+        """Hashes of the full blocks behind the first `computed` tokens that could be shared, one by one.
+
+        None off a block boundary; the last known token is never shared.
+        """
         index, rest = divmod(computed, self.block_size)
-        most = (request.num_tokens - 1) // self.block_size
-        first = index
-        while not rest and index < most and self.prefix_cache.block_hash(request, index) in blocks:
-            index += 1
-        return (index - first) * self.block_size
+        if self.enable_prefix_caching and not rest:
+            for following in range(index, (request.num_tokens - 1) // self.block_size):
+                yield self.prefix_cache.block_hash(request, following)
 
     def free_blocks_needed(self, request: Request, num_tokens: int, prefix: list[int]) -> int:
         """Available blocks that it takes to hold `num_tokens` tokens of `request`, which is to share `prefix`."""
