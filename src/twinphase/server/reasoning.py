@@ -1,0 +1,120 @@
+"""The thinking part of an answer, kept apart from the answer itself while both stream.
+
+Models that think write it first, between two tags. Not for counting tokens: whoever feeds a token at a time asks
+`ReasoningSplitter.reasoning` after each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ReasoningSplitter", "ThinkTags", "opens_thinking", "overlap", "think_tags"]
+
+
+@dataclass(frozen=True)
+class ThinkTags:
+    """The texts around a model's thinking."""
+
+    start: str
+    end: str
+
+
+_KNOWN_TAGS = (
+    ThinkTags("<think>", "</think>"),
+    ThinkTags("<thinking>", "</thinking>"),
+    ThinkTags("[THINK]", "[/THINK]"),
+)
+
+
+def think_tags(template_source: str) -> ThinkTags | None:
+    """The tags a model thinks between, judged by its chat template; None for a model that does not think."""
+    return next((tags for tags in _KNOWN_TAGS if tags.start in template_source or tags.end in template_source), None)
+
+
+def opens_thinking(prompt_text: str, tags: ThinkTags) -> bool:
+    """Whether a rendered prompt ends inside the thinking part, so that the model does not write the start tag itself.
+
+    A start tag further up is no sign of it: a user may have written one.
+    """
+    return prompt_text.rstrip().endswith(tags.start)
+
+
+def overlap(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that `tag` begins with, shorter than `tag`."""
+    lengths = range(min(len(text), len(tag) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(tag[:length])), 0)
+
+
+class ReasoningSplitter:
+    """Divides the text of one answer, as it comes, into reasoning and content.
+
+    The tags and the newlines beside them belong to neither. What comes out, joined, does not depend on how the text was
+    cut into pieces.
+    """
+
+    def __init__(self, tags: ThinkTags, opened: bool) -> None:
+        """Starts an answer.
+
+        Args:
+            tags: from `think_tags`.
+            opened: from `opens_thinking`. If False, only an answer that begins with the start tag has a thinking part.
+        """
+        self._tags = tags
+        self._beginning = True  # the answer may still turn out to begin with the start tag
+        self._thinking = opened
+        self._beside_tag = opened  # newlines are dropped
+        self._held = ""
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the answer is inside its thinking part now; False while the start tag is incomplete."""
+        return self._thinking
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Takes the next piece of the answer; returns what is certain of reasoning and content now."""
+        self._held += text
+        if self._beginning and not self._begin():
+            return "", ""
+        reasoning = self._think() if self._thinking else ""
+        if self._thinking:
+            return reasoning, ""
+        self._drop_newlines()
+        content, self._held = self._held, ""
+        return reasoning, content
+
+    def flush(self) -> tuple[str, str]:
+        """Ends the answer and returns what was held back, as reasoning and content."""
+        self._drop_newlines()
+        held, self._held = self._held, ""
+        return (held, "") if self._thinking else ("", held)
+
+    def _begin(self) -> bool:
+        """Takes the start tag away, if there is one; False while that cannot be told."""
+        text, start = self._held.lstrip(), self._tags.start
+        if text.startswith(start):
+            self._held = text[len(start) :]
+            self._thinking = self._beside_tag = True
+        elif start.startswith(text):
+            return False
+        self._beginning = False
+        return True
+
+    def _think(self) -> str:
+        """Returns reasoning up to the end tag, or to what may become newlines and an end tag."""
+        self._drop_newlines()
+        at = self._held.find(self._tags.end)
+        self._thinking = at < 0
+        if self._thinking:
+            at = len(self._held) - overlap(self._held, self._tags.end)
+        reasoning = self._held[:at].rstrip("\n")
+        if self._thinking:
+            self._held = self._held[len(reasoning) :]
+        else:
+            self._held = self._held[at + len(self._tags.end) :]
+            self._beside_tag = True
+        return reasoning
+
+    def _drop_newlines(self) -> None:
+        if self._beside_tag:
+            self._held = self._held.lstrip("\n")
+            self._beside_tag = not self._held
