@@ -1,0 +1,291 @@
+"""What the server counts, for Prometheus: steps by phase, latencies, and where requests' time went.
+
+Names are vLLM's behind a prefix of our own, so that dashboards carry over; docs/metrics.md defines each. Not for HTTP,
+and not for one request's story: that is its timeline's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from twinphase.engine.messages import StepStats
+from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
+from twinphase.phases.timeline import IntervalKind, RequestTimeline
+from twinphase.request import FinishReason
+
+__all__ = ["VLLM_NAMES", "Metrics"]
+
+PREFIX, VLLM_PREFIX = "twinphase:", "vllm:"
+OPENMETRICS = "application/openmetrics-text"
+# Asked for any other escaping, the client puts an underscore for the colon of a sample's name, which needs none.
+OPENMETRICS_AS_IS = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
+PHASES = ("prefill", "decode")
+
+# Those of our metrics that vLLM has, with the same meaning but for what docs/metrics.md notes.
+VLLM_NAMES = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "prompt_tokens_cached",
+    "generation_tokens",
+    "request_success",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+}
+
+
+def _series(mantissas: Sequence[float], first: int, last: int) -> tuple[float, ...]:
+    return tuple(float(f"{mantissa}e{power}") for power in range(first, last + 1) for mantissa in mantissas)
+
+
+REQUEST_BUCKETS = (*_series((1, 2, 5), -3, 2), 1000.0)  # seconds, as the next two
+GAP_BUCKETS = (*_series((1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.4, 8), -3, -1), *_series((1, 2, 5), 0, 1))
+DELIVERY_BUCKETS = _series((1, 2, 5), -4, 0)
+TOKEN_BUCKETS = _series((1, 2, 5), 0, 5)
+
+
+class _Families:
+    """The metrics of one model, which Prometheus' client collects from here."""
+
+    def __init__(self, model_name: str, vllm_aliases: bool) -> None:
+        self.model_name = model_name
+        self._vllm_aliases = vllm_aliases
+        self._made: list[Counter | Gauge | Histogram] = []
+
+    def counter(self, name: str, text: str) -> Counter:
+        return self.counter_by(name, text).labels(self.model_name)
+
+    def counter_by(self, name: str, text: str, *labels: str) -> Counter:
+        """Without its children: their labels are the model's name and `labels`."""
+        counter = Counter(PREFIX + name, text, ("model_name", *labels), registry=None)
+        self._made.append(counter)
+        return counter
+
+    def counters(self, name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
+        """A child for each value, so that all are there from the start and cheap to reach."""
+        counter = self.counter_by(name, text, label)
+        return {value: counter.labels(self.model_name, value) for value in values}
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        gauge = Gauge(PREFIX + name, text, ("model_name",), registry=None)
+        self._made.append(gauge)
+        return gauge.labels(self.model_name)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(PREFIX + name, text, ("model_name",), registry=None, buckets=buckets)
+        self._made.append(histogram)
+        return histogram.labels(self.model_name)
+
+    def collect(self) -> Iterator[Metric]:
+        families = [family for made in self._made for family in made.collect()]
+        for family in families:
+            # A series more for every child, which says only when the server started.
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        yield from families
+        for family in families if self._vllm_aliases else ():
+            if family.name.removeprefix(PREFIX) in VLLM_NAMES:
+                yield _alias(family)
+
+
+def _alias(family: Metric) -> Metric:
+    """The same samples under vLLM's name, with the label that tells its engines apart."""
+    alias = Metric(VLLM_PREFIX + family.name.removeprefix(PREFIX), family.documentation, family.type)
+    for sample in family.samples:
+        name = VLLM_PREFIX + sample.name.removeprefix(PREFIX)
+        alias.samples.append(Sample(name, {**sample.labels, "engine": "0"}, sample.value))
+    return alias
+
+
+class Metrics:
+    """Counts what it is told; from any thread.
+
+    Attributes:
+        registry: of Prometheus' client, that these metrics are in.
+    """
+
+    def __init__(
+        self, model_name: str, *, vllm_aliases: bool = False, registry: CollectorRegistry | None = None
+    ) -> None:
+        """Begin at zero.
+
+        Args:
+            model_name: label of every sample.
+            vllm_aliases: expose under vLLM's names too.
+            registry: to be in; a new one by default.
+        """
+        self.registry = registry or CollectorRegistry()
+        self._families = families = _Families(model_name, vllm_aliases)
+        self.registry.register(families)
+        self._make_step_metrics(families)
+        self._make_request_metrics(families)
+
+    def _make_step_metrics(self, of: _Families) -> None:
+        self._up = of.gauge("engine_up", "1 while the engine takes requests.")
+        self._restarts = of.counter("engine_restarts", "Times that a dead engine was started again.")
+        self._running = of.gauge("num_requests_running", "Requests with a share in the steps.")
+        self._waiting = of.gauge("num_requests_waiting", "Requests in the queue, preempted ones included.")
+        self._kv_usage = of.gauge("kv_cache_usage_perc", "Blocks of the KV cache that requests hold, a fraction of 1.")
+        self._since_start = {
+            "prefix_queries": of.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+            "prefix_hits": of.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+            "num_preemptions": of.counter("num_preemptions", "Times that a request lost its KV to others."),
+        }
+        self._seen = dict.fromkeys(self._since_start, 0)
+        by = "phase", PHASES
+        self._step_tokens = of.counters("step_tokens", "Tokens computed in steps.", *by)
+        self._step_seconds = of.counters("step_seconds", "Time of steps, divided by the cost model.", *by)
+        self._step_flops = of.counters("step_flops", "FLOP that the algorithm needs.", *by)
+        self._step_bytes = of.counters("step_bytes", "Bytes that the algorithm moves.", *by)
+
+    def _make_request_metrics(self, of: _Families) -> None:
+        self._prompt_tokens = of.counter("prompt_tokens", "Prompt tokens of ended requests, cached ones included.")
+        self._cached_tokens = of.counter("prompt_tokens_cached", "Those of them that the prefix cache held.")
+        self._output_tokens = of.counter("generation_tokens", "Output tokens handed to readers.")
+        self._reasoning_tokens = of.counter("reasoning_tokens", "Output tokens of ended requests that were reasoning.")
+        reasons = [reason.value for reason in FinishReason]
+        self._success = of.counters("request_success", "Requests that ended.", "finished_reason", reasons)
+        self._refused = of.counter_by("requests_refused", "Requests that were not taken.", "status", "reason")
+
+        text = "Token counts of ended requests."
+        self._request_prompt_tokens = of.histogram("request_prompt_tokens", text, TOKEN_BUCKETS)
+        self._request_output_tokens = of.histogram("request_generation_tokens", text, TOKEN_BUCKETS)
+
+        text = "First output token handed over - arrival."
+        self._ttft = of.histogram("time_to_first_token_seconds", text, REQUEST_BUCKETS)
+        text = "Each gap between consecutive output tokens."
+        self._gap = of.histogram("inter_token_latency_seconds", text, GAP_BUCKETS)
+        text = "(last token - first token) / (output tokens - 1), per request."
+        self._tpot = of.histogram("request_time_per_output_token_seconds", text, GAP_BUCKETS)
+        text = "From the end of the step that made a token to the socket."
+        self._delivery = of.histogram("token_delivery_seconds", text, DELIVERY_BUCKETS)
+        text = "Last byte handed over - arrival."
+        self._e2e = of.histogram("e2e_request_latency_seconds", text, REQUEST_BUCKETS)
+        text = "Time in the queue, again after each preemption."
+        self._queue_time = of.histogram("request_queue_time_seconds", text, REQUEST_BUCKETS)
+        text = "prefill + prefill_wait + recompute, of requests that had any."
+        self._prefill_time = of.histogram("request_prefill_time_seconds", text, REQUEST_BUCKETS)
+        text = "decode + batching + stall, of requests that had any."
+        self._decode_time = of.histogram("request_decode_time_seconds", text, REQUEST_BUCKETS)
+
+        text = "Time of ended requests, by what it was spent on."
+        self._seconds = of.counters("request_seconds", text, "interval", [kind.value for kind in IntervalKind])
+        self._seconds_apart = {
+            IntervalKind.STALL: of.counter("stall_seconds", "Added to decode steps by others' prefill chunks."),
+            IntervalKind.BATCHING: of.counter("batching_seconds", "Added to decode steps by others' decodes."),
+            IntervalKind.UNATTRIBUTED: of.counter("unattributed_seconds", "Time of requests that nothing names."),
+        }
+
+    def step(self, stats: StepStats) -> None:
+        """After each step."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_cache_usage)
+        for name, counter in self._since_start.items():
+            total = getattr(stats, name)
+            counter.inc(total - self._seen[name] if total >= self._seen[name] else total)
+            self._seen[name] = total
+        for counters, prefill, decode in (
+            (self._step_tokens, stats.prefill_tokens, stats.decode_tokens),
+            (self._step_seconds, stats.prefill_seconds, stats.decode_seconds),
+            (self._step_flops, stats.prefill_flops, stats.decode_flops),
+            (self._step_bytes, stats.prefill_bytes, stats.decode_bytes),
+        ):
+            counters["prefill"].inc(prefill)
+            counters["decode"].inc(decode)
+
+    def engine_up(self, is_up: bool) -> None:
+        """The engine takes requests now, or has died; what it held died with it."""
+        self._up.set(is_up)
+        if not is_up:
+            for gauge in (self._running, self._waiting, self._kv_usage):
+                gauge.set(0)
+
+    def engine_restarted(self) -> None:
+        """A dead engine was started again and takes requests; its totals began at zero."""
+        self._restarts.inc()
+        self._seen = dict.fromkeys(self._since_start, 0)
+        self.engine_up(True)
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first output token was handed over, so long after its arrival."""
+        self._ttft.observe(seconds)
+        self._output_tokens.inc()
+
+    def token_gap(self, seconds: float, count: int = 1) -> None:
+        """`count` further tokens of a request were handed over together, `seconds` after the one before them.
+
+        Never divided: the gaps between those of them that came together are zero, as in `RequestTimeline.itl`.
+        """
+        self._gap.observe(seconds)
+        for _ in range(count - 1):
+            self._gap.observe(0.0)
+        self._output_tokens.inc(count)
+
+    def delivered(self, seconds: float) -> None:
+        """Tokens were handed to the socket, so long after the end of the step that made them."""
+        self._delivery.observe(seconds)
+
+    def finished(
+        self,
+        timeline: RequestTimeline,
+        *,
+        finished_reason: FinishReason,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        num_cached_tokens: int,
+        num_reasoning_tokens: int = 0,
+    ) -> None:
+        """A request has ended, for whatever reason; the counts are those of its usage."""
+        self._success[finished_reason.value].inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._cached_tokens.inc(num_cached_tokens)
+        self._reasoning_tokens.inc(num_reasoning_tokens)
+        self._request_prompt_tokens.observe(num_prompt_tokens)
+        self._request_output_tokens.observe(num_output_tokens)
+        seconds = timeline.totals()
+        self._e2e.observe(timeline.end - timeline.arrival)
+        self._queue_time.observe(seconds[IntervalKind.QUEUE])
+        for histogram, kinds in ((self._prefill_time, PREFILL_KINDS), (self._decode_time, DECODE_KINDS)):
+            phase = sum(seconds[kind] for kind in kinds)
+            if phase > 0:
+                histogram.observe(phase)
+        if timeline.tpot is not None:
+            self._tpot.observe(timeline.tpot)
+        for kind, amount in seconds.items():
+            self._seconds[kind].inc(amount)
+        for apart, counter in self._seconds_apart.items():
+            counter.inc(seconds[apart])
+
+    def refused(self, status: int, reason: str) -> None:
+        """A request was answered with an error before it was queued.
+
+        Args:
+            status: of the HTTP answer.
+            reason: one of the server's few words, never text from a request: each makes a series for good.
+        """
+        self._refused.labels(self._families.model_name, str(status), reason).inc()
+
+    def expose(self, accept: str | None) -> tuple[bytes, str]:
+        """All metrics as text, and its content type: OpenMetrics if `accept`, the request's header, names it.
+
+        Takes some milliseconds.
+        """
+        # Not the header itself: a version in it that is no number raises.
+        encode, content_type = choose_encoder(OPENMETRICS_AS_IS if OPENMETRICS in (accept or "") else "")
+        return encode(self.registry), content_type

@@ -1,0 +1,284 @@
+"""A finished request as an OpenTelemetry trace: one span from arrival to the last byte, in it one a phase.
+
+Attribute names are those of the GenAI semantic conventions, whose status is Development; ours begin with `twinphase.`.
+OpenTelemetry is an extra, imported only when asked for. Prompts and answers are not for traces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from twinphase.errors import InvalidRequestError
+from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
+from twinphase.phases.timeline import Interval, IntervalKind, RequestTimeline
+from twinphase.request import FinishReason, PrefixMiss
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Histogram
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.trace import TracerProvider
+
+__all__ = ["PhaseSpan", "RequestFacts", "RequestTracer", "make_tracer", "phase_spans"]
+
+SPAN_NAMES = {
+    IntervalKind.TOKENIZE: "tokenize",
+    IntervalKind.QUEUE: "queue",
+    **dict.fromkeys(PREFILL_KINDS, "prefill"),
+    **dict.fromkeys(DECODE_KINDS, "decode"),
+}
+# The conventions' histograms of what follows `gen_ai.server.`, and their boundaries in seconds.
+BUCKETS = {
+    "request.duration": [0.01 * 2**power for power in range(14)],
+    "time_to_first_token": [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0],
+    "time_per_output_token": [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5],
+}
+
+
+@dataclass
+class PhaseSpan:
+    """Consecutive intervals of one phase.
+
+    Attributes:
+        name: "tokenize", "queue", "prefill", "recompute", "decode" or "send".
+        intervals: without gap, at least one.
+    """
+
+    name: str
+    intervals: list[Interval]
+
+    @property
+    def start(self) -> float:
+        """Of the first interval, seconds."""
+        return self.intervals[0].start
+
+    @property
+    def end(self) -> float:
+        """Of the last interval, seconds."""
+        return self.intervals[-1].end
+
+
+def phase_spans(timeline: RequestTimeline) -> list[PhaseSpan]:
+    """The phases that a request went through, in order of time; a preempted one goes through some again.
+
+    Text and sending belong to the decode before or after them, as in a compact timeline their places within it are
+    notional; to a span of their own where there is no decode. Time that nothing names is a gap between two spans.
+    """
+    spans: list[PhaseSpan] = []
+    between: list[Interval] = []  # since the last span
+    for interval in timeline.intervals:
+        last = spans[-1].name if spans else ""
+        name = SPAN_NAMES.get(interval.kind, "")
+        if not name and last != "decode":
+            between.append(interval)
+        elif not name or name == last:
+            spans[-1].intervals += [*between, interval]
+            between = []
+        else:
+            spans.append(PhaseSpan(name, [*between, interval] if name == "decode" else [interval]))
+            between = []
+    text = [interval for interval in between if interval.kind is not IntervalKind.UNATTRIBUTED]
+    if text:
+        spans.append(PhaseSpan("send", text))
+    for span in spans:
+        if any(interval.kind is IntervalKind.RECOMPUTE for interval in span.intervals):
+            span.name = "recompute"
+    return spans
+
+
+@dataclass(frozen=True)
+class RequestFacts:
+    """What a trace says of a request besides its times.
+
+    Attributes:
+        model: as the request named it.
+        response_id: as the answer names itself.
+        finished_reason: why it ended.
+        num_prompt_tokens, num_output_tokens: of its usage; so are the next two.
+        num_cached_tokens: of the prompt, that the prefix cache held.
+        num_reasoning_tokens: of the output.
+        prefix_miss: why the prefix cache did not hold more.
+        error: one line, when it failed.
+        operation: "chat" or "text_completion".
+    """
+
+    model: str
+    response_id: str
+    finished_reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_reasoning_tokens: int = 0
+    prefix_miss: PrefixMiss | None = None
+    error: str | None = None
+    operation: str = "chat"
+
+    def common(self) -> dict[str, Any]:
+        """Attributes of the span and of the histograms."""
+        about: dict[str, Any] = {
+            "gen_ai.operation.name": self.operation,
+            "gen_ai.provider.name": "twinphase",
+            "gen_ai.request.model": self.model,
+        }
+        if self.error is not None:
+            about["error.type"] = "_OTHER"
+        return about
+
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the span."""
+        about = {
+            **self.common(),
+            "gen_ai.response.id": self.response_id,
+            "gen_ai.response.finish_reasons": (self.finished_reason.value,),
+            "gen_ai.usage.input_tokens": self.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": self.num_output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": self.num_cached_tokens,
+            "gen_ai.usage.reasoning.output_tokens": self.num_reasoning_tokens,
+        }
+        if self.prefix_miss is not None:
+            about["twinphase.prefix_miss.reason"] = self.prefix_miss.reason.value
+            about["twinphase.prefix_miss.token_index"] = self.prefix_miss.token_index
+        return about
+
+
+class RequestTracer:
+    """Hands finished requests to OpenTelemetry; from any thread. Sending is for the providers' own threads."""
+
+    def __init__(self, tracer_provider: TracerProvider, meter_provider: MeterProvider | None = None) -> None:
+        """Use these providers.
+
+        Args:
+            tracer_provider: of spans.
+            meter_provider: of the conventions' histograms of latencies; None leaves them out.
+        """
+        self._tracer_provider, self._meter_provider = tracer_provider, meter_provider
+        self._tracer = tracer_provider.get_tracer("twinphase")
+        self._histograms: list[Histogram] = []
+        if meter_provider is not None:
+            meter = meter_provider.get_meter("twinphase")
+            self._histograms = [
+                meter.create_histogram(f"gen_ai.server.{name}", "s", explicit_bucket_boundaries_advisory=buckets)
+                for name, buckets in BUCKETS.items()
+            ]
+
+    def trace(
+        self,
+        timeline: RequestTimeline,
+        facts: RequestFacts,
+        *,
+        wall_clock_offset: float,
+        traceparent: str | None = None,
+        tracestate: str | None = None,
+    ) -> None:
+        """Make the trace of a request that has ended.
+
+        Args:
+            timeline: whole.
+            facts: of the request.
+            wall_clock_offset: time of day - the timeline's clock, seconds.
+            traceparent: the request's header, of the span that caused this one; a broken one is passed over.
+            tracestate: the request's header.
+        """
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        def ns(seconds: float) -> int:
+            # Apart, as a float of all of today's nanoseconds is too coarse.
+            return round(seconds * 1e9) + round(wall_clock_offset * 1e9)
+
+        self._record(timeline, facts)
+        parent = TraceContextTextMapPropagator().extract(
+            {"traceparent": traceparent or "", "tracestate": tracestate or ""}
+        )
+        name, attributes = f"{facts.operation} {facts.model}", {**facts.attributes(), **_seconds(timeline.intervals)}
+        root = self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes, start_time=ns(timeline.arrival))
+        if facts.error is not None:
+            root.set_status(trace.Status(trace.StatusCode.ERROR, facts.error))
+        if timeline.token_times:
+            root.add_event("first_token", timestamp=ns(timeline.token_times[0]))
+        inside = trace.set_span_in_context(root, parent)
+        for phase in phase_spans(timeline):
+            span = self._tracer.start_span(
+                phase.name, inside, attributes=_phase_attributes(phase), start_time=ns(phase.start)
+            )
+            for interval in phase.intervals:
+                if interval.kind is IntervalKind.STALL:
+                    span.add_event("stall", _stall_attributes(interval), ns(interval.start))
+            span.end(ns(phase.end))
+        root.end(ns(timeline.end))
+
+    def _record(self, timeline: RequestTimeline, facts: RequestFacts) -> None:
+        values = [timeline.end - timeline.arrival, timeline.ttft, timeline.tpot]
+        if facts.error is not None:
+            values = values[:1]
+        for histogram, value in zip(self._histograms, values, strict=False):
+            if value is not None:
+                histogram.record(value, facts.common())
+
+    def close(self) -> None:
+        """Send what is left, for which it waits, and end the threads that send."""
+        self._tracer_provider.shutdown()
+        if self._meter_provider is not None:
+            self._meter_provider.shutdown()
+
+
+def _seconds(intervals: Iterable[Interval]) -> dict[str, Any]:
+    sums: dict[str, Any] = {}
+    for interval in intervals:
+        name = f"twinphase.seconds.{interval.kind.value}"
+        sums[name] = sums.get(name, 0.0) + interval.end - interval.start
+    return sums
+
+
+def _phase_attributes(phase: PhaseSpan) -> dict[str, Any]:
+    reasons = list(dict.fromkeys(interval.reason for interval in phase.intervals if interval.reason))
+    return {**_seconds(phase.intervals), **({"twinphase.held_back_by": reasons} if reasons else {})}
+
+
+def _stall_attributes(stall: Interval) -> dict[str, Any]:
+    return {
+        "twinphase.seconds.stall": stall.end - stall.start,
+        "twinphase.step": stall.step,
+        "twinphase.prefill_tokens": stall.prefill_tokens,
+        "twinphase.caused_by": stall.caused_by,
+    }
+
+
+def make_tracer(endpoint: str | None) -> RequestTracer | None:
+    """A tracer that sends to a collector by OTLP over HTTP; None without an endpoint.
+
+    Args:
+        endpoint: URL of the collector, as in "http://localhost:4318"; its paths are appended.
+
+    Raises:
+        InvalidRequestError: OpenTelemetry is not installed, or the endpoint is no URL.
+    """
+    if endpoint is None:
+        return None
+    if not endpoint.startswith(("http://", "https://")):
+        raise InvalidRequestError(
+            f"The OTLP endpoint {endpoint!r} is not a URL.", "Use http:// or https://, as in http://localhost:4318."
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"Traces to {endpoint} need OpenTelemetry, which is not installed ({error}).",
+            "Run `pip install 'twinphase[otel]'`, or start without an OTLP endpoint.",
+        ) from error
+    resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "twinphase")})
+    base = endpoint.rstrip("/").removesuffix("/v1/traces")
+    spans = TracerProvider(resource=resource)
+    spans.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{base}/v1/traces")))
+    if os.environ.get("OTEL_METRICS_EXPORTER") == "none":
+        return RequestTracer(spans)
+    reader = PeriodicExportingMetricReader(OTLPMetricExporter(f"{base}/v1/metrics"))
+    return RequestTracer(spans, MeterProvider([reader], resource))
