@@ -67,6 +67,36 @@ def test_conventions_of_hugging_face() -> None:
     assert render("{{ messages | map(attribute='role') | join(', ') }}") == "user"
 
 
+def test_contents_in_several_texts_and_none() -> None:
+    texts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "part": "doc"}]
+    show = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    absent: list[dict[str, object]] = [{"role": "assistant", "content": None}, {"role": "assistant"}]
+    assert (
+        render(show, [{"role": "user", "content": texts}, {"role": "user", "content": []}, *absent]) == "[a\nb][][][]"
+    )
+    asks = "{% for m in messages %}{{ m['content'] is not none }}{% endfor %}"
+    assert render(asks, [*absent, *USER]) == "FalseFalseTrue"
+    other = "{% for m in messages %}{{ m.reasoning_content is none }}{{ '</think>' in m.content }}{% endfor %}"
+    assert render(other, absent[:1]) == "FalseFalse"
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ({"content": 5}, "messages[1].content is of type int."),
+        ("Hi", "messages[1] is of type str."),
+        ({"content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content[0] is of type 'image_url'."),
+        ({"content": ["Hi"]}, "messages[1].content[0] is of type 'str'."),
+        ({"content": [{"type": "text"}]}, "messages[1].content[0].text is of type NoneType."),
+        ({"content": [{"type": "text", "text": "", "part": ""}]}, "messages[1].content[0].part is no name."),
+    ],
+)
+def test_contents_that_are_no_text_are_named(message: object, cause: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        render(CHATML, [*USER, message])  # type: ignore[list-item]
+    assert raised.value.cause == cause
+
+
 def test_a_template_may_refuse_messages() -> None:
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")

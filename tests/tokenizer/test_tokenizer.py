@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tiny_gguf import tiny_vocabulary, write_tiny_gguf
 
@@ -34,6 +35,15 @@ def smollm2() -> Tokenizer:
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
     return Tokenizer.from_checkpoint(open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf")))
+
+
+@cache
+def byte_level(pre: str) -> Tokenizer:
+    tokens, types, merges = tiny_vocabulary(320)
+    arrays = {"tokens": tokens, "token_type": np.array(types), "merges": merges}
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+    vocabulary = {f"tokenizer.ggml.{key}": value for key, value in arrays.items()}
+    return Tokenizer(build_tokenizer(metadata, vocabulary), metadata)
 
 
 def random_texts(count: int, seed: int = 0) -> list[str]:
@@ -135,12 +145,42 @@ def test_a_very_long_text_does_not_hang(smollm2: Tokenizer, text: str) -> None:
 
 @given(st.text())
 def test_any_text_survives_a_byte_level_vocabulary(text: str) -> None:
-    tokens, types, merges = tiny_vocabulary(320)
-    arrays = {"tokens": tokens, "token_type": np.array(types), "merges": merges}
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
-    vocabulary = {f"tokenizer.ggml.{key}": value for key, value in arrays.items()}
-    tokenizer = Tokenizer(build_tokenizer(metadata, vocabulary), metadata)
+    tokenizer = byte_level("smollm")
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+@settings(deadline=None)
+@given(
+    st.text() | st.lists(st.sampled_from(["<|im_end|>", " the", "😀", "e\u0301", "\n", "<s>", "hello"])).map("".join)
+)
+def test_starts_are_where_tokens_begin(text: str) -> None:
+    tokenizer = byte_level("smollm")
+    ids, starts = tokenizer.encode_with_starts(text)
+    assert ids == tokenizer.encode(text)
+    done = 0
+    for i, start in zip(ids, starts, strict=True):
+        assert len(text[:start].encode()) <= done < len(text[: start + 1].encode())
+        done += len(tokenizer.token_bytes(i))
+    for other in (tokenizer, byte_level("qwen2"), sentencepiece()):
+        ids, starts = other.encode_with_starts(text)
+        assert ids == other.encode(text, add_special_tokens=False)
+        assert starts == sorted(starts) and all(0 <= start < len(text) for start in starts)
+        # Given all its control tokens, a text is encoded as without being told; given none, as plain text.
+        control = [(at, i) for at, i in zip(starts, ids, strict=True) if other.is_special(i)]
+        assert other.encode_with_starts(text, control=control) == (ids, starts)
+        plain = other.encode(text, add_special_tokens=False, parse_special=False)
+        assert other.encode_with_starts(text, control=[])[0] == plain
+
+
+def test_some_control_tokens_are_read_and_others_are_not() -> None:
+    tokenizer = byte_level("smollm")
+    ids, starts = tokenizer.encode_with_starts("a<|im_end|>b<|im_end|>c", control=[(12, 2)])
+    assert [i for i in ids if tokenizer.is_special(i)] == [2] and starts[ids.index(2)] == 12
+    assert tokenizer.decode(ids) == "a<|im_end|>bc"
+    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
+        tokenizer.encode_with_starts("broken \udcff byte")
+    with pytest.raises(ContextLengthError):
+        tokenizer.encode_with_starts("a" * 1000, max_tokens=2)
 
 
 def test_the_tokenizer_is_cached_and_rebuilt_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +246,7 @@ def test_bad_text_and_bad_vocabularies(tiny: Tokenizer) -> None:
 # SentencePiece ------------------------------------------------------------------------------------------------------
 
 
+@cache
 def sentencepiece(**extra: Any) -> Tokenizer:
     words = ["▁", "h", "e", "l", "o", "ll", "he", "hell", "hello", "▁h", "▁he", "▁hello", "lo", "w", "▁w"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]

@@ -1,12 +1,12 @@
 """Messages to the one text that a chat model was trained on, by the template in its file.
 
 Templates are programs from whoever made the file; they run in `template_sandbox.py`. The conventions are those of
-Hugging Face. Not for encoding the text: encode it with `add_special_tokens=False`, for the template writes its own
-control tokens.
+Hugging Face. Not for encoding the text: that is `prompt_parts.py`, which knows which control tokens are the template's.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from twinphase.tokenizer.tokenizer import Tokenizer
     from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["CHATML", "ChatTemplate"]
+__all__ = ["CHATML", "ChatTemplate", "content_texts"]
 
 # What llama.cpp uses for a file without a template.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+MAX_PART_NAME = 64  # characters
+# A template that asks whether there is a content, as DeepSeek's do to find calls of tools.
+_ASKS_FOR_NONE = re.compile(r"\bcontent(['\"]\s*\])?\s*(\sis\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
 
 
 class ChatTemplate:
@@ -49,6 +52,7 @@ class ChatTemplate:
         """
         self.is_fallback = source is None
         self.source = CHATML if source is None else source
+        self._asks_for_none = _ASKS_FOR_NONE.search(self.source) is not None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             # Constant expressions are evaluated while compiling.
@@ -82,14 +86,17 @@ class ChatTemplate:
         """Writes messages in the model's format.
 
         Args:
-            messages: each with "role" and "content", as in OpenAI's API.
+            messages: each with "role" and "content", as in OpenAI's API. Several texts in one content are joined by
+                newlines, as in vLLM; no content is an empty one, unless the template asks for none.
             add_generation_prompt: end with the beginning of the assistant's turn.
             tools: function descriptions, if the template knows tools.
             variables: further names the template may use.
 
         Raises:
-            InvalidRequestError: the template refuses the messages, fails on them, or exceeds its budget.
+            InvalidRequestError: a content that is no text; or the template refuses the messages, fails on them, or
+                exceeds its budget.
         """
+        messages = [self._with_one_text(message, i) for i, message in enumerate(messages)]
         given = {**self._tokens, **variables, "messages": messages, "tools": tools}
         given["add_generation_prompt"] = add_generation_prompt
         try:
@@ -104,6 +111,50 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"The chat template fails on the messages: {_one_line(error)}.", "Check roles and contents."
             ) from None
+
+    def _with_one_text(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
+        texts = content_texts(message, index)
+        if texts is None:
+            return {**message, "content": None if self._asks_for_none else ""}
+        return {**message, "content": "\n".join(text for text, _ in texts)}
+
+
+def content_texts(message: Mapping[str, Any], index: int) -> list[tuple[str, str | None]] | None:
+    """The texts of a message's content, each with the name its client gave that part of the prompt; None without one.
+
+    A content is a text or a list of {"type": "text", "text": ...}. An entry may have our own field "part": a name under
+    which its tokens are reported, such as that of a retrieved document.
+
+    Args:
+        message: as in OpenAI's API.
+        index: of the message, for errors.
+
+    Raises:
+        InvalidRequestError: anything but text, or a name that is none.
+    """
+    at = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"{at} is of type {type(message).__name__}.", "Give `role` and `content`.")
+    content = message.get("content")
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return [(content, None)]
+    if not isinstance(content, (list, tuple)):
+        raise InvalidRequestError(f"{at}.content is of type {type(content).__name__}.", "Give a text.")
+    return [_text_entry(entry, f"{at}.content[{i}]") for i, entry in enumerate(content)]
+
+
+def _text_entry(entry: Any, at: str) -> tuple[str, str | None]:
+    kind = entry.get("type") if isinstance(entry, Mapping) else type(entry).__name__
+    if not isinstance(entry, Mapping) or kind != "text":
+        raise InvalidRequestError(f"{at} is of type {str(kind)[:40]!r}.", "Only entries of type 'text' can be read.")
+    text, part = entry.get("text"), entry.get("part")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{at}.text is of type {type(text).__name__}.", "Give a text.")
+    if part is not None and not (isinstance(part, str) and 0 < len(part) <= MAX_PART_NAME):
+        raise InvalidRequestError(f"{at}.part is no name.", f"Give a text of 1 to {MAX_PART_NAME} characters.")
+    return text, part
 
 
 def _join(pieces: Any, limit: int) -> str:

@@ -140,17 +140,51 @@ class Tokenizer:
         """
         if max_tokens is not None and len(text) > max_tokens:
             self._check_length(text, max_tokens)
-        try:
-            with self._lock:
-                self._backend.encode_special_tokens = not parse_special
-                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        except (UnicodeEncodeError, TypeError):
-            raise InvalidRequestError("The text is not valid Unicode.", "Send it as UTF-8.") from None
+        ids: list[int] = self._run(text, parse_special).ids
         if not add_special_tokens:
             return ids
         bos = [self.bos_token_id] if self._adds_bos and self.bos_token_id is not None else []
         eos = [self.eos_token_id] if self._adds_eos and self.eos_token_id is not None else []
         return [*bos, *ids, *eos]
+
+    def encode_with_starts(
+        self, text: str, *, control: Sequence[tuple[int, int]] | None = None, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of a text without BOS or EOS, and where in the text each token begins.
+
+        Args:
+            text: as for `encode`.
+            control: the control tokens to read as such, ascending (character, token id), each at a place where its
+                name stands in the text; those elsewhere are the characters they are written in. None: all of them.
+            max_tokens: as for `encode`.
+
+        Returns:
+            The ids, and for each the index of the character that its first byte belongs to; never descending. The
+            space that SentencePiece puts before a text begins with the text.
+
+        Raises:
+            InvalidRequestError: as for `encode`.
+            ContextLengthError: as for `encode`.
+        """
+        if max_tokens is not None and len(text) > max_tokens:
+            self._check_length(text, max_tokens)
+        if control is None:
+            encoding = self._run(text, True)
+            return encoding.ids, [start for start, _ in encoding.offsets]
+        # The library itself splits a text at its control tokens before all else, so encoding what lies between them
+        # gives the ids that encoding the whole would give.
+        ids: list[int] = []
+        starts: list[int] = []
+        done = 0
+        for at, token_id in (*control, (len(text), None)):
+            encoding = self._run(text[done:at], False)
+            ids += encoding.ids
+            starts += [done + start for start, _ in encoding.offsets]
+            if token_id is not None:
+                ids.append(token_id)
+                starts.append(at)
+                done = at + len(self.token_bytes(token_id).decode())
+        return ids, starts
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, continuation: bool = False) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD.
@@ -186,6 +220,14 @@ class Tokenizer:
     def strips_leading_space(self) -> bool:
         """True if encoding puts a space before the text that decoding takes away."""
         return self._space_prefix
+
+    def _run(self, text: str, parse_special: bool) -> tokenizers.Encoding:
+        try:
+            with self._lock:
+                self._backend.encode_special_tokens = not parse_special
+                return self._backend.encode(text, add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError):
+            raise InvalidRequestError("The text is not valid Unicode.", "Send it as UTF-8.") from None
 
     def _make_token_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None

@@ -1,0 +1,307 @@
+"""From messages to token ids, knowing of each token which part of the prompt it belongs to, and who wrote it.
+
+A chat template is a program, so its output alone does not tell. It is run again with marks around what the client
+wrote (`template_marks.py`). If both outputs are the same but for the marks, these tell where everything went. Some
+templates look into contents and then write something else: they get fewer marks.
+
+The marks keep control tokens apart, too: "<|im_end|>" is one where the template wrote it, and ten characters where it
+stands in a message or in a tool's description, so that nobody can end his turn and begin another's. vLLM, transformers
+and llama.cpp's server (as of 2026) read both alike. Only what the vocabulary calls control tokens is concerned; what it
+calls user-defined, "</think>" and "<tool_call>" in many models, is read wherever it stands.
+
+Not for arithmetic on the parts (`phases/prompt_parts.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twinphase.errors import InvalidRequestError
+from twinphase.tokenizer.chat_template import ChatTemplate
+from twinphase.tokenizer.template_marks import Content, Mark, MarkedRequest, all_strings, free_characters
+from twinphase.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["ChatPrompt", "PromptPart", "Run", "chat_prompt", "find_parts", "token_runs"]
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """A part of a prompt.
+
+    Attributes:
+        kind: "system", "tools" (what is there only because there are any), "history", "question" (the last user
+            message), "tool_result" (of tools called by the last assistant message), "marked" (by the client) or
+            "template" (whatever the template added).
+        name: for a reader, "turn 2 (assistant)" for example; what the client called it, of a marked one.
+        turn: of history, from 1; each user message begins one.
+    """
+
+    kind: str
+    name: str
+    turn: int | None = None
+
+
+SYSTEM, TOOLS = PromptPart("system", "system"), PromptPart("tools", "tools")
+QUESTION, TOOL_RESULT = PromptPart("question", "question"), PromptPart("tool_result", "tool result")
+TEMPLATE = PromptPart("template", "template")
+SYSTEM_ROLES, TOOL_ROLES = {"system", "developer"}, {"tool", "function", "ipython"}
+
+Run = tuple[PromptPart, int, int]  # a part, its first character or token, and the one behind its last
+Range = tuple[int, int]  # the first character, and the one behind the last
+_Found = tuple[Content, int, int]  # as a run
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as the model reads it.
+
+    Attributes:
+        text: what the template makes of it.
+        token_ids: of the text, with control tokens only where the template wrote them.
+        runs: of tokens by part, in order and without gaps; a part may have several.
+    """
+
+    text: str
+    token_ids: list[int]
+    runs: list[Run]
+
+
+def chat_prompt(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    max_tokens: int | None = None,
+    **variables: Any,
+) -> ChatPrompt:
+    """Renders and encodes a conversation. Without control tokens in the request, the ids are those of the whole text.
+
+    Args:
+        template: of the model; so is the tokenizer.
+        tokenizer: reads the text.
+        messages: as for `ChatTemplate.render`; so are the others.
+        tools: function descriptions.
+        max_tokens: as for `Tokenizer.encode`.
+        variables: `add_generation_prompt`, and what else the template may use.
+
+    Raises:
+        InvalidRequestError: as for `ChatTemplate.render`, `find_parts` and `Tokenizer.encode`.
+        ContextLengthError: as for `Tokenizer.encode`.
+    """
+    text = template.render(messages, tools=tools, **variables)
+    token_ids, starts = tokenizer.encode_with_starts(text, max_tokens=max_tokens)
+    names = {i: tokenizer.token_bytes(i).decode() for i in set(token_ids) if tokenizer.is_special(i)}
+    # A character that the vocabulary lacks becomes a control token, too, but was not written as one.
+    control = [(starts[k], i) for k, i in enumerate(token_ids) if i in names and text.startswith(names[i], starts[k])]
+    spans, foreign = find_parts(
+        template, text, messages, tools=tools, control={names[i] for _, i in control}, **variables
+    )
+    own = [(at, i) for at, i in control if not _overlaps(foreign, at, at + len(names[i]))]
+    if len(own) < len(control):
+        token_ids, starts = tokenizer.encode_with_starts(text, control=own)
+    return ChatPrompt(text, token_ids, token_runs(spans, starts))
+
+
+def token_runs(spans: Sequence[Run], starts: Sequence[int]) -> list[Run]:
+    """Runs of tokens by part: a token belongs to the part of its first character.
+
+    Args:
+        spans: of characters by part, in order and without gaps.
+        starts: where each token begins.
+    """
+    runs: list[Run] = []
+    first = 0
+    for part, _, end in spans:
+        stop = bisect_left(starts, end, first)
+        _append(runs, part, first, stop)
+        first = stop
+    return runs
+
+
+def find_parts(
+    template: ChatTemplate,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    control: Collection[str] = (),
+    **variables: Any,
+) -> tuple[list[Run], list[Range]]:
+    """Where the parts of a prompt went in its text. Runs the template once more, and once again if there are tools.
+
+    Args:
+        template: rendered the text.
+        text: what it made of all the others.
+        messages: as for `ChatTemplate.render`; so are the others.
+        tools: function descriptions.
+        control: control tokens that occur in the text.
+        variables: further names.
+
+    Returns:
+        Spans of characters by part, in order and without gaps; and ranges of characters, ascending: a control token
+        that overlaps one of them was not written by the template.
+
+    Raises:
+        InvalidRequestError: control tokens in the request where the template itself looks for them.
+    """
+    request, seen = _find_marks(template, text, messages, tools, control, variables)
+    contents = request.contents
+    found, whole = (_by_search(text, contents), []) if request.sides == "none" else _by_marks(text, contents, seen)
+    parts = list(_parts(messages))
+    spans = [(PromptPart("marked", c.name) if c.name else parts[c.message], start, end) for c, start, end in found]
+    cuts = [(mark.at - 1, mark.at) for mark in seen if mark.kind == "cut"]
+    only_with_tools = _only_with_tools(template, text, messages, tools, variables)
+    return _without_gaps(text, spans, only_with_tools), _merged(whole + cuts)
+
+
+def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[PromptPart]:
+    """The part that each message is."""
+    roles = [str(message.get("role"))[:20] for message in messages]
+    last = {role: i for i, role in enumerate(roles)}
+    turn = 0
+    for i, role in enumerate(roles):
+        turn += role == "user"
+        if role in SYSTEM_ROLES:
+            yield SYSTEM
+        elif role == "user" and i == last[role]:
+            yield QUESTION
+        elif role in TOOL_ROLES and i > last.get("assistant", -1):
+            yield TOOL_RESULT
+        else:
+            yield PromptPart("history", f"turn {max(1, turn)} ({role})", max(1, turn))
+
+
+def _find_marks(
+    template: ChatTemplate,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    control: Collection[str],
+    variables: Mapping[str, Any],
+) -> tuple[MarkedRequest, list[Mark]]:
+    """The request with the most marks that the template bears, and where they went; contents may have none."""
+    given = "\n".join(all_strings([messages, tools, variables]))
+    written = sorted((name for name in control if name in given), key=len, reverse=True)
+    marks = free_characters(given)
+    for sides in ("both", "begin", "none"):
+        request = MarkedRequest(*marks, sides, written)
+        try:
+            marked = request.messages(messages)
+            rendered = template.render(marked, tools=request.with_cuts(tools), **request.with_cuts(variables))
+        except (InvalidRequestError, RecursionError):
+            continue
+        plain, seen = request.read(rendered)
+        if plain == text:
+            return request, seen
+    if written:
+        raise InvalidRequestError(
+            f"The messages contain {written[0]!r}, a control token, where the chat template looks for it.",
+            "Take it out of the messages.",
+        )
+    return request, []
+
+
+def _by_marks(text: str, contents: Sequence[Content], seen: Sequence[Mark]) -> tuple[list[_Found], list[Range]]:
+    """Where contents went, and those ranges of them that have both marks.
+
+    Where a template took a content apart and one mark is lost, the content is followed from the other one for as long
+    as the text agrees with it.
+    """
+    marks = [mark for mark in seen if mark.kind != "cut" and mark.content < len(contents)]
+    limits = [*(mark.at for mark in marks[1:]), len(text)]
+    found: list[_Found] = []
+    whole: list[Range] = []
+    k = done = 0
+    while k < len(marks):
+        kind, number, start = marks[k]
+        content, end, limit = contents[number], start, limits[k]
+        if kind == "begin" and marks[k + 1 : k + 2] and marks[k + 1][:2] == ("end", number):
+            k, end, limit = k + 1, limit, limits[k + 1]
+            whole.append((start, end))
+        elif kind == "begin":
+            end += _shared(content.core, text[start : min(limit, start + len(content.core))])
+        else:
+            start -= _shared(content.core[::-1], text[max(done, start - len(content.core)) : start][::-1])
+        if text.endswith(content.before, done, start):
+            start -= len(content.before)
+        if text.startswith(content.after, end, limit):
+            end += len(content.after)
+        found.append((content, start, end))
+        k, done = k + 1, end
+    return found, whole
+
+
+def _by_search(text: str, contents: Sequence[Content]) -> list[_Found]:
+    """Where contents went in a text without their marks: as far as they are found in their order."""
+    found: list[_Found] = []
+    done = 0
+    for content in contents:
+        start = text.find(content.core, done)
+        if start >= 0:
+            done = start + len(content.core)
+            found.append((content, start, done))
+    return found
+
+
+def _only_with_tools(
+    template: ChatTemplate,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any],
+) -> Range:
+    """What would not be there without tools: between what the texts with and without begin and end with."""
+    if not tools:
+        return (0, 0)
+    try:
+        without = template.render(messages, **variables)
+    except InvalidRequestError:
+        return (0, 0)
+    start = _shared(text, without)
+    return start, len(text) - _shared(text[start:][::-1], without[start:][::-1])
+
+
+def _without_gaps(text: str, spans: Sequence[Run], tools: Range) -> list[Run]:
+    """All of the text: what no span covers is the template's, or there because of the tools."""
+    whole: list[Run] = []
+    done = 0
+    for part, start, end in [*spans, (TEMPLATE, len(text), len(text))]:
+        first, last = (min(max(at, done), start) for at in tools)
+        _append(whole, TEMPLATE, done, first)
+        _append(whole, TOOLS, first, last)
+        _append(whole, TEMPLATE, last, start)
+        _append(whole, part, start, end)
+        done = end
+    return whole
+
+
+def _append(runs: list[Run], part: PromptPart, start: int, end: int) -> None:
+    if start == end:
+        return
+    if runs and runs[-1][0] == part:
+        start = runs.pop()[1]
+    runs.append((part, start, end))
+
+
+def _merged(ranges: Sequence[Range]) -> list[Range]:
+    merged: list[Range] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            start, end = merged[-1][0], max(end, merged.pop()[1])
+        merged.append((start, end))
+    return merged
+
+
+def _overlaps(ranges: Sequence[Range], start: int, end: int) -> bool:
+    before = bisect_left(ranges, (end, 0))
+    return before > 0 and ranges[before - 1][1] > start
+
+
+def _shared(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    lengths = range(1, min(len(one), len(other)) + 1)
+    return bisect_left(lengths, True, key=lambda n: one[:n] != other[:n])

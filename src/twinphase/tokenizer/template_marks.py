@@ -1,0 +1,152 @@
+"""Marks in a request to a chat template, by which one sees in its output what the client wrote.
+
+Marks are characters that occur nowhere in the request. A pair with a number stands around each content; one more stands
+inside each control token that the client wrote. Not for what the marks mean (`prompt_parts.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from twinphase.errors import InvalidRequestError
+from twinphase.tokenizer.chat_template import content_texts
+
+__all__ = ["Content", "Mark", "MarkedRequest", "all_strings", "free_characters"]
+
+
+class Content(NamedTuple):
+    """A text in a message: the message's index, the client's name for the text, and its spaces, core and spaces."""
+
+    message: int
+    name: str | None
+    before: str
+    core: str
+    after: str
+
+
+class Mark(NamedTuple):
+    """A mark found: "begin" or "end" of a content, or "cut" behind a control token's first character.
+
+    `at` is where it stands in the text without marks.
+    """
+
+    kind: str
+    content: int
+    at: int
+
+
+@dataclass
+class MarkedRequest:
+    """Puts marks into a request, and finds them in what the template made of it.
+
+    Attributes:
+        begin, end, cut: the characters to mark with.
+        sides: which marks a content gets: "both", "begin" or "none".
+        control: control tokens to cut, longest first.
+        contents: those of the messages, by the number of their marks.
+    """
+
+    begin: str
+    end: str
+    cut: str
+    sides: str
+    control: Sequence[str]
+    contents: list[Content] = field(default_factory=list)
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Messages with marks in their contents, their reasoning, and the arguments of their calls of tools."""
+        marked = []
+        for i, message in enumerate(messages):
+            new = dict(message)
+            texts = content_texts(message, i)
+            if texts:
+                last = len(texts) - 1
+                lines = [(text + "\n" if k < last else text, name) for k, (text, name) in enumerate(texts)]
+                new["content"] = "".join(self._marked(text, i, name) for text, name in lines)
+            if "reasoning_content" in message:
+                new["reasoning_content"] = self._marked_leaves(message["reasoning_content"], i)
+            if isinstance(message.get("tool_calls"), (list, tuple)):
+                new["tool_calls"] = [self._marked_call(call, i) for call in message["tool_calls"]]
+            marked.append(self.with_cuts(new))
+        return marked
+
+    def with_cuts(self, value: Any) -> Any:
+        """Anything, with a mark in each control token."""
+        if not self.control:
+            return value
+        if isinstance(value, str):
+            for name in self.control:
+                value = value.replace(name, name[0] + self.cut + name[1:])
+            return value
+        if isinstance(value, Mapping):
+            return {self.with_cuts(key): self.with_cuts(inner) for key, inner in value.items()}
+        return [self.with_cuts(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+    def read(self, rendered: str) -> tuple[str, list[Mark]]:
+        """The text without marks, and the marks in it."""
+        kinds = {self.begin: "begin", self.end: "end", None: "cut"}
+        pieces, marks = [], []
+        done = at = 0
+        for match in re.finditer(f"([{self.begin}{self.end}])([0-9]{{1,9}})\\1|{self.cut}", rendered):
+            pieces.append(rendered[done : match.start()])
+            at += match.start() - done
+            done = match.end()
+            marks.append(Mark(kinds[match[1]], int(match[2] or 0), at))
+        return "".join(pieces) + rendered[done:], marks
+
+    def _marked(self, text: str, message: int, name: str | None = None) -> str:
+        """Marks go inside the outer spaces, since a template may trim these."""
+        core = text.strip()
+        if not core:
+            return text
+        number, at = len(self.contents), text.index(core)
+        content = Content(message, name, text[:at], core, text[at + len(core) :])
+        self.contents.append(content)
+        begin = f"{self.begin}{number}{self.begin}" if self.sides != "none" else ""
+        end = f"{self.end}{number}{self.end}" if self.sides == "both" else ""
+        return f"{content.before}{begin}{core}{end}{content.after}"
+
+    def _marked_call(self, call: Any, message: int) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or "arguments" not in function:
+            return call
+        arguments = self._marked_leaves(function["arguments"], message)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _marked_leaves(self, value: Any, message: int) -> Any:
+        if isinstance(value, str):
+            return self._marked(value, message)
+        if isinstance(value, Mapping):
+            return {key: self._marked_leaves(inner, message) for key, inner in value.items()}
+        return [self._marked_leaves(inner, message) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def all_strings(value: Any) -> Iterator[str]:
+    """The strings in something nested, keys among them, however deep."""
+    inner = [value]
+    while inner:
+        value = inner.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            inner.extend(chain(value.keys(), value.values()))
+        elif isinstance(value, (list, tuple)):
+            inner.extend(value)
+
+
+def free_characters(text: str) -> tuple[str, str, str]:
+    """Three characters for private use that do not occur in a text.
+
+    Raises:
+        InvalidRequestError: it has all of them.
+    """
+    used = set(text)
+    private = chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+    free = list(islice((mark for mark in map(chr, private) if mark not in used), 3))
+    if len(free) < 3:
+        raise InvalidRequestError("The messages use every character for private use.", "Leave some of them out.")
+    return free[0], free[1], free[2]
