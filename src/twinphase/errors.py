@@ -13,9 +13,11 @@ __all__ = [
     "ContextLengthError",
     "DownloadError",
     "EngineDeadError",
+    "EngineUnavailableError",
     "InvalidRequestError",
     "ModelNotFoundError",
     "OutOfMemoryError",
+    "OverloadedError",
     "RequestNotFoundError",
     "StorageError",
     "TwinphaseError",
@@ -62,10 +64,21 @@ class RequestNotFoundError(TwinphaseError):
     exit_code = 2
 
 
-class EngineDeadError(TwinphaseError):
-    """The engine's loop has ended; nothing more is computed."""
+class EngineUnavailableError(TwinphaseError):
+    """The engine cannot take the request now: it is loading, draining or full. The request can be sent again."""
 
     http_status = 503
+
+
+class EngineDeadError(EngineUnavailableError):
+    """The engine's loop has ended, and with it what it was computing."""
+
+
+class OverloadedError(EngineUnavailableError):
+    """More waits than the limits allow; nothing was queued. `retry_after` is in seconds."""
+
+    http_status = 429
+    retry_after = 1
 
 
 class ModelNotFoundError(TwinphaseError):

@@ -4,6 +4,7 @@ import gc
 import pytest
 
 from twinphase.engine.async_engine import AsyncEngine
+from twinphase.engine.host import ThreadHost
 from twinphase.engine.load import LoadedEngine
 from twinphase.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError
 from twinphase.request import SamplingParams
@@ -34,7 +35,7 @@ def serve(tiny_path, own_cache):
 
     def run(body, **config):
         async def main():
-            engine = AsyncEngine(LoadedEngine(tiny_path, backend="reference", **config))
+            engine = AsyncEngine(ThreadHost(LoadedEngine(tiny_path, backend="reference", **config)))
             try:
                 await body(engine)
                 if engine.is_running:
@@ -146,7 +147,7 @@ def test_a_request_that_fails_fails_alone(serve):
                 raise ZeroDivisionError("what a bug")
             return whole(batch)
 
-        whole, engine.loaded.engine.executor.execute = engine.loaded.engine.executor.execute, execute
+        whole, engine.host.loaded.engine.executor.execute = engine.host.loaded.engine.executor.execute, execute
         streams = [await engine.submit(PROMPTS[0], greedy(20), request_id=name) for name in ("bad", "good")]
         bad, good = (updates[-1].output for updates in await asyncio.gather(*map(read, streams)))
         assert (bad.outputs[0].finish_reason, bad.error) == ("error", "ZeroDivisionError: what a bug")
@@ -162,7 +163,7 @@ def test_when_the_loop_dies_every_stream_and_call_says_so(serve):
         def schedule():
             raise RuntimeError("broken scheduler")
 
-        engine.loaded.engine.scheduler.schedule = schedule
+        engine.host.loaded.engine.scheduler.schedule = schedule
         with pytest.raises(EngineDeadError, match="broken scheduler"):
             await read(stream)
         with pytest.raises(EngineDeadError):

@@ -82,7 +82,7 @@ def make_engine(loaded: LoadedEngine, num_blocks: int, clock: Callable[[], float
     scheduler = Scheduler(
         KVCacheManager(num_blocks, 16),
         max_model_len=512,
-        eos_token_ids=loaded.tokenizer.eos_token_ids,
+        eos_token_ids=loaded.text.tokenizer.eos_token_ids,
         times=cost_model,
         max_num_seqs=MOST_SEQS,
         usual_output=0.0,  # so that blocks run out

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 from twinphase.batch import Phase
 from twinphase.engine.engine import StepResult
 from twinphase.engine.interrupt import deferred_interrupt
-from twinphase.engine.load import LoadedEngine, Message, Prompt, is_plain, plain_prompt
+from twinphase.engine.load import LoadedEngine
 from twinphase.engine.outputs import RequestOutput, StreamUpdate, Transcript
+from twinphase.engine.text import Message, Prompt, is_plain, plain_prompt
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
@@ -62,12 +63,12 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._loaded.tokenizer
+        return self._loaded.text.tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate:
         """The model's chat template."""
-        return self._loaded.chat_template
+        return self._loaded.text.chat_template
 
     def generate(
         self,

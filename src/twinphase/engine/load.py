@@ -1,18 +1,18 @@
-"""From a model's name to an engine that is ready, with the tokenizer and template that its front ends share."""
+"""From a model's name to an engine that is ready."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.engine import Engine
 from twinphase.engine.runner import Runner
+from twinphase.engine.text import ModelText, Prompt
 from twinphase.engine.trace import TraceWriter, trace_header
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.models.config import ModelConfig
@@ -23,30 +23,22 @@ from twinphase.phases.hardware import Ceilings, load_ceilings
 from twinphase.phases.report import Units
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
-from twinphase.request import Request
+from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
-from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import resolve_model
 
-if TYPE_CHECKING:
-    from twinphase.tokenizer.chat_template import ChatTemplate
-
 __all__ = [
     "LoadedEngine",
-    "Message",
-    "Prompt",
     "compute_units",
-    "is_plain",
     "make_backend",
     "make_engine",
+    "measured_ceilings",
     "model_shape",
 ]
 
 DENSE_TYPES = {"F32", "F16", "BF16"}
-Message = Mapping[str, Any]  # "role" and "content", as in OpenAI's API
-Prompt = str | list[int] | Sequence[Message] | Mapping[str, Any]  # a mapping: vLLM's TextPrompt or TokensPrompt
 
 
 class LoadedEngine:
@@ -54,54 +46,47 @@ class LoadedEngine:
 
     Attributes:
         config: as resolved for this model.
+        text: the model's tokenizer and chat template.
         checkpoint: the open model file.
         model_config: the model's shape.
         engine: sees token ids only.
     """
 
     def __init__(
-        self, model: str | Path, *, compile_progress: Callable[[int, int, str], None] | None = None, **config: Any
+        self,
+        model: str | Path,
+        *,
+        compile_progress: Callable[[int, int, str], None] | None = None,
+        load_progress: Callable[[int, int], None] = lambda done, total: None,
+        **config: Any,
     ) -> None:
-        """Load a model; see `LLM` for the arguments and errors."""
+        """Load a model; see `LLM` for the arguments and errors. `load_progress` is told (done, total) layers."""
         wanted = EngineConfig(**config)
         self.checkpoint = open_gguf(resolve_model(str(model)))
         self.model_config = read_config(self.checkpoint)
         shape = self.model_config
         about = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # keys and values in 16 bits
         self.config = wanted.resolve(shape.context_length, about)
+        self.text = ModelText(self.checkpoint)
         backend = make_backend(self.config, compile_progress)
-        loaded = load_model(self.checkpoint, backend, self.config.max_model_len)
-        costs, eos = model_shape(self.checkpoint, loaded.config), self.tokenizer.eos_token_ids
+        loaded = load_model(self.checkpoint, backend, self.config.max_model_len, load_progress)
+        costs, eos = model_shape(self.checkpoint, loaded.config), self.text.tokenizer.eos_token_ids
         self.engine = make_engine(self.config, loaded, backend, costs, eos, self.checkpoint.fingerprint)
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return Tokenizer.from_checkpoint(self.checkpoint)
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate:
-        """The model's chat template; raw prompts never pay for importing jinja2."""
-        from twinphase.tokenizer.chat_template import ChatTemplate
-
-        return ChatTemplate.from_checkpoint(self.checkpoint, self.tokenizer)
-
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text of a prompt (None if it came as ids) and its token ids.
+        """As `ModelText.encode`, for the longest prompt of this engine."""
+        return self.text.encode(prompt, self.config.max_model_len)
 
-        Raises:
-            InvalidRequestError: an empty prompt, too many tokens, or messages that the model's template refuses.
-        """
-        limit = self.config.max_model_len
-        prompt = plain_prompt(prompt)
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequestError("The prompt is empty.", "Give at least one character.")
-            return prompt, self.tokenizer.encode(prompt, max_tokens=limit)
-        if is_plain(prompt):
-            return None, list(cast(list[int], prompt))  # the engine checks each id
-        text = self.chat_template.render(cast(Sequence[Message], prompt))
-        return text, self.tokenizer.encode(text, add_special_tokens=False, max_tokens=limit)
+    def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Compute a made-up request, so that memory is touched and the cost model knows this machine."""
+        engine, limit = self.engine, (self.config.max_model_len or 2) - num_output_tokens
+        prompt = [1] * max(1, min(num_prompt_tokens, limit))
+        params = SamplingParams(temperature=0.0, max_tokens=min(num_output_tokens, limit), ignore_eos=True)
+        engine.add_request(Request("warm-up", prompt, params, cache_salt="warm-up"))
+        while engine.has_work:
+            engine.step()
+        kv_cache = engine.scheduler.kv_cache
+        kv_cache.num_queried_tokens = kv_cache.num_hit_tokens = 0
 
     def explain(self, request: Request, timeline: RequestTimeline) -> Explanation:
         """Why a request took as long as it did, and what to change."""
@@ -232,30 +217,3 @@ def model_shape(checkpoint: Checkpoint, config: ModelConfig) -> ModelShape:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
-
-
-def plain_prompt(prompt: Prompt) -> str | list[int] | Sequence[Message]:
-    """The text or the token ids of a mapping such as {"prompt": "..."} or {"prompt_token_ids": [...]}.
-
-    Raises:
-        InvalidRequestError: neither text, token ids, messages nor such a mapping.
-    """
-    if isinstance(prompt, Mapping):
-        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-        if not keys or set(prompt) - {"prompt_token_ids", "prompt"}:
-            raise InvalidRequestError(
-                f"A prompt has the keys {', '.join(map(repr, prompt))}.", "Give `prompt` or `prompt_token_ids`."
-            )
-        prompt = prompt[keys[0]]
-    if isinstance(prompt, (str, list, tuple)):
-        return prompt if isinstance(prompt, str) else list(prompt)
-    raise InvalidRequestError(
-        f"A prompt is of type {type(prompt).__name__}.", "Give texts, or lists of token ids or of messages."
-    )
-
-
-def is_plain(prompt: Prompt) -> bool:
-    """True for text and token ids, False for messages."""
-    if isinstance(prompt, Mapping):
-        return True
-    return isinstance(prompt, str) or not all(isinstance(item, Mapping) for item in prompt) or not prompt

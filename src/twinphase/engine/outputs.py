@@ -91,6 +91,8 @@ class Transcript:
         continues_prompt: the answer goes on in the prompt's text (no chat template between them).
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         text: the answer so far.
+        stop_string: the one that ended it.
+        logprobs: of its tokens, if asked for.
     """
 
     request: Request
@@ -101,8 +103,8 @@ class Transcript:
     num_prefilled: int = 0
     text: str = ""
     stop_string: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     _num_seen: int = 0
-    _logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         params = self.request.sampling_params
@@ -143,7 +145,7 @@ class Transcript:
                 break
             if not self._searching and self._num_seen >= request.sampling_params.min_tokens:
                 self._begin_search()
-        self._logprobs.extend(logprobs[: self._num_seen - len(self._logprobs)])
+        self.logprobs.extend(logprobs[: self._num_seen - len(self.logprobs)])
         if self.finished:
             self.flush()
         return len(new)
@@ -168,8 +170,8 @@ class Transcript:
             index=0,
             text=self.text,
             token_ids=list(request.output_token_ids),
-            cumulative_logprob=sum(entry.logprob for entry in self._logprobs) if asked else None,
-            logprobs=[self._by_token(entry) for entry in self._logprobs] if asked else None,
+            cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if asked else None,
+            logprobs=[self._by_token(entry) for entry in self.logprobs] if asked else None,
             finish_reason=request.finish_reason.value if request.finish_reason else None,
             stop_reason=self._stop_reason(),
         )

@@ -5,6 +5,7 @@ RMSNorm, rotary embedding, grouped-query attention, SwiGLU; biases and sliding w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from twinphase.backends.base import Array, Backend, ModelShape, RopeSpec
@@ -29,15 +30,25 @@ class Layer:
 class Llama:
     """Weights on one backend, and the forward pass of a step."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, backend: Backend, max_positions: int) -> None:
-        """Load every tensor onto `backend`; positions stay below `max_positions`."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        backend: Backend,
+        max_positions: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Load every tensor onto `backend`; positions stay below `max_positions`. `progress` counts layers."""
         self.config = config
         factors = "rope_freqs.weight" if "rope_freqs.weight" in checkpoint.tensors else None
         spec = RopeSpec(config.rope_theta, config.rope_dim, interleaved=True, factors=factors)
         backend.prepare(checkpoint, ModelShape(config.num_heads, config.num_kv_heads, config.head_dim, spec))
         self.rope = backend.rope(checkpoint, spec, max_positions)
         self.embedding = backend.embedding(checkpoint, "token_embd.weight")
-        self.layers = [self._layer(checkpoint, backend, f"blk.{i}.") for i in range(config.num_layers)]
+        self.layers: list[Layer] = []
+        for i in range(config.num_layers):
+            progress(i, config.num_layers)
+            self.layers.append(self._layer(checkpoint, backend, f"blk.{i}."))
         self.norm = backend.vector(checkpoint, "output_norm.weight")
         tied = "output.weight" not in checkpoint.tensors
         self.head = backend.matrix(checkpoint, ["token_embd.weight" if tied else "output.weight"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from twinphase.backends.base import Array, Backend
@@ -43,12 +44,19 @@ def read_config(checkpoint: Checkpoint) -> ModelConfig:
     return config
 
 
-def load_model(checkpoint: Checkpoint, backend: Backend, max_positions: int | None = None) -> Model:
+def load_model(
+    checkpoint: Checkpoint,
+    backend: Backend,
+    max_positions: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Model:
     """Load `checkpoint` onto `backend`, for sequences of up to `max_positions` tokens (None: the model's context).
+
+    `progress` is called with (done, total) layers.
 
     Raises:
         TwinphaseError: as `read_config`, or what the backend cannot compute.
     """
     config = read_config(checkpoint)
     model_class = ARCHITECTURES[checkpoint.architecture]
-    return model_class(checkpoint, config, backend, max_positions or config.context_length)
+    return model_class(checkpoint, config, backend, max_positions or config.context_length, progress)

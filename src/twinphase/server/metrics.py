@@ -213,8 +213,12 @@ class Metrics:
         """The engine takes requests now, or has died; what it held died with it."""
         self._up.set(is_up)
         if not is_up:
-            for gauge in (self._running, self._waiting, self._kv_usage):
-                gauge.set(0)
+            self.idle()
+
+    def idle(self) -> None:
+        """The engine has no request; it makes no step that would say so."""
+        for gauge in (self._running, self._waiting, self._kv_usage):
+            gauge.set(0)
 
     def engine_restarted(self) -> None:
         """A dead engine was started again and takes requests; its totals began at zero."""

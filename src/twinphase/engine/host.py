@@ -1,0 +1,237 @@
+"""Where an engine's loop lives: in a thread of this process, or in a process of its own that is started again.
+
+A host carries messages and says when the engine has died. Not for what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from twinphase.engine.loop import EngineLoop, engine_facts
+from twinphase.engine.messages import FromEngine, Load, Loading, Ready, Refused, Stop, ToEngine
+from twinphase.engine.text import ModelText
+from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
+from twinphase.errors import EngineDeadError
+from twinphase.weights.gguf import open_gguf
+from twinphase.weights.hub import resolve_model
+
+__all__ = ["Host", "ProcessHost", "ThreadHost"]
+
+FIRST_DELAY, LONGEST_DELAY = 0.1, 30.0  # seconds before a dead engine is started again
+HEALTHY_AFTER = 60.0  # seconds of life after which a death is a new one
+CLOSE_SECONDS = 10.0
+
+Receive = Callable[[FromEngine], None]
+Died = Callable[[EngineDeadError], None]
+
+
+class Host(Protocol):
+    """Carries messages to an engine and back.
+
+    Attributes:
+        text: of the model.
+        is_running: whether the engine takes messages.
+    """
+
+    text: ModelText
+    is_running: bool
+
+    def start(self, receive: Receive, died: Died) -> None:
+        """Begin; both functions may be called from any thread, `died` once for each death."""
+
+    def put(self, message: ToEngine) -> None:
+        """Send a message.
+
+        Raises:
+            EngineDeadError: the engine takes none.
+        """
+
+    def close(self) -> None:
+        """End the engine after the step it is in."""
+
+
+class ThreadHost:
+    """A loaded engine in a thread of this process."""
+
+    def __init__(self, loaded: Any) -> None:
+        """The `LoadedEngine` belongs to the thread from now on."""
+        self.loaded = loaded
+        self.text: ModelText = loaded.text
+        self.is_running = False
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="twinphase-engine", daemon=True)
+
+    def start(self, receive: Receive, died: Died) -> None:
+        """Start the thread."""
+        self._died = died
+        self._loop = EngineLoop(self.loaded, receive)
+        self.is_running = True
+        receive(Ready(engine_facts(self.loaded)))
+        self._thread.start()
+
+    def put(self, message: Any) -> None:
+        """Send a message, or a function for the engine, which its thread calls between two steps."""
+        if not self.is_running:
+            raise self.dead()
+        self._loop.put(message)
+
+    def close(self) -> None:
+        """End the thread after the step it is in. From any thread."""
+        if self.is_running:
+            self.is_running = False
+            self._loop.put(Stop())
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.is_running = False
+            self._died(self.dead())
+
+    def dead(self) -> EngineDeadError:
+        """What to tell those who come now."""
+        reason = f" after {type(self.error).__name__}: {self.error}" if self.error else ""
+        return EngineDeadError(f"The engine has ended{reason}.", "Start it again; requests can be sent once more.")
+
+
+class ProcessHost:
+    """An engine in a process of its own, started again whenever it dies. Used from one event loop.
+
+    Attributes:
+        num_restarts: so far.
+        failure: what refused the model at the first start, if it was refused.
+    """
+
+    def __init__(self, model: str | Path, config: dict[str, Any]) -> None:
+        """Read the model's header; the process starts with `start`.
+
+        Raises:
+            TwinphaseError: the model cannot be found or read.
+        """
+        path = resolve_model(str(model))
+        self.text = ModelText(open_gguf(path))
+        self.is_running = False
+        self.num_restarts = 0
+        self.failure: Refused | None = None
+        self._load = Load(str(path), config)
+        self._closing = False
+        self._was_ready = False
+        self._delay = FIRST_DELAY
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.WriteTransport | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process, while there is one."""
+        return self._process.pid if self._process else None
+
+    def start(self, receive: Receive, died: Died) -> None:
+        """Start the process; needs a running event loop."""
+        self._receive, self._died = receive, died
+        self._spawn(0.0)
+
+    def put(self, message: ToEngine) -> None:
+        """Send a message."""
+        if not self.is_running or self._writer is None:
+            raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
+        self._writer.write(encode(message))
+
+    def kill(self) -> None:
+        """End a process that answers no more; it is started again."""
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Ask the process to end after its step, and see to it that it does."""
+        self._closing, self.is_running = True, False
+        process = self._process
+        if self._writer is not None:
+            self._writer.write(encode(Stop()))
+        if process is None:
+            return
+        try:
+            process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _spawn(self, delay: float) -> None:
+        task = asyncio.get_running_loop().create_task(self._connect(delay))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, delay: float) -> None:
+        await asyncio.sleep(delay)
+        if self._closing:
+            return
+        self._receive(Loading("starting"))
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        command = [sys.executable, "-m", "twinphase.engine.child", str(theirs.fileno())]
+        # A session of its own: Ctrl-C in the terminal is the server's business, which lets answers finish.
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        theirs.close()
+        ours.setblocking(False)
+        self._born = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._writer, _ = await loop.create_connection(lambda: _Link(self), sock=ours)
+        self._writer.write(encode(self._load))
+
+    def take(self, message: FromEngine) -> None:
+        """A message came from the process."""
+        if isinstance(message, Ready):
+            self.is_running = self._was_ready = True
+        if isinstance(message, Refused) and not message.request_id and not self._was_ready:
+            self.failure = message
+        self._receive(message)
+
+    def lost(self) -> None:
+        """The connection has ended, and so has the process, or it is about to."""
+        self.is_running, self._writer = False, None
+        process, self._process = self._process, None
+        if self._closing or process is None:
+            return
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        process.kill()
+        code = process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._died(
+            EngineDeadError(f"The engine's process {how}.", "It is being started again: send the request again.")
+        )
+        if self.failure is not None:
+            return
+        self.num_restarts += 1
+        lived = time.monotonic() - self._born
+        self._delay = FIRST_DELAY if lived > HEALTHY_AFTER or self._was_ready else min(2 * self._delay, LONGEST_DELAY)
+        self._was_ready = False
+        self._spawn(self._delay)
+
+
+class _Link(asyncio.Protocol):
+    """Cuts the stream of bytes into messages."""
+
+    def __init__(self, host: ProcessHost) -> None:
+        self._host = host
+        self._decoder: Decoder[FromEngine] = Decoder(FromEngine)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._decoder.feed(data):
+            self._host.take(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._host.lost()

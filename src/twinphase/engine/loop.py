@@ -1,0 +1,270 @@
+"""The engine's side of a conversation: takes messages, makes steps, sends what they brought.
+
+One thread runs it and owns all state of the engine. Where that thread lives, here or in a process of its own, is the
+host's business (`async_engine.py`, `child.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twinphase.batch import StepWork
+from twinphase.engine.engine import Engine, StepResult
+from twinphase.engine.load import LoadedEngine, measured_ceilings
+from twinphase.engine.messages import (
+    Accepted,
+    Add,
+    End,
+    EngineFacts,
+    Finished,
+    FromEngine,
+    LookAt,
+    News,
+    Outcome,
+    Refused,
+    Seen,
+    StepNews,
+    StepStats,
+    Stop,
+    ToEngine,
+)
+from twinphase.errors import TwinphaseError
+from twinphase.phases.timeline import IntervalKind, RequestTimeline
+from twinphase.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from twinphase.request import Constraint
+
+__all__ = ["EngineLoop", "engine_facts", "refusal"]
+
+GRAMMAR_THREADS = 2
+_NO_PARAMS = SamplingParams()
+
+
+@dataclass(frozen=True)
+class _Queue:
+    """An `Add` whose grammar is compiled, or could not be."""
+
+    add: Add
+    constraint: Constraint | None
+    error: TwinphaseError | None = None
+
+
+class EngineLoop:
+    """Runs an engine on messages.
+
+    Attributes:
+        loaded: the engine and what text it was loaded with.
+    """
+
+    def __init__(self, loaded: LoadedEngine, send: Callable[[FromEngine], None]) -> None:
+        """Begin without requests.
+
+        Args:
+            loaded: belongs to the loop from now on.
+            send: takes the engine's messages, on the loop's thread.
+        """
+        self.loaded = loaded
+        self._send = send
+        self._inbox: queue.SimpleQueue[ToEngine | _Queue | Callable[[Engine], None]] = queue.SimpleQueue()
+        self._compilers: ThreadPoolExecutor | None = None
+        self._compiling: set[str] = set()  # ids; one that ended meanwhile is taken out
+        self._lock = threading.Lock()
+        self._timelines: dict[str, RequestTimeline] = {}  # of unfinished requests that came by message
+        self._stopped = False
+
+    def put(self, message: ToEngine | Callable[[Engine], None]) -> None:
+        """Hand a message to the loop, from any thread; a function is called with the engine between two steps.
+
+        A grammar is compiled first, by another thread: the steps of others go on.
+        """
+        if isinstance(message, Add) and _is_constrained(message):
+            with self._lock:
+                self._compiling.add(message.request_id)
+                self._compilers = self._compilers or ThreadPoolExecutor(GRAMMAR_THREADS, "twinphase-grammar")
+            self._compilers.submit(self._compile, message)
+            return
+        if isinstance(message, End):
+            with self._lock:
+                self._compiling.discard(message.request_id)
+        self._inbox.put(message)
+
+    def run(self) -> None:
+        """Serve until `Stop`; what the engine raises ends it."""
+        engine = self.loaded.engine
+        gc.collect()
+        gc.freeze()  # or the collector goes through the whole model's objects in the middle of a step
+        try:
+            while not self._stopped:
+                self._drain(engine)
+                if engine.has_work and not self._stopped:
+                    result = engine.step()
+                    self._send(StepNews(self._news(engine, result), _stats(engine, result)))
+                    engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
+        finally:
+            if self._compilers is not None:
+                self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def _drain(self, engine: Engine) -> None:
+        """Take all waiting messages; without work, wait for one."""
+        while not self._stopped:
+            try:
+                message = self._inbox.get(block=not engine.has_work)
+            except queue.Empty:
+                return
+            self._take(engine, message)
+
+    def _take(self, engine: Engine, message: ToEngine | _Queue | Callable[[Engine], None]) -> None:
+        if isinstance(message, Add):
+            self._add(engine, _Queue(message, None))
+        elif isinstance(message, _Queue):
+            with self._lock:
+                wanted = message.add.request_id in self._compiling
+                self._compiling.discard(message.add.request_id)
+            if wanted:
+                self._add(engine, message)
+        elif isinstance(message, End):
+            self._end(engine, message)
+        elif isinstance(message, LookAt):
+            try:
+                self._send(self._look(engine, message))
+            except Exception as error:  # an explanation that fails must not cost anybody an answer
+                self._send(Refused(message.number, "TwinphaseError", f"It could not be explained: {error}.", ""))
+        elif isinstance(message, Stop):
+            self._stopped = True
+        elif callable(message):
+            message(engine)
+
+    def _compile(self, add: Add) -> None:
+        try:
+            constraint = self.loaded.constraint(add.sampling_params, add.prompt_token_ids)
+            self._inbox.put(_Queue(add, constraint))
+        except TwinphaseError as error:
+            self._inbox.put(_Queue(add, None, error))
+        except Exception as error:  # a compiler's bug is one request's misfortune
+            cause = f"The structured output could not be compiled: {type(error).__name__}: {error}."
+            self._inbox.put(_Queue(add, None, TwinphaseError(" ".join(cause.split())[:300])))
+
+    def _add(self, engine: Engine, queued: _Queue) -> None:
+        add = queued.add
+        timeline = RequestTimeline(add.arrival)
+        timeline.mark(IntervalKind.TOKENIZE, max(add.arrival, add.tokenized))
+        try:
+            if queued.error is not None:
+                raise queued.error
+            request = Request(
+                add.request_id, add.prompt_token_ids, add.sampling_params, add.arrival, add.priority, add.cache_salt
+            )
+            request.constraint = queued.constraint
+            engine.add_request(request, timeline=timeline)
+        except TwinphaseError as error:
+            self._send(refusal(add.request_id, error))
+            return
+        self._timelines[add.request_id] = timeline
+        self._send(Accepted(add.request_id))
+
+    def _end(self, engine: Engine, message: End) -> None:
+        request = engine.scheduler.get(message.request_id)
+        timeline = self._timelines.pop(message.request_id, None)
+        if request is None or timeline is None:
+            return
+        engine.finish(message.request_id, message.reason)
+        timeline.compact()
+        num_prefilled = min(request.most_computed_tokens, len(request.prompt_token_ids))
+        finished = Finished(message.reason, _outcome(request), timeline, engine.cost_model.prices)
+        news = News(message.request_id, [], num_prefilled, request.num_cached_tokens, finished=finished)
+        self._send(StepNews([news]))
+
+    def _look(self, engine: Engine, message: LookAt) -> Seen:
+        if message.timeline is not None:
+            outcome = message.outcome
+            request = Request(message.request_id, [0] * message.num_prompt_tokens, _NO_PARAMS)
+            request.output_token_ids = [0] * message.num_output_tokens
+            request.num_cached_tokens, request.prefix_miss = outcome.num_cached_tokens, outcome.prefix_miss
+            request.num_preemptions = outcome.num_preemptions
+            request.num_recomputed_tokens = outcome.num_recomputed_tokens
+            return Seen(message.number, message.timeline, self.loaded.explain(request, message.timeline))
+        known = engine.scheduler.get(message.request_id)
+        if known is None:
+            return Seen(message.number, None, None)
+        timeline = engine.timelines[message.request_id].copy()
+        timeline.compact()
+        return Seen(message.number, timeline, self.loaded.explain(known, timeline))
+
+    def _news(self, engine: Engine, result: StepResult) -> list[News]:
+        finished = {request.request_id: request for request in result.finished}
+        news = []
+        for share in result.batch.scheduled:
+            name = share.request_id
+            if name not in self._timelines:
+                continue
+            request = finished.get(name) or engine.scheduler.get(name)
+            if request is None:
+                continue
+            num_prefilled = min(share.num_computed_tokens + len(share.token_ids), len(share.prompt_token_ids))
+            end = None
+            if name in finished and request.finish_reason is not None:
+                timeline = self._timelines.pop(name)
+                timeline.compact()
+                end = Finished(request.finish_reason, _outcome(request), timeline, engine.cost_model.prices)
+            tokens = result.output.token_ids.get(name, [])
+            logprobs = result.output.logprobs.get(name, [])
+            news.append(News(name, tokens, num_prefilled, request.num_cached_tokens, logprobs, end))
+        return news
+
+
+def refusal(request_id: str, error: TwinphaseError) -> Refused:
+    """The message that says so."""
+    return Refused(request_id, type(error).__name__, error.cause, error.fix)
+
+
+def engine_facts(loaded: LoadedEngine) -> EngineFacts:
+    """What to tell about a loaded engine, its speed by the cost model."""
+    engine, config = loaded.engine, loaded.config
+    predict = engine.cost_model.seconds
+    length = min(1000, (config.max_model_len or 1000) - 1)
+    ttft = 0.0
+    for start in range(0, length, config.max_num_batched_tokens):
+        end = min(length, start + config.max_num_batched_tokens)
+        ttft += predict(StepWork.of_chunk(start, end - start, end == length))
+    tpot = predict(StepWork(1, 0, length + 1, 1, 1))
+    return EngineFacts(config, engine.shape, measured_ceilings(config), ttft, tpot)
+
+
+def _is_constrained(add: Add) -> bool:
+    params = add.sampling_params
+    return (
+        getattr(params, "structured_outputs", None) is not None
+        or getattr(params, "thinking_token_budget", None) is not None
+    )
+
+
+def _outcome(request: Request) -> Outcome:
+    return Outcome(
+        request.num_cached_tokens,
+        request.prefix_miss,
+        request.num_preemptions,
+        request.num_recomputed_tokens,
+        request.error,
+    )
+
+
+def _stats(engine: Engine, result: StepResult) -> StepStats:
+    record, scheduler, kv_cache = result.record, engine.scheduler, engine.scheduler.kv_cache
+    decode_seconds = record.seconds if record.num_decodes else 0.0
+    if record.num_decodes and record.prefill_ids and record.predicted > 0:
+        alone = engine.cost_model.seconds(result.batch.decode_work)
+        decode_seconds *= min(1.0, alone / record.predicted)
+    return StepStats(
+        record.start, record.end, record.seconds - decode_seconds, decode_seconds, record.executed,
+        record.prefill_tokens, record.decode_tokens, record.prefill.flops, record.decode.flops,
+        record.prefill.bytes, record.decode.bytes, len(scheduler.running), len(scheduler.waiting),
+        kv_cache.pool.num_held / kv_cache.pool.num_blocks,
+        kv_cache.num_queried_tokens, kv_cache.num_hit_tokens, scheduler.num_preemptions,
+    )  # fmt: skip

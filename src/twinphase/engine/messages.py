@@ -1,0 +1,236 @@
+"""What the front end and the engine's loop say to each other, in a thread or across two processes.
+
+Plain values only, so that a message is the same object in one process and a few bytes of MessagePack between two; no
+pickle. Not for what a user sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from twinphase.batch import TokenLogprobs
+from twinphase.config import EngineConfig
+from twinphase.phases.explain import Explanation
+from twinphase.phases.hardware import Ceilings
+from twinphase.phases.timeline import RequestTimeline
+from twinphase.phases.work import ModelShape
+from twinphase.request import FinishReason, PrefixMiss, SamplingParams
+
+__all__ = [
+    "Accepted",
+    "Add",
+    "EngineFacts",
+    "End",
+    "Finished",
+    "FromEngine",
+    "Load",
+    "Loading",
+    "LookAt",
+    "News",
+    "Outcome",
+    "Ready",
+    "Refused",
+    "Seen",
+    "StepNews",
+    "StepStats",
+    "Stop",
+    "ToEngine",
+]
+
+
+class Outcome(msgspec.Struct, array_like=True, frozen=True):
+    """What became of a request besides its tokens.
+
+    Attributes:
+        num_cached_tokens: prompt tokens that the prefix cache held.
+        prefix_miss: why it did not hold more.
+        num_preemptions: how often the request lost its KV to others.
+        num_recomputed_tokens: tokens computed once more after that.
+        error: one line, when it failed.
+    """
+
+    num_cached_tokens: int = 0
+    prefix_miss: PrefixMiss | None = None
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    error: str | None = None
+
+
+# To the engine.
+class Load(msgspec.Struct, tag=True, frozen=True):
+    """The first message to a process: load this model; `config` has fields of `EngineConfig`."""
+
+    model: str
+    config: dict[str, Any]
+
+
+class Add(msgspec.Struct, tag=True, frozen=True):
+    """Queue a request; answered by `Accepted` or `Refused`.
+
+    Attributes:
+        arrival: when the request came, seconds.
+        tokenized: when its tokens were ready, seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival: float
+    tokenized: float
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class End(msgspec.Struct, tag=True, frozen=True):
+    """End a request: at a stop string, or because nobody reads it any more. Unknown ones are passed over."""
+
+    request_id: str
+    reason: FinishReason
+
+
+class LookAt(msgspec.Struct, tag=True, frozen=True):
+    """Explain a request; answered by `Seen` with the same number.
+
+    Attributes:
+        timeline: of a finished request; None for one that the engine has.
+        num_prompt_tokens, num_output_tokens: its lengths; so too for the rest, of a finished one.
+    """
+
+    number: str
+    request_id: str
+    timeline: RequestTimeline | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    outcome: Outcome = Outcome()
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """End the loop after the step it is in."""
+
+
+# From the engine.
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """How far loading has come; `total` is 0 where nothing can be counted."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """What a loaded engine is.
+
+    Attributes:
+        config: as resolved.
+        shape: the model's numbers, bytes of a token's KV among them.
+        ceilings: what this machine was measured to do, if it was.
+        ttft_1000: predicted time to compute a prompt of 1,000 tokens (or the longest), alone, seconds.
+        tpot: predicted time of a decode step of one request of that length, seconds.
+    """
+
+    config: EngineConfig
+    shape: ModelShape
+    ceilings: Ceilings | None
+    ttft_1000: float
+    tpot: float
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine takes requests."""
+
+    facts: EngineFacts
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """A request (by id or number), or without either the whole model, was refused: the error's class and two lines."""
+
+    request_id: str
+    kind: str
+    cause: str
+    fix: str
+
+
+class Accepted(msgspec.Struct, tag=True, frozen=True):
+    """The request is queued."""
+
+    request_id: str
+
+
+class Seen(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `LookAt`; None for a request that the engine does not know."""
+
+    number: str
+    timeline: RequestTimeline | None
+    explanation: Explanation | None
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True):
+    """The engine has let go of a request; `prices` are the cost model's of that moment."""
+
+    reason: FinishReason
+    outcome: Outcome
+    timeline: RequestTimeline
+    prices: tuple[float, ...] = ()
+
+
+class News(msgspec.Struct, array_like=True, frozen=True):
+    """What a step brought to one request.
+
+    Attributes:
+        num_prefilled: prompt tokens in the KV cache, cached ones included.
+        num_cached: those the prefix cache held.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prefilled: int
+    num_cached: int
+    logprobs: list[TokenLogprobs] = []
+    finished: Finished | None = None
+
+
+class StepStats(msgspec.Struct, array_like=True, frozen=True):
+    """One step and how the engine stands after it.
+
+    Attributes:
+        start, end: seconds.
+        prefill_seconds, decode_seconds: the step, divided by the cost model.
+        executed: seconds of it that the executor took.
+        prefill_tokens, decode_tokens: computed.
+        prefill_flops, decode_flops, prefill_bytes, decode_bytes: work, by the algorithm.
+        num_running, num_waiting: requests.
+        kv_cache_usage: fraction of the KV cache's blocks that requests hold.
+        prefix_queries, prefix_hits: prompt tokens looked up since the engine started, and found.
+        num_preemptions: since the engine started.
+    """
+
+    start: float
+    end: float
+    prefill_seconds: float
+    decode_seconds: float
+    executed: float
+    prefill_tokens: int
+    decode_tokens: int
+    prefill_flops: int
+    decode_flops: int
+    prefill_bytes: int
+    decode_bytes: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+
+
+class StepNews(msgspec.Struct, tag=True, frozen=True):
+    """What a step brought; without `stats`, what an end between two steps brought."""
+
+    news: list[News]
+    stats: StepStats | None = None
+
+
+ToEngine = Load | Add | End | LookAt | Stop
+FromEngine = Loading | Ready | Refused | Accepted | Seen | StepNews

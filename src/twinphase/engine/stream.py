@@ -1,0 +1,156 @@
+"""`RequestStream`: the answer of one request as it grows, for a reader in asyncio code.
+
+Text is made on the reader's side, while the engine's next step runs; what a slow reader has not taken yet waits as one
+growing text, not as a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import perf_counter
+
+from twinphase.batch import Phase
+from twinphase.engine.messages import Finished, News
+from twinphase.engine.outputs import StreamUpdate, Transcript
+from twinphase.phases.timeline import IntervalKind
+from twinphase.request import FinishReason
+
+__all__ = ["RequestStream"]
+
+
+class RequestStream:
+    """The answer of one request: an async iterator of `StreamUpdate`.
+
+    Use it in `async for`, or `async with` to end it early. A stream that nobody refers to any more, because its reader
+    left or was cancelled, aborts its request.
+
+    Attributes:
+        request_id: of the request.
+        transcript: text, tokens and timeline so far; the timeline is whole when the request has finished.
+        last_step_end: when the step ended whose tokens came last, seconds; None between two steps.
+        last_news: when news came last, seconds.
+        prices: of the cost model, when the request has finished.
+    """
+
+    def __init__(self, transcript: Transcript, end: Callable[[RequestStream, FinishReason], None]) -> None:
+        """Made by `AsyncEngine.submit`; `end` tells the engine to let go of the request."""
+        self.request_id = transcript.request.request_id
+        self.transcript = transcript
+        self.loop = asyncio.get_running_loop()
+        self.last_step_end: float | None = None
+        self.last_news = transcript.timeline.arrival
+        self.prices: tuple[float, ...] = ()
+        self._end = end
+        self._news = asyncio.Event()
+        self._let_go = False  # the engine has no part in it any more, or was told so
+        self._stopped = False  # at a stop string, of which the engine was told
+        self._ended = False  # the last update was given
+        self._failure: Exception | None = None
+        self._num_chars = self._num_tokens = self._num_prefilled = 0
+        self._times: list[float] = transcript.timeline.token_times
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> StreamUpdate:
+        self._hand_over()
+        while not self._ended:
+            await self._news.wait()
+            self._news.clear()
+            if self._failure is not None:
+                self._ended = True
+                raise self._failure
+            if self.transcript.finished:
+                self._ended = True
+                update, timeline = self._update(), self.transcript.timeline
+                self._hand_over()
+                timeline.token_times = self._times
+                timeline.mark(IntervalKind.SEND, max(perf_counter(), timeline.end))
+                return update
+            if self._has_news():
+                return self._update()
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Abort the request if it has not finished."""
+        self.abandon()
+
+    def __del__(self) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        """As `aclose`, without waiting."""
+        self._ended = True
+        self._release(FinishReason.ABORT)
+
+    def take(self, news: News, step_end: float | None) -> None:
+        """On the stream's loop: make text of new tokens."""
+        if self._let_go:
+            return
+        transcript, request = self.transcript, self.transcript.request
+        self.last_news = began = perf_counter()
+        request.num_cached_tokens, transcript.num_prefilled = news.num_cached, news.num_prefilled
+        if news.finished is not None:
+            self._let_go = True
+            self._take_outcome(news.finished)
+        if not self._stopped:
+            request.output_token_ids += news.token_ids
+            transcript.take_tokens(news.logprobs)
+            self.last_step_end = step_end
+        if news.finished is not None:
+            timeline = transcript.timeline
+            timeline.mark(IntervalKind.SEND, max(began, timeline.end))
+            timeline.mark(IntervalKind.DETOKENIZE, max(perf_counter(), timeline.end))
+            timeline.compact()
+        elif transcript.finished:  # a stop string; the engine's timeline comes when it has let go
+            request.finish_reason, self._stopped = None, True
+            self._end(self, FinishReason.STOP)
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """On the stream's loop: nothing more will come, and the reader is told so."""
+        self._release(FinishReason.ABORT)
+        self._failure = error
+        self._news.set()
+
+    def _release(self, reason: FinishReason) -> None:
+        if not self._let_go:
+            self._let_go = True
+            self._end(self, reason)
+
+    def _take_outcome(self, finished: Finished) -> None:
+        request, outcome = self.transcript.request, finished.outcome
+        request.finish_reason = FinishReason.STOP if self._stopped else finished.reason
+        request.num_cached_tokens, request.prefix_miss = outcome.num_cached_tokens, outcome.prefix_miss
+        request.num_preemptions, request.num_recomputed_tokens = outcome.num_preemptions, outcome.num_recomputed_tokens
+        request.error = outcome.error
+        self.transcript.timeline, self.prices = finished.timeline, finished.prices
+
+    def _hand_over(self) -> None:
+        """The reader comes for more, so it has handed over what it got before."""
+        num_new = self._num_tokens - len(self._times)
+        if num_new > 0:
+            self._times.extend([perf_counter()] * num_new)
+
+    def _has_news(self) -> bool:
+        transcript = self.transcript
+        return (
+            len(transcript.text) > self._num_chars
+            or len(transcript.request.output_token_ids) > self._num_tokens
+            or transcript.num_prefilled > self._num_prefilled
+        )
+
+    def _update(self) -> StreamUpdate:
+        transcript = self.transcript
+        text, token_ids = transcript.text[self._num_chars :], transcript.request.output_token_ids[self._num_tokens :]
+        self._num_chars, self._num_tokens = len(transcript.text), len(transcript.request.output_token_ids)
+        self._num_prefilled = transcript.num_prefilled
+        phase = Phase.DECODE if self._num_tokens else Phase.PREFILL
+        return StreamUpdate(text, token_ids, phase, self._num_prefilled, transcript.finished, transcript)

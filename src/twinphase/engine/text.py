@@ -1,0 +1,114 @@
+"""The text side of a model: its tokenizer and chat template, and what a prompt may be.
+
+Needs the model file's header only, so that a server has it in its own process. Not for generated text (`outputs.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+from twinphase.errors import InvalidRequestError
+from twinphase.tokenizer.tokenizer import Tokenizer
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.gguf import quantization_name
+
+if TYPE_CHECKING:
+    from twinphase.tokenizer.chat_template import ChatTemplate
+    from twinphase.tokenizer.prompt_parts import ChatPrompt
+
+__all__ = ["Message", "ModelText", "Prompt", "is_plain", "plain_prompt"]
+
+Message = Mapping[str, Any]  # "role" and "content", as in OpenAI's API
+Prompt = str | list[int] | Sequence[Message] | Mapping[str, Any]  # a mapping: vLLM's TextPrompt or TokensPrompt
+
+
+class ModelText:
+    """How a model reads and writes text.
+
+    Attributes:
+        checkpoint: the open model file, of which the header is read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Nothing is built before it is needed."""
+        self.checkpoint = checkpoint
+
+    @property
+    def quantization(self) -> str:
+        """By the name users know, such as Q4_0."""
+        return quantization_name(self.checkpoint)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return Tokenizer.from_checkpoint(self.checkpoint)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template; raw prompts never pay for importing jinja2."""
+        from twinphase.tokenizer.chat_template import ChatTemplate
+
+        return ChatTemplate.from_checkpoint(self.checkpoint, self.tokenizer)
+
+    def encode(self, prompt: Prompt, max_tokens: int | None) -> tuple[str | None, list[int]]:
+        """Text of a prompt (None if it came as ids) and its token ids.
+
+        Args:
+            prompt: text, token ids, or the messages of a conversation.
+            max_tokens: the longest prompt; one that is certain to exceed it is refused before it is encoded.
+
+        Raises:
+            InvalidRequestError: an empty prompt, too many tokens, or messages that the model's template refuses.
+        """
+        prompt = plain_prompt(prompt)
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequestError("The prompt is empty.", "Give at least one character.")
+            return prompt, self.tokenizer.encode(prompt, max_tokens=max_tokens)
+        if is_plain(prompt):
+            return None, list(cast(list[int], prompt))  # the engine checks each id
+        chat = self.encode_chat(cast(Sequence[Message], prompt), None, {}, max_tokens)
+        return chat.text, chat.token_ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        max_tokens: int | None,
+    ) -> ChatPrompt:
+        """A conversation as the model reads it; see `chat_prompt`."""
+        from twinphase.tokenizer.prompt_parts import chat_prompt
+
+        return chat_prompt(
+            self.chat_template, self.tokenizer, messages, tools=tools, max_tokens=max_tokens, **variables
+        )
+
+
+def plain_prompt(prompt: Prompt) -> str | list[int] | Sequence[Message]:
+    """The text or the token ids of a mapping such as {"prompt": "..."} or {"prompt_token_ids": [...]}.
+
+    Raises:
+        InvalidRequestError: neither text, token ids, messages nor such a mapping.
+    """
+    if isinstance(prompt, Mapping):
+        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not keys or set(prompt) - {"prompt_token_ids", "prompt"}:
+            raise InvalidRequestError(
+                f"A prompt has the keys {', '.join(map(repr, prompt))}.", "Give `prompt` or `prompt_token_ids`."
+            )
+        prompt = prompt[keys[0]]
+    if isinstance(prompt, (str, list, tuple)):
+        return prompt if isinstance(prompt, str) else list(prompt)
+    raise InvalidRequestError(
+        f"A prompt is of type {type(prompt).__name__}.", "Give texts, or lists of token ids or of messages."
+    )
+
+
+def is_plain(prompt: Prompt) -> bool:
+    """True for text and token ids, False for messages."""
+    if isinstance(prompt, Mapping):
+        return True
+    return isinstance(prompt, str) or not all(isinstance(item, Mapping) for item in prompt) or not prompt

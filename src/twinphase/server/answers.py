@@ -1,0 +1,237 @@
+"""Runs a job: submits its requests to the engine and divides each answer's text into what a reply is made of.
+
+Streamed and whole replies are made of the same deltas, so they cannot differ. Not for JSON (`replies.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from twinphase.batch import Phase, TokenLogprobs
+from twinphase.engine.async_engine import AsyncEngine
+from twinphase.engine.outputs import StreamUpdate
+from twinphase.engine.stream import RequestStream
+from twinphase.errors import EngineUnavailableError, TwinphaseError
+from twinphase.server.jobs import Job
+from twinphase.server.tool_calls import ToolCall, ToolCallDelta, join_deltas
+from twinphase.tokenizer.detokenizer import Detokenizer
+
+__all__ = ["Choice", "Delta", "run_job", "submit_all"]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an update brought to an answer.
+
+    Attributes:
+        choice: the answer.
+        content: text of the answer proper.
+        reasoning: text of the thinking before it.
+        tool_calls: pieces of calls.
+        token_ids: new tokens.
+        logprobs: of those, if asked for.
+        num_prefilled: prompt tokens read so far, while nothing else is new; None otherwise.
+        first: True in the first delta of an answer.
+        finished: True in its last.
+    """
+
+    choice: Choice
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_prefilled: int | None = None
+    first: bool = False
+    finished: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a client would learn nothing from it."""
+        return not (self.content or self.reasoning or self.tool_calls or self.token_ids or self.finished)
+
+
+class Choice:
+    """One answer: the engine's stream, and what was made of it so far.
+
+    Attributes:
+        index: in the reply.
+        stream: of the engine.
+        content, reasoning: so far.
+        token_ids, logprobs: so far.
+        num_reasoning_tokens: known when the answer has finished.
+        finish_reason: in OpenAI's words, when it has finished.
+    """
+
+    def __init__(self, job: Job, index: int, stream: RequestStream) -> None:
+        """Nothing has come yet."""
+        self.job, self.index, self.stream = job, index, stream
+        self.content = self.reasoning = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_reasoning_tokens = 0
+        self.finish_reason: str | None = None
+        self._splitter, self._tools = job.reader.splitter(), job.reader.tool_parser()
+        self._calls: list[ToolCallDelta] = []
+        self._begun = False
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls so far."""
+        return join_deltas(self._calls)
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or token that ended the answer."""
+        return self.stream.transcript.output().outputs[0].stop_reason
+
+    def take(self, update: StreamUpdate) -> Delta:
+        """The next delta.
+
+        Raises:
+            TwinphaseError: the request has failed.
+        """
+        if update.phase is Phase.PREFILL and not update.finished:
+            return Delta(self, num_prefilled=update.num_prefilled)
+        reasoning, content, calls = self._divide(update.text, update.finished)
+        if not self._begun and self.job.echo:
+            content = self._prompt_text() + content
+        num_before = len(self.token_ids)
+        self.token_ids += update.token_ids
+        logprobs = self.stream.transcript.logprobs[num_before : len(self.token_ids)]
+        self.logprobs += logprobs
+        self.content, self.reasoning = self.content + content, self.reasoning + reasoning
+        self._calls += calls
+        if update.finished:
+            self._finish()
+        first, self._begun = not self._begun, True
+        shown = reasoning if self.job.reader.keep_reasoning else ""
+        return Delta(self, content, shown, calls, update.token_ids, logprobs, None, first, update.finished)
+
+    def _divide(self, text: str, finished: bool) -> tuple[str, str, list[ToolCallDelta]]:
+        reasoning, content = self._splitter.feed(text) if self._splitter else ("", text)
+        if self._splitter and finished:
+            last = self._splitter.flush()
+            reasoning, content = reasoning + last[0], content + last[1]
+        if self._tools is None:
+            return reasoning, content, []
+        content, calls = self._tools.feed(content)
+        if finished:
+            rest, more = self._tools.flush()
+            content, calls = content + rest, calls + more
+        return reasoning, content, calls
+
+    def _finish(self) -> None:
+        request = self.stream.transcript.request
+        reason = request.finish_reason.value if request.finish_reason else None
+        if reason == "error":
+            raise TwinphaseError(f"The request failed: {request.error}.", "Others are not concerned.")
+        if reason == "abort":
+            raise EngineUnavailableError("The request was ended by the server.", "Send it again.")
+        self.finish_reason = "tool_calls" if self._calls and reason == "stop" else reason
+        if self.reasoning:
+            self.num_reasoning_tokens = self._count_reasoning()
+
+    def _count_reasoning(self) -> int:
+        """Tokens up to the end of the thinking part, tags included."""
+        splitter = self.job.reader.splitter()
+        assert splitter is not None, "there is reasoning"
+        detokenizer = Detokenizer(self.stream.transcript.tokenizer, continuation=self.job.prompts[0].is_plain)
+        thought = self.job.reader.thinking
+        for index, token_id in enumerate(self.token_ids):
+            splitter.feed(detokenizer.append(token_id))
+            if thought and not splitter.reasoning:
+                return index + 1
+            thought = thought or splitter.reasoning
+        return len(self.token_ids)
+
+    def _prompt_text(self) -> str:
+        prompt = self.job.prompt_of(self.index)
+        return prompt.text if prompt.text is not None else self.stream.transcript.tokenizer.decode(prompt.token_ids)
+
+
+async def submit_all(engine: AsyncEngine, job: Job, cache_salt: str | None) -> list[Choice]:
+    """Queue every request of a job, all or none.
+
+    Raises:
+        TwinphaseError: one was refused.
+    """
+
+    async def submit(index: int) -> Choice:
+        stream = await engine.submit(
+            job.prompt_of(index),
+            job.params_of(index),
+            request_id=job.request_id(index),
+            priority=job.priority,
+            cache_salt=cache_salt,
+        )
+        return Choice(job, index, stream)
+
+    if job.num_choices == 1:
+        return [await submit(0)]
+    # Together: each is answered between two steps.
+    results = await asyncio.gather(*map(submit, range(job.num_choices)), return_exceptions=True)
+    choices = [result for result in results if isinstance(result, Choice)]
+    refused = [result for result in results if isinstance(result, BaseException)]
+    if refused:
+        for choice in choices:
+            choice.stream.abandon()
+        raise refused[0]
+    return choices
+
+
+async def run_job(choices: list[Choice], on_update: Callable[[Choice, StreamUpdate], None]) -> AsyncIterator[Delta]:
+    """Deltas of all answers as they come. Leaving the iteration aborts what has not finished.
+
+    Args:
+        choices: from `submit_all`.
+        on_update: told of each update before its delta is given.
+
+    Raises:
+        TwinphaseError: one of the answers failed; the others are aborted.
+    """
+    try:
+        if len(choices) == 1:
+            async for update in choices[0].stream:
+                on_update(choices[0], update)
+                yield choices[0].take(update)
+        else:
+            async with aclosing(_merged(choices)) as updates:
+                async for choice, update in updates:
+                    on_update(choice, update)
+                    yield choice.take(update)
+    finally:
+        for choice in choices:
+            choice.stream.abandon()
+
+
+async def _merged(choices: list[Choice]) -> AsyncGenerator[tuple[Choice, StreamUpdate], None]:
+    # Of length 1: a reader that is slow makes the streams wait, each of which gathers its text meanwhile.
+    queue: asyncio.Queue[tuple[Choice, StreamUpdate] | Exception | None] = asyncio.Queue(1)
+
+    async def read(choice: Choice) -> None:
+        try:
+            async for update in choice.stream:
+                await queue.put((choice, update))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(read(choice)) for choice in choices]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,313 @@
+"""The HTTP routes and the gate before them: keys, sizes, times, errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from time import perf_counter, time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from twinphase import __version__
+from twinphase.engine.async_engine import AsyncEngine
+from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.server import problems
+from twinphase.server.generation import Generation, Receive, Scope, Send
+from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, template_messages
+from twinphase.server.observe import explanation_json, timeline_json
+from twinphase.server.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorResponse,
+    TokenizeRequest,
+)
+from twinphase.server.problems import RequestTimeoutError, TooLargeError
+from twinphase.server.replies import ChatReplies, CompletionReplies
+from twinphase.server.service import Service
+
+__all__ = ["make_app"]
+
+LOG = logging.getLogger("twinphase.server")
+OPEN_PATHS = re.compile(r"/(health(/live|/ready)?|metrics|version|ping)?")  # no API key is asked for
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}},
+    **ERRORS,
+}
+
+
+def make_app(service: Service) -> Gate:
+    """The server's ASGI application; starting it starts the service."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await service.stop()
+
+    app = FastAPI(title="twinphase", version=__version__, lifespan=lifespan, redoc_url=None)
+    _add_generation(app, service)
+    _add_text(app, service)
+    _add_requests(app, service)
+    _add_health(app, service)
+    app.exception_handler(RequestValidationError)(_invalid)
+    app.exception_handler(HTTPException)(_http_problem)
+    app.exception_handler(TwinphaseError)(_refused)
+    if service.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.config.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    return Gate(app, service)
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", responses=ANSWER, response_class=Response)
+    async def create_chat_completion(body: ChatCompletionRequest) -> Response:
+        """Answer a conversation."""
+        service.check_model(body.model)
+        service.check_n(body.n)
+
+        async def make_job(engine: AsyncEngine, arrival: float) -> Job:
+            name = body.model or service.model_names[0]
+            return await chat_job(engine, body, name, arrival, tool_prompt=service.config.tool_prompt)
+
+        return Generation(service, make_job, ChatReplies, num_requests=body.n or 1, stream=bool(body.stream))
+
+    @app.post("/v1/completions", responses=ANSWER, response_class=Response)
+    async def create_completion(body: CompletionRequest) -> Response:
+        """Complete one prompt or several."""
+        service.check_model(body.model)
+        service.check_n(body.n)
+        num_prompts = count_prompts(body, service.config.max_prompts)
+
+        async def make_job(engine: AsyncEngine, arrival: float) -> Job:
+            return await completion_job(engine, body, body.model or service.model_names[0], arrival)
+
+        num_requests = num_prompts * (body.n or 1)
+        return Generation(service, make_job, CompletionReplies, num_requests=num_requests, stream=bool(body.stream))
+
+
+def _add_text(app: FastAPI, service: Service) -> None:
+    def max_model_len() -> int | None:
+        return service.facts.config.max_model_len if service.facts else None
+
+    @app.get("/v1/models", responses=ERRORS)
+    async def list_models() -> dict[str, Any]:
+        """The model's names."""
+        return {"object": "list", "data": [describe(name) for name in service.model_names]}
+
+    @app.get("/v1/models/{model:path}", responses=ERRORS)
+    async def get_model(model: str) -> dict[str, Any]:
+        """One of them."""
+        service.check_model(model)
+        return describe(model)
+
+    def describe(name: str) -> dict[str, Any]:
+        facts = {"id": name, "object": "model", "created": started, "owned_by": "twinphase"}
+        return {**facts, "root": service.model_names[0], "parent": None, "max_model_len": max_model_len()}
+
+    started = int(time())
+
+    @app.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a text, or of a conversation as the chat template writes it."""
+        service.check_model(body.model)
+        text, limit = service.host.text, max_model_len()
+        if body.messages is not None:
+            messages = template_messages(body.messages)
+            token_ids = (await asyncio.to_thread(text.encode_chat, messages, None, {}, limit)).token_ids
+        else:
+            special = body.add_special_tokens is not False
+            token_ids = await asyncio.to_thread(
+                text.tokenizer.encode, body.prompt or "", add_special_tokens=special, max_tokens=limit
+            )
+        found: dict[str, Any] = {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids}
+        if body.return_token_strs:
+            decode = text.tokenizer.decode
+            found["token_strs"] = [decode([i], skip_special_tokens=False, continuation=True) for i in token_ids]
+        return found
+
+    @app.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """Text of token ids, control tokens by their names."""
+        service.check_model(body.model)
+        tokenizer = service.host.text.tokenizer
+        unknown = next((i for i in body.tokens if i >= tokenizer.vocab_size), None)
+        if unknown is not None:
+            raise InvalidRequestError(
+                f"Token id {unknown} is not in the vocabulary.", f"Use 0 to {tokenizer.vocab_size - 1}."
+            )
+        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+def _add_requests(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/requests/{request_id}/timeline", responses=ERRORS)
+    async def get_timeline(request_id: str, request: Request) -> dict[str, Any]:
+        """Where a request's time went, interval by interval."""
+        known, timeline = service.timelines.find(request.state.tenant, request_id)
+        if timeline is not None:
+            return timeline_json(request_id, timeline, finished=True)
+        seen, _ = await service.require_engine().look(known, None)
+        return timeline_json(request_id, seen, finished=False)
+
+    @app.get("/v1/requests/{request_id}/explain", responses=ERRORS)
+    async def explain(request_id: str, request: Request) -> dict[str, Any]:
+        """Why a request took as long as it did, and what to change."""
+        known, timeline = service.timelines.find(request.state.tenant, request_id)
+        _, explanation = await service.require_engine().look(known, timeline)
+        return explanation_json(request_id, explanation)
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/health/live", responses=ERRORS)
+    async def live() -> Response:
+        """Whether the server works: 503 when its engine has work and makes no step, or could not be loaded."""
+        return JSONResponse(service.state(), 503 if service.stage in ("stalled", "failed") else 200)
+
+    @app.get("/health/ready", responses=ERRORS)
+    @app.get("/health", responses=ERRORS)
+    async def ready() -> Response:
+        """Whether requests are taken; if not, what the server is doing."""
+        return JSONResponse(service.state(), 200 if service.stage == "ready" else 503)
+
+    @app.get("/metrics", responses=ERRORS, response_class=Response)
+    async def metrics(request: Request) -> Response:
+        """For Prometheus."""
+        body, content_type = service.metrics.expose(request.headers.get("accept"))
+        return Response(body, media_type=content_type)
+
+    @app.get("/version", responses=ERRORS)
+    async def version() -> dict[str, str]:
+        """Of twinphase."""
+        return {"version": __version__}
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return Response(problems.body(problems.invalid_fields(error.errors())), 400, media_type="application/json")
+
+
+async def _http_problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = problems.body(problems.problem(str(error.detail), error.status_code))
+    return Response(body, error.status_code, error.headers, "application/json")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TwinphaseError)
+    return Response(problems.body(error), error.http_status, problems.headers(error), "application/json")
+
+
+class Gate:
+    """What every request passes first: it is timed, who sends it is checked, and its body is read within limits.
+
+    Attributes:
+        app: what is behind it.
+    """
+
+    def __init__(self, app: FastAPI, service: Service) -> None:
+        """Guard `app`."""
+        self.app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or the lifespan."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Any) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        headers = dict(scope["headers"])
+        state = scope.setdefault("state", {})
+        state.update(arrival=perf_counter(), tenant="", abort=_abort(send), send=watched)
+        try:
+            if OPEN_PATHS.fullmatch(scope["path"]) is None and scope["method"] != "OPTIONS":
+                authorization = headers.get(b"authorization", b"").decode("latin-1")
+                state["tenant"] = self._service.access.tenant(authorization)
+            body = await self._read(headers, receive)
+            if body is not None:
+                await self.app(scope, _replayed(body, receive), watched)
+        except TwinphaseError as error:
+            self._service.metrics.refused(error.http_status, type(error).__name__)
+            await _send_problem(send, error)
+        except Exception:
+            LOG.exception("A request failed")
+            if not started:
+                await _send_problem(send, TwinphaseError("The server failed on this request."))
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """The body; None if the client left.
+
+        Raises:
+            TooLargeError: it is longer than allowed.
+            RequestTimeoutError: it came too slowly.
+        """
+        limit = self._service.config.max_body_bytes
+        error = TooLargeError(f"The body is longer than {limit} bytes.", "Send less in one request.")
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length[:20]) > limit:
+            raise error
+        body = bytearray()
+
+        async def read() -> bytes | None:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body.extend(message.get("body", b""))
+                if len(body) > limit:
+                    raise error
+                if not message.get("more_body", False):
+                    return bytes(body)
+
+        if not length and b"transfer-encoding" not in headers:
+            return await read()
+        try:
+            return await asyncio.wait_for(read(), self._service.config.body_timeout)
+        except TimeoutError:
+            raise RequestTimeoutError("The body came too slowly.", "Send it again.") from None
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body once, then what the connection says."""
+    given = False
+
+    async def replay() -> Any:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _send_problem(send: Send, error: TwinphaseError) -> None:
+    body = problems.body(error)
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **problems.headers(error)}
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.http_status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _abort(send: Send) -> Callable[[], None]:
+    """Cuts the connection without waiting for what is buffered; ASGI has no word for it, uvicorn's object has."""
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    abort: Callable[[], None] = getattr(transport, "abort", lambda: None)
+    return abort

@@ -1,0 +1,290 @@
+"""From a request of the API to what the engine is asked: prompts, sampling parameters, and how answers are read.
+
+Not for running it (`answers.py`) nor for the shapes of replies (`replies.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from twinphase.engine.async_engine import AsyncEngine, EncodedPrompt
+from twinphase.errors import InvalidRequestError
+from twinphase.request import SamplingParams, StructuredOutputsParams
+from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, GenerationRequest, NamedToolChoice
+from twinphase.server.reasoning import ReasoningSplitter, ThinkTags, opens_thinking, think_tags
+from twinphase.server.tool_calls import ToolCallParser
+from twinphase.server.tool_prompt import takes_tools, with_argument_objects, with_tool_prompt
+from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_grammar
+from twinphase.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Job", "Reader", "chat_job", "completion_job", "count_prompts", "template_messages"]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How the text of an answer is read; each answer gets parsers of its own.
+
+    Attributes:
+        tags: of thinking, if the model thinks.
+        thinking: whether the prompt ends inside the thinking part.
+        tool_format: how calls are written, if any are looked for.
+        keep_reasoning: whether the client wants it.
+    """
+
+    tags: ThinkTags | None = None
+    thinking: bool = False
+    tool_format: ToolFormat | None = None
+    keep_reasoning: bool = True
+
+    def splitter(self) -> ReasoningSplitter | None:
+        """Keeps thinking apart."""
+        return ReasoningSplitter(self.tags, self.thinking) if self.tags else None
+
+    def tool_parser(self) -> ToolCallParser | None:
+        """Keeps tool calls apart."""
+        return ToolCallParser(self.tool_format) if self.tool_format else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of the API.
+
+    Attributes:
+        id: of the reply.
+        operation: "chat" or "text_completion", OpenTelemetry's words.
+        created: Unix seconds.
+        model: as it is called in the reply.
+        prompts: each is answered `n` times.
+        params: of every answer, but for the seed.
+        n: answers to each prompt.
+        priority: of the request.
+        cache_salt: as the client gave it.
+        reader: of the answers' text.
+        echo: begin each answer with its prompt.
+        include_usage: end a stream with the usage.
+        return_progress: tell how far the prompt is read.
+        return_token_ids: give the answers' tokens.
+    """
+
+    id: str
+    operation: str
+    created: int
+    model: str
+    prompts: Sequence[EncodedPrompt]
+    params: SamplingParams
+    n: int
+    priority: int
+    cache_salt: str | None
+    reader: Reader = Reader()
+    echo: bool = False
+    include_usage: bool = False
+    return_progress: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        """Answers in all."""
+        return len(self.prompts) * self.n
+
+    def request_id(self, choice: int) -> str:
+        """The engine's name for an answer."""
+        return self.id if self.num_choices == 1 else f"{self.id}-{choice}"
+
+    def prompt_of(self, choice: int) -> EncodedPrompt:
+        """The prompt of an answer."""
+        return self.prompts[choice // self.n]
+
+    def params_of(self, choice: int) -> SamplingParams:
+        """Sampling parameters of an answer: the n-th answer with a seed is drawn with seed + n, as vLLM does."""
+        seed = self.params.seed
+        return self.params if seed is None or self.n == 1 else replace(self.params, seed=seed + choice % self.n)
+
+
+async def chat_job(
+    engine: AsyncEngine, body: ChatCompletionRequest, model: str, arrival: float, *, tool_prompt: bool = True
+) -> Job:
+    """A conversation to answer.
+
+    Args:
+        engine: encodes the prompt.
+        body: as the client sent it.
+        model: the reply's name of it.
+        arrival: when the request came, seconds.
+        tool_prompt: describe tools in the prompt where the template has no place for them.
+
+    Raises:
+        InvalidRequestError: something in it cannot be honoured.
+    """
+    template = engine.text.chat_template
+    messages = template_messages(body.messages)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    choice: Any = body.tool_choice
+    if isinstance(choice, NamedToolChoice):
+        choice = choice.model_dump()
+    format = None
+    if tools:
+        check_tools(tools, choice)
+        format = tool_format(template.source)
+    own_place = takes_tools(template.source)
+    if tools and not own_place and not tool_prompt:
+        raise InvalidRequestError("The model's chat template has no place for tools.", "Leave out `tools`.")
+    messages = with_argument_objects(messages) if own_place else with_tool_prompt(messages, tools)
+    variables = body.chat_template_kwargs or {}
+    reserved = sorted({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & set(variables))
+    if reserved:
+        raise InvalidRequestError(f"chat_template_kwargs has the key {reserved[0]!r}.", "Send it by its own field.")
+    prompt = await engine.encode_chat(messages, tools if own_place and tools else None, variables, arrival)
+    tags = think_tags(template.source)
+    thinking = bool(tags and prompt.text and opens_thinking(prompt.text, tags))
+    grammar = None
+    if format is not None and choice != "none":
+        grammar = tool_grammar(tools, choice, body.parallel_tool_calls, format, _control_tokens(engine.text.tokenizer))
+    else:
+        format = None
+    output = _one_constraint(body, grammar)
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    _check_budget(body, tags)
+    params = _params(body, limit, logprobs, output, thinking_token_budget=body.thinking_token_budget)
+    return Job(
+        f"chatcmpl-{secrets.token_hex(16)}",
+        "chat",
+        int(time.time()),
+        model,
+        [prompt],
+        params,
+        body.n or 1,
+        body.priority,
+        body.cache_salt,
+        Reader(tags, thinking, format, body.include_reasoning),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        return_progress=body.return_progress,
+        return_token_ids=body.return_token_ids,
+    )
+
+
+def count_prompts(body: CompletionRequest, limit: int) -> int:
+    """Prompts of a request.
+
+    Raises:
+        InvalidRequestError: there are none, or more than `limit`.
+    """
+    count = len(_prompt_list(body.prompt))
+    if not 0 < count <= limit:
+        raise InvalidRequestError(f"`prompt` has {count} prompts.", f"Use 1 to {limit} in a request.")
+    return count
+
+
+async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float) -> Job:
+    """Prompts to complete.
+
+    Raises:
+        InvalidRequestError: something in it cannot be honoured.
+    """
+    encoded = []
+    for prompt in _prompt_list(body.prompt):
+        encoded.append(await engine.encode(prompt, arrival))
+        await asyncio.sleep(0)  # others' answers go on
+    params = _params(body, 16 if body.max_tokens is None else body.max_tokens, body.logprobs, _one_constraint(body))
+    return Job(
+        f"cmpl-{secrets.token_hex(16)}",
+        "text_completion",
+        int(time.time()),
+        model,
+        encoded,
+        params,
+        body.n or 1,
+        body.priority,
+        body.cache_salt,
+        echo=bool(body.echo),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        return_progress=body.return_progress,
+        return_token_ids=body.return_token_ids,
+    )
+
+
+def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as chat templates know them: without what was not sent, "developer" as "system"."""
+    plain = []
+    for message in messages:
+        fields = message.model_dump(exclude_none=True, exclude={"annotations"})
+        fields["role"] = "system" if message.role == "developer" else message.role
+        fields.setdefault("content", None)
+        plain.append(fields)
+    return plain
+
+
+def _prompt_list(prompt: Any) -> list[Any]:
+    if isinstance(prompt, str):
+        return [prompt]
+    return [prompt] if prompt and all(isinstance(item, int) for item in prompt) else list(prompt)
+
+
+def _params(
+    body: GenerationRequest,
+    max_tokens: int | None,
+    logprobs: int | None,
+    structured_outputs: StructuredOutputsParams | None,
+    **others: Any,
+) -> SamplingParams:
+    names = (
+        "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+        "stop", "stop_token_ids", "logit_bias", "min_tokens", "ignore_eos",
+    )  # fmt: skip
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    seed = None if body.seed is None else body.seed % 2**64  # the engine's draws know no more of it
+    return SamplingParams(
+        **given, seed=seed, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structured_outputs, **others
+    )
+
+
+def _one_constraint(
+    body: GenerationRequest, tools: StructuredOutputsParams | None = None
+) -> StructuredOutputsParams | None:
+    """The form that the answer must have, however the client named it.
+
+    Raises:
+        InvalidRequestError: it named two.
+    """
+    found: dict[str, StructuredOutputsParams] = {}
+    if tools is not None:
+        found["tools"] = tools
+    if body.structured_outputs is not None:
+        fields = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        found["structured_outputs"] = StructuredOutputsParams(**fields)
+    for name in ("json", "regex", "choice", "grammar"):
+        value = getattr(body, f"guided_{name}")
+        if value is not None:
+            found[f"guided_{name}"] = StructuredOutputsParams(**{name: value})
+    wanted = body.response_format
+    if wanted is not None and wanted.type != "text":
+        if wanted.json_schema is not None:
+            found["response_format"] = StructuredOutputsParams(json=wanted.json_schema.schema_)
+        elif wanted.type == "json_object":
+            found["response_format"] = StructuredOutputsParams(json_object=True)
+        else:
+            tag = {"type": wanted.type, "structures": wanted.structures, "triggers": wanted.triggers}
+            found["response_format"] = StructuredOutputsParams(structural_tag=tag)
+    if len(found) > 1:
+        raise InvalidRequestError(f"{' and '.join(found)} both say what form the answer must have.", "Give one.")
+    return next(iter(found.values()), None)
+
+
+def _check_budget(body: ChatCompletionRequest, tags: ThinkTags | None) -> None:
+    if body.thinking_token_budget is not None and tags is None:
+        raise InvalidRequestError(
+            "thinking_token_budget is given, but the model's chat template knows no thinking.", "Leave it out."
+        )
+
+
+def _control_tokens(tokenizer: Tokenizer) -> Callable[[str], int | None]:
+    def find(text: str) -> int | None:
+        token_id = tokenizer.token_id(text)
+        return token_id if token_id is not None and tokenizer.is_special(token_id) else None
+
+    return find

@@ -1,0 +1,198 @@
+"""What a client is told about where its time went: the `timings` object, `Server-Timing`, and finished timelines.
+
+Times on the wire are in milliseconds, as in llama.cpp's `timings`, of which ours is a superset.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+from twinphase.errors import RequestNotFoundError
+from twinphase.phases.cost import CostModel
+from twinphase.phases.explain import Explanation
+from twinphase.phases.prompt_parts import divide, part_at
+from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
+from twinphase.phases.timeline import IntervalKind, RequestTimeline
+from twinphase.phases.work import ModelShape
+from twinphase.request import Request
+from twinphase.server.answers import Choice
+from twinphase.server.jobs import Job
+
+__all__ = ["Kept", "Timelines", "explanation_json", "server_timing", "timeline_json", "timings"]
+
+
+def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
+    """Where the time of one answer went, up to this moment; `shape` is the model's.
+
+    `ledger_ms` adds up to `e2e_ms`. The others are llama.cpp's (`cache_n` and what follows it) or our formulas:
+    `ttft_ms` first token handed over - arrival; `ttfo_ms` the same for the first token behind the thinking part;
+    `tpot_ms` (last token - first token) / (output tokens - 1).
+    """
+    transcript = choice.stream.transcript
+    timeline, request = transcript.timeline, transcript.request
+    num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
+    prefill, decode = _phase_seconds(timeline)
+    computed = num_prompt - request.num_cached_tokens
+    found: dict[str, Any] = {
+        "cache_n": request.num_cached_tokens,
+        "prompt_n": computed,
+        "prompt_ms": _ms(prefill),
+        "prompt_per_token_ms": _ms(prefill / computed) if computed else None,
+        "prompt_per_second": computed / prefill if prefill else None,
+        "predicted_n": num_output,
+        "predicted_ms": _ms(decode),
+        "predicted_per_token_ms": _ms(decode / timeline.decode.tokens) if timeline.decode.tokens else None,
+        "predicted_per_second": timeline.decode.tokens / decode if decode else None,
+        "ttft_ms": _ms(timeline.ttft),
+        "tpot_ms": _ms(timeline.tpot),
+        "e2e_ms": _ms(timeline.end - timeline.arrival),
+        "ledger_ms": {kind: _ms(seconds) for kind, seconds in timeline.totals().items()},
+        "num_preemptions": request.num_preemptions,
+        "num_recomputed_tokens": request.num_recomputed_tokens,
+    }
+    if job.reader.tags is not None:
+        answer = timeline.token_times[choice.num_reasoning_tokens :]
+        found["ttfo_ms"] = _ms(answer[0] - timeline.arrival) if answer else None
+    runs, miss = job.prompt_of(choice.index).runs, request.prefix_miss
+    if miss is not None:
+        part = part_at(runs, miss.token_index) if runs else None
+        found["prefix_miss"] = {"reason": miss.reason.value, "token_index": miss.token_index}
+        found["prefix_miss"] |= {"part": part.name} if part else {}
+    if runs and choice.stream.prices and shape is not None:
+        reports = divide(runs, request.num_cached_tokens, prefill, CostModel(choice.stream.prices), shape)
+        found["prompt_parts"] = [
+            {
+                "kind": report.part.kind,
+                "name": report.part.name,
+                "tokens": report.tokens,
+                "cached_tokens": report.cached_tokens,
+                "computed_tokens": report.computed_tokens,
+                "prefill_share": round(report.prefill_share, 6),
+                "prefill_ms": _ms(report.prefill_seconds),
+                "kv_bytes": report.kv_bytes,
+            }
+            for report in reports
+        ]
+    return found
+
+
+def server_timing(timeline: RequestTimeline) -> str:
+    """The header of that name (https://www.w3.org/TR/server-timing): the intervals that took time."""
+    return ", ".join(f"{kind};dur={_ms(seconds)}" for kind, seconds in timeline.totals().items() if seconds > 0)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A finished request, without its text.
+
+    Attributes:
+        tenant: who may see it.
+        request: its numbers.
+        timeline: whole.
+    """
+
+    tenant: str
+    request: Request
+    timeline: RequestTimeline
+
+
+class Timelines:
+    """The last finished requests, by id; and who the unfinished ones belong to."""
+
+    def __init__(self, limit: int) -> None:
+        """Keep `limit` finished ones."""
+        self._limit = limit
+        self._finished: OrderedDict[str, Kept] = OrderedDict()
+        self._running: dict[str, tuple[str, Choice]] = {}
+
+    def begin(self, tenant: str, choice: Choice) -> None:
+        """An answer was begun."""
+        self._running[choice.stream.request_id] = (tenant, choice)
+
+    def end(self, choice: Choice) -> None:
+        """It has ended, finished or not."""
+        tenant, _ = self._running.pop(choice.stream.request_id, ("", choice))
+        transcript = choice.stream.transcript
+        if not transcript.finished:
+            return
+        timeline = transcript.timeline
+        timeline.mark(IntervalKind.SEND, max(perf_counter(), timeline.end))
+        self._finished[choice.stream.request_id] = Kept(tenant, transcript.request, timeline)
+        while len(self._finished) > self._limit:
+            self._finished.popitem(last=False)
+
+    def find(self, tenant: str, request_id: str) -> tuple[Request, RequestTimeline | None]:
+        """A request of that tenant, with its timeline if it has finished.
+
+        Raises:
+            RequestNotFoundError: it is not known, or another's, which is the same to who asks.
+        """
+        kept, running = self._finished.get(request_id), self._running.get(request_id)
+        if kept is not None and kept.tenant == tenant:
+            return kept.request, kept.timeline
+        if running is not None and running[0] == tenant:
+            return running[1].stream.transcript.request, None
+        raise RequestNotFoundError(
+            f"No request {request_id[:80]!r} is known.", f"The last {self._limit} finished ones are kept."
+        )
+
+
+def timeline_json(request_id: str, timeline: RequestTimeline, finished: bool) -> dict[str, Any]:
+    """A timeline as plain values; times in milliseconds from the request's arrival."""
+
+    def since(moment: float) -> float:
+        return round(1e3 * (moment - timeline.arrival), 3)
+
+    intervals = []
+    for interval in timeline.intervals:
+        entry: dict[str, Any] = {
+            "kind": interval.kind.value,
+            "start_ms": since(interval.start),
+            "end_ms": since(interval.end),
+        }
+        if interval.step >= 0:
+            entry["step"] = interval.step
+        if interval.kind is IntervalKind.STALL:
+            entry["prefill_tokens"] = interval.prefill_tokens
+        if interval.reason:
+            entry["reason"] = interval.reason
+        intervals.append(entry)
+    return {
+        "id": request_id,
+        "finished": finished,
+        "e2e_ms": since(timeline.end),
+        "ttft_ms": _ms(timeline.ttft),
+        "tpot_ms": _ms(timeline.tpot),
+        "ledger_ms": {kind: _ms(seconds) for kind, seconds in timeline.totals().items()},
+        "intervals": intervals,
+        "token_times_ms": [since(moment) for moment in timeline.token_times],
+        "prefill": asdict(timeline.prefill),
+        "decode": asdict(timeline.decode),
+        "note": "Shares of a step that several requests had come from the measured cost model.",
+    }
+
+
+def explanation_json(request_id: str, explanation: Explanation) -> dict[str, Any]:
+    """An explanation as plain values."""
+    return {
+        "id": request_id,
+        "dominant": explanation.dominant.value,
+        "bounds": explanation.bounds,
+        "sentences": list(explanation.sentences),
+        "levers": [asdict(lever) for lever in explanation.levers],
+    }
+
+
+def _phase_seconds(timeline: RequestTimeline) -> tuple[float, float]:
+    totals = timeline.totals()
+    return (
+        sum(totals[kind.value] for kind in PREFILL_KINDS),
+        sum(totals[kind.value] for kind in DECODE_KINDS),
+    )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)

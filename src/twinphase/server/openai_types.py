@@ -1,0 +1,283 @@
+"""What clients may send, as OpenAI and vLLM name it. A field that is not here is refused by name.
+
+Ranges that `SamplingParams` checks are checked there; here is what keeps a request small before anything is done.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "ErrorResponse",
+    "GenerationRequest",
+    "Message",
+    "TokenizeRequest",
+]
+
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_STOPS = 4096, 4096, 128, 16
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class TextPart(_Strict):
+    """A piece of a message; `part` names it in the report of prompt parts (a retrieved chunk, for instance)."""
+
+    type: Literal["text"]
+    text: str
+    part: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+
+
+class FunctionCall(_Strict):
+    """A call that the assistant made: `arguments` is JSON text."""
+
+    name: Name
+    arguments: str = "{}"
+
+
+class ToolCall(_Strict):
+    """A tool call in an assistant's message."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(_Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of role {self.role!r} needs content")
+        return self
+
+
+class Function(_Strict):
+    """A function the model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """A tool definition."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Strict):
+    """The function's name in a tool choice."""
+
+    name: Name
+
+
+class NamedToolChoice(_Strict):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(_Strict):
+    """The schema of a structured answer."""
+
+    name: Name
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """What form the answer must have."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("`json_schema` goes with the type json_schema")
+        if (self.type == "structural_tag") != (self.structures is not None and self.triggers is not None):
+            raise ValueError("`structures` and `triggers` go with the type structural_tag")
+        return self
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's `structured_outputs`: exactly one form."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+
+class StreamOptions(_Strict):
+    """Of a streamed answer."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+    include_obfuscation: bool | None = None  # OpenAI pads its chunks against eavesdroppers; there is nothing to pad
+
+
+class GenerationRequest(_Strict):
+    """What chats and completions have in common."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: Seed | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    logit_bias: Annotated[dict[Annotated[int, Field(ge=0, lt=2**31)], float], Field(max_length=1024)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    response_format: ResponseFormat | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    return_progress: bool = False
+    return_token_ids: bool = False
+    user: str | None = None  # for the client's own books
+    # Accepted at the value that means what is done anyway; anything else is refused.
+    skip_special_tokens: Literal[True] = True
+    spaces_between_special_tokens: Literal[True] = True
+    include_stop_str_in_output: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("`stream_options` needs `stream`: true")
+        if self.return_progress and not self.stream:
+            raise ValueError("`return_progress` needs `stream`: true")
+        return self
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    add_generation_prompt: Literal[True] = True
+    continue_final_message: Literal[False] = False
+    store: Literal[False] | None = None
+    metadata: dict[str, str] | None = None  # for the client's own books
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("`top_logprobs` needs `logprobs`: true")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("`tool_choice` needs `tools`")
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise ValueError("`max_tokens` and `max_completion_tokens` differ; give one of them")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = False
+    best_of: Literal[1] | None = None
+    suffix: None = None
+    add_special_tokens: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _echo_without_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("`echo` together with `logprobs` is not supported: log probabilities are of new tokens")
+        return self
+
+
+class TokenizeRequest(_Strict):
+    """POST /tokenize, of a text or of a conversation."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give `prompt` or `messages`")
+        return self
+
+
+class DetokenizeRequest(_Strict):
+    """POST /detokenize."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+
+
+class Error(BaseModel):
+    """What was wrong and what to do."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorResponse(BaseModel):
+    """OpenAI's shape of an error."""
+
+    error: Error

@@ -1,0 +1,243 @@
+"""Replies in OpenAI's shapes, streamed and whole, both made of the same deltas; usage and timings with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from twinphase.batch import TokenLogprobs
+from twinphase.phases.work import ModelShape
+from twinphase.server.answers import Choice, Delta
+from twinphase.server.jobs import Job
+from twinphase.server.observe import timings
+from twinphase.server.tool_calls import ToolCallDelta
+from twinphase.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["DONE", "ChatReplies", "CompletionReplies", "Replies", "event", "usage"]
+
+DONE = b"data: [DONE]\n\n"
+LOWEST_LOGPROB = -9999.0  # as vLLM: JSON has no infinity
+_JSON = msgspec.json.Encoder()
+
+
+def event(data: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + _JSON.encode(data) + b"\n\n"
+
+
+def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Tokens of a reply; each prompt counts once, however many answers it has."""
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
+    completion_tokens = sum(len(choice.token_ids) for choice in choices)
+    cached = sum(choice.stream.transcript.request.num_cached_tokens for choice in choices[:: job.n])
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices),
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+class Replies:
+    """What chats and completions have in common. One for each job.
+
+    Attributes:
+        job: that is replied to.
+        choices: its answers.
+        chunk_object, body_object: the kinds of reply, in OpenAI's words.
+    """
+
+    chunk_object = body_object = ""
+
+    def __init__(
+        self, job: Job, choices: Sequence[Choice], tokenizer: Tokenizer, shape: ModelShape | None = None
+    ) -> None:
+        """Nothing is said yet; `shape` is the model's, for the report of prompt parts."""
+        self.job, self.choices, self.tokenizer, self.shape = job, choices, tokenizer, shape
+        head = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
+        self._head = head
+        self._plain = _JSON.encode(head)[:-1]  # of a chunk that brings nothing but text, the most common kind
+
+    def chunk(self, delta: Delta) -> bytes:
+        """The event of a delta; empty for one that brings nothing."""
+        if delta.num_prefilled is not None:
+            return self._progress(delta) if self.job.return_progress else b""
+        if delta.is_empty:
+            return b""
+        choice = self.chunk_choice(delta)
+        if self.job.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        extra: dict[str, Any] = {"choices": [choice]}
+        if delta.finished:
+            choice["stop_reason"] = delta.choice.stop_reason
+            extra["timings"] = timings(self.job, delta.choice, self.shape)
+            if self.job.return_token_ids:
+                choice["prompt_token_ids"] = self.job.prompt_of(delta.choice.index).token_ids
+        if self.job.include_usage:
+            extra["usage"] = None
+        return b"data: " + self._plain + b"," + _JSON.encode(extra)[1:] + b"\n\n"
+
+    def end(self) -> bytes:
+        """The last events of a stream."""
+        if not self.job.include_usage:
+            return DONE
+        return event({**self._head, "choices": [], "usage": usage(self.job, self.choices)}) + DONE
+
+    def body(self) -> dict[str, Any]:
+        """The whole reply, when all answers have finished."""
+        choices = []
+        for choice in self.choices:
+            shown = self.body_choice(choice)
+            shown["stop_reason"] = choice.stop_reason
+            if self.job.return_token_ids:
+                shown["token_ids"] = choice.token_ids
+                shown["prompt_token_ids"] = self.job.prompt_of(choice.index).token_ids
+            if len(self.choices) > 1:
+                shown["timings"] = timings(self.job, choice, self.shape)
+            choices.append(shown)
+        last = max(self.choices, key=lambda choice: choice.stream.transcript.timeline.end)
+        head = {**self._head, "object": self.body_object}
+        return {
+            **head,
+            "choices": choices,
+            "usage": usage(self.job, self.choices),
+            "timings": timings(self.job, last, self.shape),
+        }
+
+    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        """The entry of a chunk's "choices"."""
+        raise NotImplementedError
+
+    def body_choice(self, choice: Choice) -> dict[str, Any]:
+        """The entry of a whole reply's "choices"."""
+        raise NotImplementedError
+
+    def _progress(self, delta: Delta) -> bytes:
+        choice = delta.choice
+        prompt, request = self.job.prompt_of(choice.index), choice.stream.transcript.request
+        progress = {
+            "total": len(prompt.token_ids),
+            "cache": request.num_cached_tokens,
+            "processed": delta.num_prefilled,
+            "time_ms": round(1e3 * (choice.stream.last_news - prompt.arrival), 3),
+        }
+        return event({**self._head, "choices": [], "prompt_progress": {"index": choice.index, **progress}})
+
+
+class ChatReplies(Replies):
+    """Replies of /v1/chat/completions."""
+
+    chunk_object, body_object = "chat.completion.chunk", "chat.completion"
+
+    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        """With the delta of the message."""
+        message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
+        if delta.content or (delta.first and not delta.reasoning):
+            message["content"] = delta.content
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            message["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+        choice: dict[str, Any] = {"index": delta.choice.index, "delta": message, "logprobs": None}
+        if delta.logprobs:
+            choice["logprobs"] = {"content": [self._logprob(entry) for entry in delta.logprobs]}
+        choice["finish_reason"] = delta.choice.finish_reason if delta.finished else None
+        return choice
+
+    def body_choice(self, choice: Choice) -> dict[str, Any]:
+        """With the whole message."""
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+        if choice.reasoning and self.job.reader.keep_reasoning:
+            message["reasoning_content"] = choice.reasoning
+        calls = choice.tool_calls
+        if calls:
+            message["content"] = choice.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        asked = self.job.params.logprobs is not None
+        logprobs = {"content": [self._logprob(entry) for entry in choice.logprobs]} if asked else None
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _logprob(self, entry: TokenLogprobs) -> dict[str, Any]:
+        top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
+        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": _token_text(self.tokenizer, token_id),
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "bytes": list(self.tokenizer.token_bytes(token_id)),
+        }
+
+
+class CompletionReplies(Replies):
+    """Replies of /v1/completions."""
+
+    chunk_object = body_object = "text_completion"
+
+    def __init__(
+        self, job: Job, choices: Sequence[Choice], tokenizer: Tokenizer, shape: ModelShape | None = None
+    ) -> None:
+        """Nothing is said yet."""
+        super().__init__(job, choices, tokenizer, shape)
+        self._offsets = [0] * len(choices)  # characters of the tokens whose log probabilities were given
+
+    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        """With the new text."""
+        index = delta.choice.index
+        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
+        finish_reason = delta.choice.finish_reason if delta.finished else None
+        return {"index": index, "text": delta.content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def body_choice(self, choice: Choice) -> dict[str, Any]:
+        """With the whole text."""
+        asked = self.job.params.logprobs is not None
+        self._offsets[choice.index] = 0
+        logprobs = self._logprobs(choice.index, choice.logprobs) if asked else None
+        return {
+            "index": choice.index,
+            "text": choice.content,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        tokens, offsets, top = [], [], []
+        for entry in entries:
+            text = _token_text(self.tokenizer, entry.token_id)
+            tokens.append(text)
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+            ranked = [(entry.token_id, entry.logprob), *entry.top]
+            top.append({_token_text(self.tokenizer, i): max(logprob, LOWEST_LOGPROB) for i, logprob in ranked})
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(entry.logprob, LOWEST_LOGPROB) for entry in entries],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+
+def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False, continuation=True)
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -1,0 +1,133 @@
+"""`twinphase serve`: from a configuration to a running server, and its end. Not for what happens in between."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from twinphase import terminal
+from twinphase.engine.host import ProcessHost
+from twinphase.engine.messages import EngineFacts
+from twinphase.errors import StorageError
+from twinphase.server.app import make_app
+from twinphase.server.config import ServerConfig
+from twinphase.server.service import Service
+
+__all__ = ["facts_lines", "serve"]
+
+SEND_BUFFER = 256 << 10  # bytes of an answer that the system keeps for a slow reader
+GRACE = 5  # seconds for connections to close once all requests are done
+POLL_SECONDS = 0.05
+
+
+def serve(model: str, engine_config: dict[str, Any], config: ServerConfig) -> int:
+    """Serve a model until SIGTERM or SIGINT; returns the exit code.
+
+    Raises:
+        TwinphaseError: the model cannot be found or loaded, or the address is taken.
+    """
+    host = ProcessHost(model, engine_config)
+    service = Service(host, model, config)
+    listener = _listen(config)
+    settings = uvicorn.Config(
+        make_app(service),
+        loop="uvloop",
+        http="httptools",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE,
+    )
+    server = _Server(settings, service, listener)
+    server.run(sockets=[listener])
+    if service.failure is not None:
+        raise service.failure
+    return 0
+
+
+def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
+    """What people want to know of a server that is ready."""
+    config, text = facts.config, service.host.text
+    kind = f"{text.quantization}, {terminal.describe_bytes(text.checkpoint.path.stat().st_size)}"
+    capacity = (config.num_kv_blocks or 0) * config.block_size
+    length = config.max_model_len or 1
+    return [
+        f"model      {service.model_names[0]} ({kind})",
+        f"KV cache   {capacity:,} tokens: {capacity / length:.1f} requests of the full {length:,}, "
+        f"{config.max_num_seqs} run at once; {terminal.describe_bytes(capacity * facts.shape.kv_token_bytes)}",
+        f"predicted  TTFT {1e3 * facts.ttft_1000:,.0f} ms for 1,000 prompt tokens, TPOT {1e3 * facts.tpot:.1f} ms",
+        f"listening  {url}/v1 (OpenAI's API), {url}/docs, {url}/metrics",
+    ]
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # accepted connections inherit it
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise StorageError(
+            f"Cannot listen on {config.host}:{config.port}: {error.strerror or error}.", "Choose another --port."
+        ) from None
+    listener.set_inheritable(False)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Lets running requests finish on the first signal, and ends at once on the second."""
+
+    def __init__(self, settings: uvicorn.Config, service: Service, listener: socket.socket) -> None:
+        super().__init__(settings)
+        self._service = service
+        host, port = listener.getsockname()[:2]
+        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.admission.draining:
+            self.should_exit = self.force_exit = True
+            return
+        count = len(self._service.in_flight)
+        if count:
+            terminal.note(f"Letting {count} requests finish; once more ends them.")
+        self._service.drain()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to end."""
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sig, self.handle_exit, sig, None)
+        tasks = [asyncio.create_task(self._announce()), asyncio.create_task(self._end_when_drained())]
+        try:
+            await self._serve(sockets)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _end_when_drained(self) -> None:
+        await self._service.drained.wait()
+        self.should_exit = True
+
+    async def _announce(self) -> None:
+        """Show how loading goes, then what was loaded."""
+        service = self._service
+        bars: dict[str, terminal.Bar] = {}
+        while service.facts is None or not service.host.is_running:
+            if service.failure is not None:
+                self.should_exit = True
+                return
+            progress = service.engine.progress if service.engine else None
+            if progress is not None and progress.total:
+                bar = bars.setdefault(progress.stage, terminal.Bar(progress.stage.capitalize(), ""))
+                bar.update(progress.done, progress.total)
+            await asyncio.sleep(POLL_SECONDS)
+        for bar in bars.values():
+            bar.clear()
+        for line in facts_lines(service.facts, service, self._url):
+            terminal.note(line)

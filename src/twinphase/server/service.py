@@ -1,0 +1,226 @@
+"""The server's state: engine, limits, what is in flight, health; and the watch over all of it.
+
+Not for HTTP (`app.py`, `generation.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from twinphase.engine.async_engine import AsyncEngine
+from twinphase.engine.host import Host, ProcessHost
+from twinphase.engine.messages import EngineFacts, StepStats
+from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
+from twinphase.request import FinishReason
+from twinphase.server.access import Access, Admission
+from twinphase.server.config import ServerConfig
+from twinphase.server.metrics import Metrics
+from twinphase.server.observe import Timelines
+from twinphase.server.tracing import RequestFacts, RequestTracer, make_tracer
+
+if TYPE_CHECKING:
+    from twinphase.server.answers import Choice
+    from twinphase.server.generation import Generation
+    from twinphase.server.jobs import Job
+
+__all__ = ["Service"]
+
+WATCH_SECONDS = 0.1
+LOG = logging.getLogger("twinphase.server")
+
+
+class Service:
+    """What all requests share.
+
+    Attributes:
+        config: limits and names.
+        model_names: that clients may ask for; the first is the one replies have.
+        engine: None before `start`.
+        access, admission: who may ask, and how much.
+        metrics: for Prometheus.
+        tracer: for OpenTelemetry, if asked for.
+        timelines: of finished and running requests.
+        in_flight: generations that have not sent their last byte.
+        stalled: the engine had work and made no step for too long.
+    """
+
+    def __init__(self, host: Host, model: str, config: ServerConfig) -> None:
+        """Nothing runs yet.
+
+        Raises:
+            InvalidRequestError: traces are asked for and their package is missing.
+        """
+        self.config, self.host = config, host
+        self.model_names = list(config.served_model_name) or [model]
+        self.engine: AsyncEngine | None = None
+        self.access, self.admission = Access(config.api_keys), Admission(config)
+        self.metrics = Metrics(self.model_names[0], vllm_aliases=config.vllm_metrics)
+        self.tracer: RequestTracer | None = make_tracer(config.otlp_endpoint) if config.otlp_endpoint else None
+        self.timelines = Timelines(config.kept_timelines)
+        self.in_flight: set[Generation] = set()
+        self.stalled = False
+        self.drained = asyncio.Event()
+        self._busy_since: float | None = None
+        self._num_restarts = 0
+        self._drain_until: float | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the engine and the watch; needs a running event loop."""
+        self.engine = AsyncEngine(self.host, on_step=self._on_step)
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    async def stop(self) -> None:
+        """End both."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self.engine is not None:
+            await asyncio.to_thread(self.engine.close)
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
+
+    @property
+    def facts(self) -> EngineFacts | None:
+        """What was loaded, once it is."""
+        return self.engine.facts if self.engine else None
+
+    @property
+    def stage(self) -> str:
+        """What keeps the server from being "ready", which it is otherwise."""
+        if self.admission.draining:
+            return "draining"
+        if self.stalled:
+            return "stalled"
+        if self.failure is not None:
+            return "failed"
+        if self.engine is not None and self.engine.is_running:
+            return "ready"
+        progress = self.engine.progress if self.engine else None
+        if progress is None:
+            return "starting"
+        return f"{progress.stage} ({progress.done} of {progress.total})" if progress.total else progress.stage
+
+    @property
+    def failure(self) -> TwinphaseError | None:
+        """Why the model could not be loaded at all."""
+        refused = self.host.failure if isinstance(self.host, ProcessHost) else None
+        return TwinphaseError(refused.cause, refused.fix) if refused else None
+
+    def require_engine(self) -> AsyncEngine:
+        """The engine, if it takes requests.
+
+        Raises:
+            EngineUnavailableError: it does not.
+        """
+        assert self.engine is not None, "the server has started"
+        if not self.engine.is_running:
+            raise self.engine.unavailable()
+        return self.engine
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served; none at all is as good as the right one.
+
+        Raises:
+            ModelNotFoundError: with the names that are.
+        """
+        if name is not None and name not in self.model_names:
+            names = ", ".join(self.model_names)
+            raise ModelNotFoundError(f"The model {name[:80]!r} is not served here.", f"Use one of: {names}.")
+
+    def check_n(self, n: int | None) -> None:
+        """Refuse too many answers to a prompt.
+
+        Raises:
+            InvalidRequestError: with the limit.
+        """
+        if n is not None and n > self.config.max_n:
+            raise InvalidRequestError(f"n is {n}; {self.config.max_n} answers are allowed.", "Ask for fewer.")
+
+    def drain(self) -> None:
+        """Let nothing more in; `drained` is set when what runs has finished, or has had its time."""
+        if not self.admission.draining:
+            self.admission.draining = True
+            self._drain_until = perf_counter() + self.config.drain_timeout
+
+    def observe_end(self, job: Job, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
+        """An answer has ended, finished or not."""
+        self.timelines.end(choice)
+        transcript = choice.stream.transcript
+        request, timeline = transcript.request, transcript.timeline
+        reason = request.finish_reason or FinishReason.ABORT
+        counts = {
+            "num_prompt_tokens": len(request.prompt_token_ids),
+            "num_output_tokens": len(request.output_token_ids),
+            "num_cached_tokens": request.num_cached_tokens,
+            "num_reasoning_tokens": choice.num_reasoning_tokens,
+        }
+        self.metrics.finished(timeline, finished_reason=reason, **counts)
+        if self.tracer is not None:
+            facts = RequestFacts(
+                job.model,
+                choice.stream.request_id,
+                reason,
+                **counts,
+                prefix_miss=request.prefix_miss,
+                error=request.error,
+                operation=job.operation,
+            )
+            parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
+            self.tracer.trace(
+                timeline,
+                facts,
+                wall_clock_offset=time.time() - perf_counter(),
+                traceparent=parent.decode("latin-1") if parent else None,
+                tracestate=state.decode("latin-1") if state else None,
+            )
+
+    def _on_step(self, stats: StepStats) -> None:
+        self.metrics.step(stats)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                self._look_after(perf_counter())
+            except Exception:
+                LOG.exception("The watch over requests failed")
+
+    def _look_after(self, now: float) -> None:
+        for generation in list(self.in_flight):
+            generation.check(now)
+        if self._drain_until is not None and (not self.in_flight or now > self._drain_until):
+            for generation in list(self.in_flight):
+                generation.expire("The server is shutting down.")
+            self.drained.set()
+        engine = self.engine
+        if engine is None:
+            return
+        if engine.facts is not None:
+            self.admission.num_seats = engine.facts.config.max_num_seqs
+        self._watch_engine(engine, now)
+
+    def _watch_engine(self, engine: AsyncEngine, now: float) -> None:
+        busy = engine.is_running and engine.num_unfinished > 0
+        self._busy_since = (self._busy_since or now) if busy else None
+        last_step = engine.stats.end if engine.stats else 0.0
+        was_stalled, limit = self.stalled, self.config.stall_timeout
+        self.stalled = self._busy_since is not None and now - max(self._busy_since, last_step) > limit
+        if isinstance(engine.host, ProcessHost):
+            if self.stalled and not was_stalled:
+                LOG.error("The engine made no step for %.0f s; it is started again.", limit)
+                engine.host.kill()
+            if engine.host.num_restarts > self._num_restarts:
+                self._num_restarts = engine.host.num_restarts
+                self.metrics.engine_restarted()
+        self.metrics.engine_up(engine.is_running and not self.stalled)
+        if not busy:
+            self.metrics.idle()
+
+    def state(self) -> dict[str, Any]:
+        """For health checks."""
+        return {"status": self.stage, "running": self.admission.num_requests}
