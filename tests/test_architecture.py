@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "sampling": {"backends.base"},
     "phases": {"cache", "weights", "models", "backends.base"},
     "engine": {"cache", "weights", "tokenizer", "backends", "models", "scheduler", "sampling", "phases"},
-    "server": {"engine", "phases", "tokenizer"},
+    "server": {"engine", "phases", "tokenizer", "terminal"},
 }
 TOP = {"__init__", "__main__", "cli", "answer", "terminal"}  # the command line and the public names: all of the above
 THIRD_PARTY_HOME = {

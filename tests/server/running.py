@@ -1,0 +1,119 @@
+"""A server as users run it: `twinphase serve` in a process of its own, on a port that is free."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+
+READY_SECONDS = 90
+
+
+class RunningServer:
+    """Starts with the object, ends with `stop` or the `with` block.
+
+    Attributes:
+        url: without a path.
+        log: what it wrote so far goes there.
+    """
+
+    def __init__(self, model: str | Path, log: Path, *flags: str, wait: bool = True) -> None:
+        self.log, self.model = log, str(model)
+        command = [sys.executable, "-m", "twinphase.cli", "serve", str(model), "--port", "0", *flags]
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(command, stderr=file, stdout=file)
+        self.url = ""
+        if wait:
+            self.wait_until_ready()
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def wait_until_ready(self) -> None:
+        """Until the log names the address and requests are taken."""
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()}")
+            found = re.search(r"listening +(http://[^/]+)/v1", self.log.read_text())
+            if found:
+                self.url = found[1]
+            if self.url and self.get("/health/ready")[0] == 200:
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"the server is not ready:\n{self.log.read_text()}")
+
+    def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        """Status and body, decoded if it is JSON."""
+        return self._send(urllib.request.Request(self.url + path, headers=headers))
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """The same for a JSON body, or for bytes as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers}
+        return self._send(urllib.request.Request(self.url + path, data, headers))
+
+    def _send(self, request: urllib.request.Request) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                status, data, kind = response.status, response.read(), response.headers.get("content-type", "")
+        except urllib.error.HTTPError as error:
+            with error:
+                status, data, kind = error.code, error.read(), error.headers.get("content-type", "")
+        except urllib.error.URLError:
+            return 0, None
+        return status, json.loads(data) if kind.startswith("application/json") else data.decode()
+
+    def client(self, api_key: str = "none", **options: Any) -> OpenAI:
+        """OpenAI's own client, which does not try again by itself."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, **options)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric's value, summed over labels that are not given."""
+        total = 0.0
+        for line in self.get("/metrics")[1].splitlines():
+            if line.startswith((f"twinphase:{name}{{", f"twinphase:{name} ")):
+                if all(f'{key}="{value}"' in line for key, value in labels.items()):
+                    total += float(line.rpartition(" ")[2])
+        return total
+
+    def engine_pid(self) -> int:
+        """Of the engine's process."""
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = [int(pid) for path in children for pid in path.read_text().split()]
+        return next(pid for pid in pids if b"twinphase.engine.child" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    def is_idle(self) -> bool:
+        """Whether the engine holds no request and no block."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return all(self.metric(name) == 0 for name in names) and self.get("/health")[1]["running"] == 0
+
+    def wait_until_idle(self, seconds: float = 20) -> None:
+        """Fails if that does not come."""
+        deadline = time.monotonic() + seconds
+        while not self.is_idle():
+            assert time.monotonic() < deadline, f"requests go on: {self.get('/metrics')[1]}"
+            time.sleep(0.02)
+
+    def stop(self, sig: int = signal.SIGTERM, seconds: float = 30) -> int:
+        """End it; the exit code."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, sig)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
