@@ -85,9 +85,9 @@ class RunningServer:
         """A metric's value, summed over labels that are not given."""
         total = 0.0
         for line in self.get("/metrics")[1].splitlines():
-            if line.startswith((f"twinphase:{name}{{", f"twinphase:{name} ")):
-                if all(f'{key}="{value}"' in line for key, value in labels.items()):
-                    total += float(line.rpartition(" ")[2])
+            named = line.startswith((f"twinphase:{name}{{", f"twinphase:{name} "))
+            if named and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                total += float(line.rpartition(" ")[2])
         return total
 
     def engine_pid(self) -> int:

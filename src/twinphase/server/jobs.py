@@ -121,7 +121,6 @@ async def chat_job(
         InvalidRequestError: something in it cannot be honoured.
     """
     template = engine.text.chat_template
-    messages = template_messages(body.messages)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     choice: Any = body.tool_choice
     if isinstance(choice, NamedToolChoice):
@@ -130,15 +129,7 @@ async def chat_job(
     if tools:
         check_tools(tools, choice)
         format = tool_format(template.source)
-    own_place = takes_tools(template.source)
-    if tools and not own_place and not tool_prompt:
-        raise InvalidRequestError("The model's chat template has no place for tools.", "Leave out `tools`.")
-    messages = with_argument_objects(messages) if own_place else with_tool_prompt(messages, tools)
-    variables = body.chat_template_kwargs or {}
-    reserved = sorted({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & set(variables))
-    if reserved:
-        raise InvalidRequestError(f"chat_template_kwargs has the key {reserved[0]!r}.", "Send it by its own field.")
-    prompt = await engine.encode_chat(messages, tools if own_place and tools else None, variables, arrival)
+    prompt = await _encode_chat(engine, body, tools, arrival, tool_prompt)
     tags = think_tags(template.source)
     thinking = bool(tags and prompt.text and opens_thinking(prompt.text, tags))
     grammar = None
@@ -178,6 +169,21 @@ def count_prompts(body: CompletionRequest, limit: int) -> int:
     if not 0 < count <= limit:
         raise InvalidRequestError(f"`prompt` has {count} prompts.", f"Use 1 to {limit} in a request.")
     return count
+
+
+async def _encode_chat(
+    engine: AsyncEngine, body: ChatCompletionRequest, tools: list[dict[str, Any]], arrival: float, tool_prompt: bool
+) -> EncodedPrompt:
+    own_place = takes_tools(engine.text.chat_template.source)
+    if tools and not own_place and not tool_prompt:
+        raise InvalidRequestError("The model's chat template has no place for tools.", "Leave out `tools`.")
+    messages: Any = template_messages(body.messages)
+    messages = with_argument_objects(messages) if own_place else with_tool_prompt(messages, tools)
+    variables = body.chat_template_kwargs or {}
+    reserved = sorted({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & set(variables))
+    if reserved:
+        raise InvalidRequestError(f"chat_template_kwargs has the key {reserved[0]!r}.", "Send it by its own field.")
+    return await engine.encode_chat(messages, tools if own_place and tools else None, variables, arrival)
 
 
 async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float) -> Job:
