@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from twinphase import terminal
 from twinphase.config import available_cores
 from twinphase.errors import TwinphaseError
-from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
+from twinphase.phases.hardware import Ceilings, load_ceilings
 from twinphase.phases.report import Report, report
 
 if TYPE_CHECKING:  # the engine's imports are cli.py's business: it does them when nothing else is left to check
+    from twinphase.config import EngineConfig
     from twinphase.engine.llm import LLM
     from twinphase.engine.outputs import RequestOutput
     from twinphase.engine.text import Prompt
@@ -72,17 +73,14 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: boo
     return Answer(output, interrupted=pressed or output.outputs[0].finish_reason == "abort")
 
 
-def _measure(threads: int, isa: str, known: Ceilings | None) -> Ceilings:
+def _measure(config: EngineConfig, known: Ceilings | None) -> Ceilings:
     """Measure this machine's ceilings, keep the best of them and of those known."""
-    from twinphase.backends.cpu.ceilings import measure
+    from twinphase.engine.load import learn_ceilings
 
     terminal.note("Measuring what this machine can do at best, for MFU and MBU (2 seconds, then kept) ...")
-    found = Ceilings(processor=processor_name(), threads=threads, isa=isa, **vars(measure(threads, isa)))
-    best = known.merged(found) if known else found
-    try:
-        save_ceilings(best)
-    except OSError as error:
-        terminal.note(f"The ceilings could not be kept ({error.strerror or error}); the next run measures again.")
+    best, problem = learn_ceilings(config, known)
+    if problem is not None:
+        terminal.note(f"The ceilings could not be kept ({problem.strerror or problem}); the next run measures again.")
     return best
 
 
@@ -96,9 +94,7 @@ def report_answer(
     from twinphase.backends.cpu.isa import choose_isa
     from twinphase.engine.load import compute_units
 
-    threads = llm.config.threads or available_cores()
-    isa = choose_isa(llm.config.isa).name
-    ceilings = load_ceilings(threads, isa)
+    ceilings = load_ceilings(llm.config.threads or available_cores(), choose_isa(llm.config.isa).name)
 
     def divide(known: Ceilings | None) -> Report:
         return report(
@@ -113,7 +109,7 @@ def report_answer(
     result = divide(ceilings)
     if (ceilings is None or result.over_ceiling) and not answer.interrupted:
         try:
-            ceilings = _measure(threads, isa, ceilings)
+            ceilings = _measure(llm.config, ceilings)
         except TwinphaseError as error:
             terminal.note(error.cause)
         except KeyboardInterrupt:

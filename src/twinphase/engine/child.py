@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 RECEIVE_BYTES = 1 << 18
-WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
+WARM_UP_PROMPT, WARM_UP_TOKENS = 600, 16
 PROGRESS_SECONDS = 0.1
 
 
@@ -77,7 +77,7 @@ def main(descriptor: int) -> int:
 
 
 def _load(load: Load, send: Callable[[FromEngine], None]) -> LoadedEngine:
-    from twinphase.engine.load import LoadedEngine
+    from twinphase.engine.load import LoadedEngine, learn_ceilings, measured_ceilings
 
     last = 0.0
 
@@ -94,6 +94,9 @@ def _load(load: Load, send: Callable[[FromEngine], None]) -> LoadedEngine:
         load_progress=lambda done, total: report("reading weights", done, total),
         **load.config,
     )
+    if loaded.config.backend == "cpu" and measured_ceilings(loaded.config) is None:
+        send(Loading("measuring this machine, once"))
+        learn_ceilings(loaded.config)
     send(Loading("warming up"))
     loaded.warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)
     return loaded

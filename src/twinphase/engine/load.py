@@ -19,7 +19,7 @@ from twinphase.models.config import ModelConfig
 from twinphase.models.loader import Model, load_model, read_config
 from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.explain import Explanation, Machine, explain
-from twinphase.phases.hardware import Ceilings, load_ceilings
+from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
 from twinphase.phases.report import Units
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
@@ -32,6 +32,7 @@ from twinphase.weights.hub import resolve_model
 __all__ = [
     "LoadedEngine",
     "compute_units",
+    "learn_ceilings",
     "make_backend",
     "make_engine",
     "measured_ceilings",
@@ -217,3 +218,22 @@ def model_shape(checkpoint: Checkpoint, config: ModelConfig) -> ModelShape:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
+
+
+def learn_ceilings(config: EngineConfig, known: Ceilings | None = None) -> tuple[Ceilings, OSError | None]:
+    """Measure what this machine can do at best (2 seconds), and keep the best of that and of what was `known`.
+
+    Returns:
+        The ceilings, and why they could not be kept, if they could not.
+    """
+    from twinphase.backends.cpu.ceilings import measure
+    from twinphase.backends.cpu.isa import choose_isa
+
+    threads, isa = config.threads or available_cores(), choose_isa(config.isa).name
+    found = Ceilings(processor=processor_name(), threads=threads, isa=isa, **vars(measure(threads, isa)))
+    best = known.merged(found) if known else found
+    try:
+        save_ceilings(best)
+    except OSError as error:
+        return best, error
+    return best, None

@@ -73,7 +73,16 @@ class Service:
     def start(self) -> None:
         """Start the engine and the watch; needs a running event loop."""
         self.engine = AsyncEngine(self.host, on_step=self._on_step)
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        loop = asyncio.get_running_loop()
+        self._watcher = loop.create_task(self._watch())
+        loop.run_in_executor(None, self._warm_up)  # while the engine loads
+
+    def _warm_up(self) -> None:
+        """Build tokenizer and template, so that the first request does not wait for them."""
+        try:
+            self.host.text.encode([{"role": "user", "content": "warm-up"}], None)
+        except TwinphaseError as error:
+            LOG.warning("%s Chats will be refused.", error.cause)
 
     async def stop(self) -> None:
         """End both."""
