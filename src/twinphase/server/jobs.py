@@ -14,7 +14,7 @@ from typing import Any
 
 from twinphase.engine.async_engine import AsyncEngine, EncodedPrompt
 from twinphase.errors import InvalidRequestError
-from twinphase.request import SamplingParams, StructuredOutputsParams
+from twinphase.request import SamplingParams, StructuredOutputsParams, plain_json
 from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, GenerationRequest, NamedToolChoice
 from twinphase.server.reasoning import ReasoningSplitter, ThinkTags, opens_thinking, think_tags
 from twinphase.server.tool_calls import ToolCallParser
@@ -23,6 +23,13 @@ from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_gr
 from twinphase.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Job", "Reader", "chat_job", "completion_job", "count_prompts", "template_messages"]
+
+NUM_SEEDS = 2**64  # that the engine's draws tell apart
+# Variables of a template that are not the client's: they have fields of their own, or rendering takes these names.
+RESERVED = frozenset(
+    ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"]
+    + ["self", "template", "tokenizer", "text", "control", "max_tokens"]
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,9 @@ class Job:
     def params_of(self, choice: int) -> SamplingParams:
         """Sampling parameters of an answer: the n-th answer with a seed is drawn with seed + n, as vLLM does."""
         seed = self.params.seed
-        return self.params if seed is None or self.n == 1 else replace(self.params, seed=seed + choice % self.n)
+        if seed is None or self.n == 1:
+            return self.params
+        return replace(self.params, seed=(seed + choice % self.n) % NUM_SEEDS)
 
 
 async def chat_job(
@@ -179,10 +188,10 @@ async def _encode_chat(
         raise InvalidRequestError("The model's chat template has no place for tools.", "Leave out `tools`.")
     messages: Any = template_messages(body.messages)
     messages = with_argument_objects(messages) if own_place else with_tool_prompt(messages, tools)
-    variables = body.chat_template_kwargs or {}
-    reserved = sorted({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & set(variables))
+    variables = plain_json("chat_template_kwargs", body.chat_template_kwargs or {})
+    reserved = sorted(RESERVED & set(variables))
     if reserved:
-        raise InvalidRequestError(f"chat_template_kwargs has the key {reserved[0]!r}.", "Send it by its own field.")
+        raise InvalidRequestError(f"chat_template_kwargs has the key {reserved[0]!r}.", "Use another name for it.")
     return await engine.encode_chat(messages, tools if own_place and tools else None, variables, arrival)
 
 
@@ -243,7 +252,7 @@ def _params(
         "stop", "stop_token_ids", "logit_bias", "min_tokens", "ignore_eos",
     )  # fmt: skip
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    seed = None if body.seed is None else body.seed % 2**64  # the engine's draws know no more of it
+    seed = None if body.seed is None else body.seed % NUM_SEEDS
     return SamplingParams(
         **given, seed=seed, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structured_outputs, **others
     )
