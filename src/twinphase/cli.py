@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,22 @@ def parse_logit_bias(pairs: list[str]) -> dict[int, float] | None:
         raise InvalidRequestError(f"--logit-bias is {' '.join(pairs)!r}.", "Use ID=BIAS, such as 42=-5.") from None
 
 
+def parse_structured_outputs(text: str | None) -> Any:
+    """The fields of vLLM's `structured_outputs`, from JSON."""
+    if text is None:
+        return None
+    import json
+
+    from twinphase.request import StructuredOutputsParams
+
+    try:
+        return StructuredOutputsParams(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise InvalidRequestError(
+            f"--structured-outputs is not right: {error}.", 'Use JSON such as \'{"regex": "[0-9]+"}\'.'
+        ) from None
+
+
 @app.command()
 def run(
     model: str = typer.Argument(None, help=f"GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]; {DEFAULT_MODEL} if left out."),
@@ -122,6 +139,12 @@ def run(
     stop_token_ids: list[int] = typer.Option([], help="Repeatable.", rich_help_panel=SAMPLING),
     min_tokens: int = typer.Option(0, rich_help_panel=SAMPLING),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", rich_help_panel=SAMPLING),
+    structured_outputs: str = typer.Option(
+        None,
+        help='JSON with one of json, regex, choice, grammar: \'{"choice": ["yes", "no"]}\'.',
+        rich_help_panel=SAMPLING,
+    ),
+    thinking_token_budget: int = typer.Option(None, help="Tokens of thinking, at most.", rich_help_panel=SAMPLING),
     logprobs: int = typer.Option(None, help="Most likely tokens to list; with --json.", rich_help_panel=SAMPLING),
     max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=ENGINE),
     max_num_seqs: int = typer.Option(None, help="Requests running at once.", rich_help_panel=ENGINE),
@@ -140,17 +163,12 @@ def run(
     given = locals()
     if model is not None and prompt is None and not is_model_name(model):
         model, prompt = None, model
-    from twinphase.request import SamplingParams
-
-    names = set(SamplingParams.__dataclass_fields__) & set(given)
-    lists = {"stop": stop or None, "stop_token_ids": stop_token_ids or None, "logit_bias": parse_logit_bias(logit_bias)}
-    params = SamplingParams(**{name: given[name] for name in names} | lists)
+    params = sampling_params(given)
     if logprobs is not None and not json:
         raise InvalidRequestError("--logprobs needs --json.", "Add --json; the stream has no place for them.")
     from twinphase.config import EngineConfig
 
-    names = set(EngineConfig.__dataclass_fields__) & set(given) - {"seed"}
-    config = {name: given[name] for name in names if given[name] is not None}
+    config = _fields_of(EngineConfig, given, without={"seed"})
     before = {"start": time.perf_counter() - _process_start()}
     text = read_prompt(prompt, file)
     before["input"] = time.perf_counter() - _process_start() - before["start"]
@@ -158,6 +176,27 @@ def run(
         raise InvalidRequestError("--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file.")
     how: dict[str, Any] = {"system": system, "raw": raw, "json": json, "explain": explain}
     raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, config, before, **how))
+
+
+def sampling_params(given: dict[str, Any]) -> Any:
+    """`SamplingParams` of the options of `run`."""
+    from twinphase.request import SamplingParams
+
+    parsed = {
+        "stop": given["stop"] or None,
+        "stop_token_ids": given["stop_token_ids"] or None,
+        "logit_bias": parse_logit_bias(given["logit_bias"]),
+        "structured_outputs": parse_structured_outputs(given["structured_outputs"]),
+    }
+    return SamplingParams(
+        **{name: given[name] for name in set(SamplingParams.__dataclass_fields__) & set(given)} | parsed
+    )
+
+
+def _fields_of(kind: Any, given: dict[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+    """The options that are fields of a configuration and were given."""
+    names = set(kind.__dataclass_fields__) - set(without)
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def _run(
@@ -245,10 +284,7 @@ def serve(
     from twinphase.config import EngineConfig
     from twinphase.server.config import ServerConfig
 
-    def fields(kind: Any) -> dict[str, Any]:
-        return {name: given[name] for name in kind.__dataclass_fields__ if given.get(name) is not None}
-
-    engine, server = fields(EngineConfig), ServerConfig(**fields(ServerConfig))
+    engine, server = _fields_of(EngineConfig, given), ServerConfig(**_fields_of(ServerConfig, given))
     EngineConfig(**engine)  # refuses what is out of range before anything is loaded
     from twinphase.server.serve import serve as serve_model
 

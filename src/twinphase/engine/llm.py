@@ -181,8 +181,10 @@ class LLM:
         clock = self.engine.clock
         timeline = RequestTimeline(clock())
         text, token_ids = self._loaded.encode(prompt)
+        constraint = self._loaded.text.constraint(params, token_ids)
         timeline.mark(IntervalKind.TOKENIZE, clock())
         request = Request(str(next(self._ids)), token_ids, params, timeline.arrival, priority, cache_salt)
+        request.constraint = constraint
         self.engine.add_request(request, timeline=timeline)
         transcript = Transcript(request, text, self.tokenizer, timeline, continues_prompt=is_plain(prompt))
         self._transcripts[request.request_id] = transcript

@@ -143,7 +143,7 @@ class EngineLoop:
 
     def _compile(self, add: Add) -> None:
         try:
-            constraint = self.loaded.constraint(add.sampling_params, add.prompt_token_ids)
+            constraint = self.loaded.text.constraint(add.sampling_params, add.prompt_token_ids)
             self._inbox.put(_Queue(add, constraint))
         except TwinphaseError as error:
             self._inbox.put(_Queue(add, None, error))
@@ -162,6 +162,8 @@ class EngineLoop:
                 add.request_id, add.prompt_token_ids, add.sampling_params, add.arrival, add.priority, add.cache_salt
             )
             request.constraint = queued.constraint
+            if queued.constraint is not None:
+                timeline.mark(IntervalKind.QUEUE, max(timeline.end, engine.clock()), reason="grammar")
             engine.add_request(request, timeline=timeline)
         except TwinphaseError as error:
             self._send(refusal(add.request_id, error))

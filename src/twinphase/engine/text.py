@@ -10,11 +10,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from twinphase.errors import InvalidRequestError
+from twinphase.request import Constraint, SamplingParams
+from twinphase.tokenizer.think_tags import think_tags
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import quantization_name
 
 if TYPE_CHECKING:
+    from twinphase.sampling.structured import GrammarCompiler
     from twinphase.tokenizer.chat_template import ChatTemplate
     from twinphase.tokenizer.prompt_parts import ChatPrompt
 
@@ -51,6 +54,34 @@ class ModelText:
         from twinphase.tokenizer.chat_template import ChatTemplate
 
         return ChatTemplate.from_checkpoint(self.checkpoint, self.tokenizer)
+
+    @cached_property
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Compiles structured outputs for the model's vocabulary."""
+        from twinphase.sampling.structured import GrammarCompiler
+
+        tokenizer = self.tokenizer
+        ids = range(tokenizer.vocab_size)
+        return GrammarCompiler(
+            [tokenizer.token_bytes(i) for i in ids],
+            [i for i in ids if tokenizer.is_special(i)],
+            tokenizer.eos_token_ids,
+            self.checkpoint.tensors["token_embd.weight"].shape[0],
+        )
+
+    def constraint(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Constraint | None:
+        """What the output of a request must obey; see `make_constraint`."""
+        if params.structured_outputs is None and params.thinking_token_budget is None:
+            return None
+        from twinphase.sampling.thinking import ThinkingTags, make_constraint
+
+        tags = think_tags(self.chat_template.source)
+
+        def encode(text: str) -> tuple[int, ...]:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+        known = ThinkingTags(encode(tags.start), encode(tags.end)) if tags else None
+        return make_constraint(params, prompt_token_ids, self.grammar_compiler, known)
 
     def encode(self, prompt: Prompt, max_tokens: int | None) -> tuple[str | None, list[int]]:
         """Text of a prompt (None if it came as ids) and its token ids.

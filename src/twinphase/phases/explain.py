@@ -176,6 +176,8 @@ def _queue(request: Request, timeline: RequestTimeline, spent: float, machine: M
         slo = " or a longer --itl-slo-ms" if config.itl_slo_ms else ""
         advice = f"A larger --max-num-batched-tokens{slo} would let prompts in sooner, at the price of longer steps."
         return f"{sentence}: others' tokens filled each step.", Lever("--max-num-batched-tokens", advice)
+    if reason == "grammar":
+        return f"{sentence}: the grammar of its structured output was being compiled.", None
     if reason == "prefix":
         return f"{sentence}: the beginning of its prompt was being computed for another.", None
     return f"{sentence}, while the step in progress was finished.", None

@@ -6,37 +6,9 @@ Models that think write it first, between two tags. Not for counting tokens: who
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
 
 __all__ = ["ReasoningSplitter", "ThinkTags", "opens_thinking", "overlap", "think_tags"]
-
-
-@dataclass(frozen=True)
-class ThinkTags:
-    """The texts around a model's thinking."""
-
-    start: str
-    end: str
-
-
-_KNOWN_TAGS = (
-    ThinkTags("<think>", "</think>"),
-    ThinkTags("<thinking>", "</thinking>"),
-    ThinkTags("[THINK]", "[/THINK]"),
-)
-
-
-def think_tags(template_source: str) -> ThinkTags | None:
-    """The tags a model thinks between, judged by its chat template; None for a model that does not think."""
-    return next((tags for tags in _KNOWN_TAGS if tags.start in template_source or tags.end in template_source), None)
-
-
-def opens_thinking(prompt_text: str, tags: ThinkTags) -> bool:
-    """Whether a rendered prompt ends inside the thinking part, so that the model does not write the start tag itself.
-
-    A start tag further up is no sign of it: a user may have written one.
-    """
-    return prompt_text.rstrip().endswith(tags.start)
 
 
 def overlap(text: str, tag: str) -> int:
