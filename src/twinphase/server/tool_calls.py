@@ -1,0 +1,247 @@
+"""Tool calls out of a model's text, as the text comes.
+
+For what a model writes with and without a grammar: what is no call stays content, and nothing here fails. Not for the
+HTTP form of what is found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from twinphase.server.reasoning import overlap
+from twinphase.server.tools import MISTRAL, TOOL_NAME, ToolFormat
+
+__all__ = ["ToolCall", "ToolCallDelta", "ToolCallParser", "join_deltas"]
+
+# A call up to its arguments, in the order in which models write it.
+_HEAD = re.compile(rf'\{{\s*"name"\s*:\s*"({TOOL_NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
+# The beginning of an object that is no call.
+_OTHER_OBJECT = re.compile(r'\{\s*(?:[^\s"]|"(?!(?:name|arguments|parameters|type|id)")[^"]*")')
+_AROUND_CALLS = " \t\r\n,;[]}"  # what separates calls in any format, and the brace that small models write twice
+_REST_OF_CALL = re.compile(r"^[^{}<]+")
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of a call: the first of a call has its id and name, the others only more of its arguments' JSON text."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A whole call; `arguments` is JSON text, cut short if the answer was."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+def join_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
+    """The calls that a stream of deltas told of."""
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if delta.id is not None and delta.name is not None:
+            calls.append(ToolCall(delta.id, delta.name, delta.arguments))
+        else:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.arguments)
+    return calls
+
+
+class ToolCallParser:
+    """Divides the text of one answer into content and calls.
+
+    What comes out, joined, does not depend on how the text was cut into pieces. Whitespace beside calls is dropped.
+    """
+
+    def __init__(self, format: ToolFormat, new_id: Callable[[], str] | None = None) -> None:
+        """Starts an answer.
+
+        Args:
+            format: how the model writes calls; either key of the arguments is read in any of them.
+            new_id: makes the ids of calls; random ones if None.
+        """
+        self._format = format
+        self._end = format.close.strip()
+        # Mistral's templates take ids of nine letters and digits only.
+        self._new_id = new_id or (lambda: secrets.token_hex(5)[:9] if format == MISTRAL else _random_id())
+        self._text = ""  # not taken in yet
+        # Takes in what it can of the text; says whether there is more to do.
+        self._next: Callable[[], bool] = self._expect_call if format.bare else self._take_content
+        self._before_call: str | None = ""  # taken in since content ended; None once a call has come
+        self._brackets, self._scanned = _Brackets(), 0
+        self._num_calls = 0
+        self._space = ""  # content if more content comes
+        self._beside_call = False
+        self._content = ""
+        self._deltas: list[ToolCallDelta] = []
+
+    def feed(self, text: str) -> tuple[str, list[ToolCallDelta]]:
+        """Takes the next piece of the answer; returns what is new: content, and a delta for each call that grew."""
+        self._text += text
+        while self._next():
+            pass
+        return self._news()
+
+    def flush(self) -> tuple[str, list[ToolCallDelta]]:
+        """Ends the answer and returns what was held back: an unfinished call without arguments is content."""
+        if self._next == self._expect_call and self._before_call is None:
+            self._text = ""  # part of the end tag
+        if self._next in (self._expect_call, self._take_call):
+            self._stop_expecting()
+        if self._next == self._take_content:
+            self._say(self._text)
+            self._content += self._space
+        return self._news()
+
+    def _news(self) -> tuple[str, list[ToolCallDelta]]:
+        news = self._content, self._deltas
+        self._content, self._deltas = "", []
+        return news
+
+    def _take_content(self) -> bool:
+        begin = self._format.begin
+        at = self._text.find(begin)
+        if at < 0:
+            at = len(self._text) - overlap(self._text, begin)
+            self._say(self._text[:at])
+            self._text = self._text[at:]
+            return False
+        self._say(self._text[:at])
+        self._text = self._text[at + len(begin) :]
+        self._before_call = begin
+        self._next = self._expect_call
+        return True
+
+    def _expect_call(self) -> bool:
+        """Takes in what may stand before, between and behind calls."""
+        rest = self._text.lstrip(_AROUND_CALLS)
+        ended = bool(self._end) and rest.startswith(self._end)
+        if ended:
+            rest = rest[len(self._end) :]
+        if self._before_call is not None:
+            self._before_call += self._text[: len(self._text) - len(rest)]
+        self._text = rest
+        if not ended and rest.startswith("{"):
+            self._brackets, self._scanned = _Brackets(), 0
+            self._next = self._take_call
+        elif not ended and self._end.startswith(rest):
+            return False
+        else:
+            self._stop_expecting()
+        return True
+
+    def _stop_expecting(self) -> None:
+        self._say(self._before_call or "")
+        self._next = self._take_content
+
+    def _take_call(self) -> bool:
+        """Waits for the name of a call and the beginning of its arguments."""
+        if head := _HEAD.match(self._text):
+            self._begin_call(head[1])
+            self._text = self._text[head.end() :]
+            self._brackets = _Brackets()
+            self._next = self._take_arguments
+            return True
+        if _OTHER_OBJECT.match(self._text):
+            self._stop_expecting()
+            return True
+        end, self._scanned = self._brackets.end(self._text, self._scanned), len(self._text)
+        if end is None:
+            return False
+        whole, self._text = self._text[:end], self._text[end:]
+        if call := _read_call(whole):
+            self._begin_call(call[0])
+            self._add_arguments(call[1])
+            self._next = self._expect_call
+        else:
+            self._stop_expecting()
+            self._say(whole)
+        return True
+
+    def _take_arguments(self) -> bool:
+        end = self._brackets.end(self._text)
+        self._add_arguments(self._text[:end])
+        self._text = self._text[len(self._text) if end is None else end :]
+        if end is not None:
+            self._next = self._end_call
+        return end is not None
+
+    def _end_call(self) -> bool:
+        """Passes over further keys, and does without the closing brace, which small models forget."""
+        self._text = _REST_OF_CALL.sub("", self._text)
+        if self._text:
+            self._next = self._expect_call
+        return bool(self._text)
+
+    def _begin_call(self, name: str) -> None:
+        self._space, self._beside_call, self._before_call = "", True, None
+        self._deltas.append(ToolCallDelta(self._num_calls, self._new_id(), name, ""))
+        self._num_calls += 1
+
+    def _add_arguments(self, text: str) -> None:
+        index = self._num_calls - 1
+        if self._deltas and self._deltas[-1].index == index:
+            self._deltas[-1] = replace(self._deltas[-1], arguments=self._deltas[-1].arguments + text)
+        elif text:
+            self._deltas.append(ToolCallDelta(index, None, None, text))
+
+    def _say(self, text: str) -> None:
+        if self._beside_call:
+            text = text.lstrip()
+            self._beside_call = not text
+        text = self._space + text
+        said = text.rstrip()
+        self._content += said
+        self._space = text[len(said) :]
+
+
+class _Brackets:
+    """Finds the end of a JSON object that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def end(self, text: str, start: int = 0) -> int | None:
+        """The index in `text` behind the object; None if it goes on. `text` before `start` was seen already."""
+        for at in range(start, len(text)):
+            character = text[at]
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+
+def _read_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a whole call whose keys come in another order; None if it is none."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+    if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments)
+
+
+def _random_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

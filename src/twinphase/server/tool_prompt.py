@@ -1,0 +1,110 @@
+"""Messages with tools, made into messages that a model's chat template can render.
+
+Not for rendering them. Texts are added as entries of contents, which rendering joins by newlines, so that the entries
+of the client stay what they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from twinphase.errors import InvalidRequestError
+from twinphase.server.tools import Tool
+from twinphase.tokenizer.template_sandbox import ENVIRONMENT
+
+__all__ = ["takes_tools", "with_argument_objects", "with_tool_prompt"]
+
+Message = Mapping[str, Any]
+
+# The tags are those of Hermes' format, the one that `tool_format` gives for a template without tools.
+_PROMPT = """\
+You can call functions. These are their signatures, within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+To call a function, write a JSON object with its name and arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <function name>, "arguments": <object of arguments>}}
+</tool_call>
+You then get its result within <tool_response></tool_response>."""
+
+
+def takes_tools(template_source: str) -> bool:
+    """Whether a chat template renders `tools` itself."""
+    return any(kind == "name" and value == "tools" for _, kind, value in ENVIRONMENT.lex(template_source))
+
+
+def with_argument_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """For templates that take tools: the arguments of earlier calls as objects, which OpenAI sends as JSON text.
+
+    Raises:
+        InvalidRequestError: arguments that are no JSON object.
+    """
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else {key: value for key, value in message.items() if key != "tool_calls"}  # templates ask if it is there
+        for message in messages
+    ]
+
+
+def with_tool_prompt(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """For templates that do not: tools, earlier calls and their results as text, in Hermes' format.
+
+    The tools go to the end of the system message; results that follow each other make one message of the user.
+
+    Raises:
+        InvalidRequestError: arguments that are no JSON object.
+    """
+    written: list[dict[str, Any]] = []
+    results: list[Message] | None = None  # the content of the message before, if it holds results
+    for message in messages:
+        if message["role"] == "tool":
+            if results is None:
+                results = []
+                written.append({"role": "user", "content": results})
+            results += [_text("<tool_response>"), *_texts(message), _text("</tool_response>")]
+            continue
+        results = None
+        if message.get("tool_calls"):
+            calls = [_with_object(call)["function"] for call in message["tool_calls"]]
+            blocks = [_text(f"<tool_call>\n{_json(call)}\n</tool_call>") for call in calls]
+            written.append({"role": message["role"], "content": _texts(message) + blocks})
+        else:
+            written.append(dict(message))
+    if not tools:
+        return written
+    prompt = _PROMPT.format(tools="\n".join(map(_json, tools)))
+    if written and written[0]["role"] == "system":
+        return [{**written[0], "content": [*_texts(written[0]), _text(f"\n{prompt}")]}, *written[1:]]
+    return [{"role": "system", "content": prompt}, *written]
+
+
+def _texts(message: Message) -> list[Message]:
+    content = message.get("content") or []
+    return [_text(content)] if isinstance(content, str) else list(content)
+
+
+def _text(text: str) -> Message:
+    return {"type": "text", "text": text}
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments") or "{}"
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequestError(
+            f"The arguments of a call of {function['name']!r} are no JSON object.", "Send back what the model wrote."
+        )
+    return {**call, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

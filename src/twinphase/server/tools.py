@@ -1,0 +1,201 @@
+"""What a request says about tools, how a model family writes calls of them, and the grammar that holds it to that.
+
+Not for the prompt (tool_prompt.py), nor for reading what the model wrote (tool_calls.py). Whether the JSON of a request
+has the right types is checked before it comes here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twinphase.errors import InvalidRequestError
+from twinphase.request import StructuredOutputsParams, plain_json
+
+__all__ = [
+    "HERMES",
+    "LLAMA3_JSON",
+    "MISTRAL",
+    "TOOL_NAME",
+    "SpecialToken",
+    "Tool",
+    "ToolChoice",
+    "ToolFormat",
+    "check_tools",
+    "tool_format",
+    "tool_grammar",
+]
+
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters", "strict"}}
+ToolChoice = str | Mapping[str, Any] | None  # None: "auto"
+# The id of a text that is one control token of the vocabulary; None for ordinary text.
+SpecialToken = Callable[[str], int | None]
+
+TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"  # a regular expression
+_MARKERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")  # what may be a control token
+# As models write JSON. Free whitespace would let a small model write nothing else.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_HEAD = '{"name": "'  # of every call
+_ANY = "(?s:.*)"
+_NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model family writes calls: `begin` `open` call (`between` call)* `close`.
+
+    A call is {"name": ..., `arguments`: {...}}.
+
+    Attributes:
+        begin: announces calls.
+        bare: an answer that begins with a call needs no `begin`.
+        arguments: the key of a call's arguments.
+    """
+
+    begin: str
+    open: str
+    between: str
+    close: str
+    bare: bool = False
+    arguments: str = "arguments"
+
+
+HERMES = ToolFormat("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+LLAMA3_JSON = ToolFormat("<|python_tag|>", "", "; ", "", bare=True, arguments="parameters")
+MISTRAL = ToolFormat("[TOOL_CALLS]", " [", ", ", "]")
+
+
+def tool_format(template_source: str) -> ToolFormat:
+    """The format a model was trained on, judged by its chat template; Hermes' when that does not tell."""
+    if HERMES.begin in template_source:
+        return HERMES
+    if MISTRAL.begin in template_source:
+        return MISTRAL
+    return LLAMA3_JSON if '"parameters"' in template_source else HERMES
+
+
+def check_tools(tools: Sequence[Tool], tool_choice: ToolChoice) -> None:
+    """Refuses what cannot be offered or chosen.
+
+    Raises:
+        InvalidRequestError: a bad name or two of the same, parameters that are no object or no plain JSON, a choice
+            that cannot be met.
+    """
+    names = set()
+    for tool in tools:
+        name = tool["function"]["name"]
+        if not re.fullmatch(TOOL_NAME, name):
+            raise InvalidRequestError(
+                f"A tool is named {name[:80]!r}.", "Use 1 to 64 letters, digits, underscores, dots and hyphens."
+            )
+        if name in names:
+            raise InvalidRequestError(f"Two tools are named {name!r}.", "Give each its own name.")
+        names.add(name)
+        parameters = plain_json(f"The parameters of tool {name!r}", tool["function"].get("parameters") or {})
+        if parameters.get("type", "object") != "object":
+            raise InvalidRequestError(f"The parameters of tool {name!r} are no object.", 'Use "type": "object".')
+    if isinstance(tool_choice, Mapping):
+        chosen = _chosen(tool_choice)
+        if chosen not in names:
+            raise InvalidRequestError(f"tool_choice names {chosen!r}, which is not in tools.", "Name one of the tools.")
+    elif tool_choice not in (None, "none", "auto", "required"):
+        raise InvalidRequestError(
+            f"tool_choice is {tool_choice!r}.", 'Use "none", "auto", "required", or name a function.'
+        )
+    elif tool_choice in ("auto", "required") and not tools:
+        raise InvalidRequestError(f"tool_choice is {tool_choice!r} without tools.", "Give tools.")
+
+
+def tool_grammar(
+    tools: Sequence[Tool],
+    tool_choice: ToolChoice,
+    parallel_tool_calls: bool | None,
+    format: ToolFormat,
+    special_token: SpecialToken,
+) -> StructuredOutputsParams | None:
+    """What an answer may be, so that every call in it names a tool of the request and obeys its parameters.
+
+    "auto" leaves the text free until a call begins; after calls the answer ends.
+
+    Args:
+        tools: passed `check_tools`, as did `tool_choice`.
+        tool_choice: None for "auto".
+        parallel_tool_calls: whether an answer may have several calls; None for yes. A named tool is called once.
+        format: of the model.
+        special_token: which texts are control tokens of the model, for a grammar does not see those as text.
+
+    Returns:
+        None when no call is asked for: no tools, or "none".
+    """
+    if not tools or tool_choice == "none":
+        return None
+    if isinstance(tool_choice, Mapping):
+        tools = [tool for tool in tools if tool["function"]["name"] == _chosen(tool_choice)]
+
+    def lark(text: str) -> str:
+        return _lark(text, special_token)
+
+    forced = tool_choice not in (None, "auto")
+    several = parallel_tool_calls is not False and not isinstance(tool_choice, Mapping)
+    special_begin = special_token(format.begin) is not None
+    rules = [f"call_{i}: {_call(tool['function'], format)}" for i, tool in enumerate(tools)]
+    rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    rules += [
+        f"calls: {lark(format.open)} call {f'({lark(format.between)} call)*' if several else ''} {lark(format.close)}"
+    ]
+    if forced:
+        rules += [f"start: {'' if format.bare else lark(format.begin)} calls"]
+    elif format.bare:
+        rules += [f"start: OTHER | {lark(format.begin) + '?' if special_begin else ''} calls"]
+        rules += [f"OTHER: /{_other_than(_HEAD)}/"]
+    else:
+        # A lazy lexeme ends the text where a call is announced first; a control token is in no text anyway.
+        rules += ["start: TEXT | begin calls", f"begin{'' if special_begin else '[lazy]'}: TEXT {lark(format.begin)}"]
+        rules += [f"TEXT: /{_ANY}/"]
+    return StructuredOutputsParams(grammar="\n".join(rules))
+
+
+def _chosen(tool_choice: Mapping[str, Any]) -> object:
+    function = tool_choice.get("function")
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def _call(function: Mapping[str, Any], format: ToolFormat) -> str:
+    # The parameters are a schema of their own, not part of one for the call: their "$ref"s count from their root.
+    parameters = _without_prose(function.get("parameters") or _NO_PARAMETERS)
+    schema = {"type": "object", **parameters, "x-guidance": _JSON_STYLE}
+    head = f'{_HEAD}{function["name"]}", "{format.arguments}": '
+    return f'{json.dumps(head)} %json {json.dumps(schema)} "}}"'
+
+
+def _without_prose(schema: Any) -> Any:
+    """A schema without what the model reads in the prompt only, which is most of it; names of properties stay."""
+    if isinstance(schema, list):
+        return [_without_prose(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: value if key in ("const", "enum", "default") else _without_prose(value)
+        for key, value in schema.items()
+        if key not in ("title", "description") or not isinstance(value, str)
+    }
+
+
+def _other_than(beginning: str) -> str:
+    """A regular expression for texts that do not begin so."""
+    pattern = ""
+    for character in map(re.escape, reversed(beginning)):
+        pattern = f"([^{character}]{_ANY}{pattern and f'|{character}{pattern}'})?"
+    return pattern
+
+
+def _lark(text: str, special_token: SpecialToken) -> str:
+    """A text as symbols of a Lark rule: control tokens by their ids, the rest as strings."""
+    symbols = []
+    for piece in filter(None, _MARKERS.split(text)):
+        token_id = special_token(piece)
+        symbols.append(json.dumps(piece) if token_id is None else f"<[{token_id}]>")
+    return " ".join(symbols)
