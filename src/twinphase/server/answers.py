@@ -34,7 +34,7 @@ class Delta:
         token_ids: new tokens.
         logprobs: of those, if asked for.
         num_prefilled: prompt tokens read so far, while nothing else is new; None otherwise.
-        first: True in the first delta of an answer.
+        first: True until the first delta that is not empty, and in it.
         finished: True in its last.
     """
 
@@ -51,7 +51,9 @@ class Delta:
     @property
     def is_empty(self) -> bool:
         """Whether a client would learn nothing from it."""
-        return not (self.content or self.reasoning or self.tool_calls or self.token_ids or self.finished)
+        if self.content or self.reasoning or self.tool_calls or self.logprobs or self.finished:
+            return False
+        return not (self.token_ids and self.choice.job.return_token_ids)
 
 
 class Choice:
@@ -97,7 +99,7 @@ class Choice:
         if update.phase is Phase.PREFILL and not update.finished:
             return Delta(self, num_prefilled=update.num_prefilled)
         reasoning, content, calls = self._divide(update.text, update.finished)
-        if not self._begun and self.job.echo:
+        if not self.token_ids and self.job.echo:
             content = self._prompt_text() + content
         num_before = len(self.token_ids)
         self.token_ids += update.token_ids
@@ -107,9 +109,11 @@ class Choice:
         self._calls += calls
         if update.finished:
             self._finish()
-        first, self._begun = not self._begun, True
         shown = reasoning if self.job.reader.keep_reasoning else ""
-        return Delta(self, content, shown, calls, update.token_ids, logprobs, None, first, update.finished)
+        first = not self._begun
+        delta = Delta(self, content, shown, calls, update.token_ids, logprobs, None, first, update.finished)
+        self._begun = self._begun or not delta.is_empty
+        return delta
 
     def _divide(self, text: str, finished: bool) -> tuple[str, str, list[ToolCallDelta]]:
         reasoning, content = self._splitter.feed(text) if self._splitter else ("", text)
