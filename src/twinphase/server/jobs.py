@@ -74,6 +74,7 @@ class Job:
         reader: of the answers' text.
         echo: begin each answer with its prompt.
         include_usage: end a stream with the usage.
+        continuous_usage: tell it in every event.
         return_progress: tell how far the prompt is read.
         return_token_ids: give the answers' tokens.
     """
@@ -90,6 +91,7 @@ class Job:
     reader: Reader = Reader()
     echo: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     return_progress: bool = False
     return_token_ids: bool = False
 
@@ -162,9 +164,7 @@ async def chat_job(
         body.priority,
         body.cache_salt,
         Reader(tags, thinking, format, body.include_reasoning),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        return_progress=body.return_progress,
-        return_token_ids=body.return_token_ids,
+        **_extras(body),
     )
 
 
@@ -217,9 +217,7 @@ async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: st
         body.priority,
         body.cache_salt,
         echo=bool(body.echo),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        return_progress=body.return_progress,
-        return_token_ids=body.return_token_ids,
+        **_extras(body),
     )
 
 
@@ -238,6 +236,16 @@ def _prompt_list(prompt: Any) -> list[Any]:
     if isinstance(prompt, str):
         return [prompt]
     return [prompt] if prompt and all(isinstance(item, int) for item in prompt) else list(prompt)
+
+
+def _extras(body: GenerationRequest) -> dict[str, Any]:
+    options = body.stream_options
+    return {
+        "include_usage": options is not None and options.include_usage,
+        "continuous_usage": options is not None and options.include_usage and options.continuous_usage_stats,
+        "return_progress": body.return_progress,
+        "return_token_ids": body.return_token_ids,
+    }
 
 
 def _params(

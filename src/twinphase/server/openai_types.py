@@ -1,13 +1,15 @@
 """What clients may send, as OpenAI and vLLM name it. A field that is not here is refused by name.
 
-Ranges that `SamplingParams` checks are checked there; here is what keeps a request small before anything is done.
+Ranges that `SamplingParams` checks are checked there; here is what keeps a request small before anything is done. Lists
+are left at their first error and objects of too many keys are not looked into: a million errors would take seconds, in
+which nobody else is served.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 __all__ = [
     "ChatCompletionRequest",
@@ -19,15 +21,35 @@ __all__ = [
     "TokenizeRequest",
 ]
 
-MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_STOPS = 4096, 4096, 128, 16
+MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_STOPS, MAX_BIASES = 128, 4096, 4096, 128, 16, 1024
+MAX_TEXTS = 65536
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON's keys are texts
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
+
+
+def _check_biases(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        raise ValueError(f"it has {len(given)} keys; {MAX_BIASES} are allowed")
+    return given
+
+
+LogitBias = Annotated[dict[TokenKey, float], Field(max_length=MAX_BIASES), BeforeValidator(_check_biases)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # strict: "1" and true are no numbers
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"an object has {len(given)} fields; {MAX_FIELDS} are allowed")
+        return given
 
 
 class TextPart(_Strict):
@@ -58,9 +80,9 @@ class Message(_Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     refusal: None = None
@@ -118,8 +140,8 @@ class ResponseFormat(_Strict):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    structures: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    triggers: Texts | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
@@ -135,7 +157,7 @@ class StructuredOutputs(_Strict):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
@@ -147,7 +169,7 @@ class StreamOptions(_Strict):
     """Of a streamed answer."""
 
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool | None = None  # OpenAI pads its chunks against eavesdroppers; there is nothing to pad
 
 
@@ -163,9 +185,9 @@ class GenerationRequest(_Strict):
     top_k: int | None = None
     min_p: float | None = None
     seed: Seed | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
-    logit_bias: Annotated[dict[Annotated[int, Field(ge=0, lt=2**31)], float], Field(max_length=1024)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
+    logit_bias: LogitBias | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
     ignore_eos: bool = False
@@ -175,14 +197,14 @@ class GenerationRequest(_Strict):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     response_format: ResponseFormat | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_progress: bool = False
     return_token_ids: bool = False
-    user: str | None = None  # for the client's own books
+    user: str | None = None  # for the client's own books, as are `metadata` and `safety_identifier`
     # Accepted at the value that means what is done anyway; anything else is refused.
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
@@ -200,11 +222,11 @@ class GenerationRequest(_Strict):
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -212,8 +234,12 @@ class ChatCompletionRequest(GenerationRequest):
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None  # a hint: prefixes are found by what they are
     store: Literal[False] | None = None
-    metadata: dict[str, str] | None = None  # for the client's own books
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatCompletionRequest:
@@ -230,7 +256,7 @@ class ChatCompletionRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
     best_of: Literal[1] | None = None
@@ -249,7 +275,7 @@ class TokenizeRequest(_Strict):
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: Literal[True] = True
     return_token_strs: bool = False
@@ -265,7 +291,7 @@ class DetokenizeRequest(_Strict):
     """POST /detokenize."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    tokens: Annotated[TokenIds, Field(max_length=1 << 20)]
 
 
 class Error(BaseModel):

@@ -10,6 +10,7 @@ from twinphase.errors import EngineDeadError, EngineUnavailableError, Overloaded
 
 __all__ = ["RequestTimeoutError", "TooLargeError", "TYPES", "body", "headers", "invalid_fields", "problem"]
 
+LONGEST_PATH = 100  # characters of a field's name, which is the client's
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -60,16 +61,21 @@ def invalid_fields(errors: Sequence[Any]) -> dict[str, Any]:
     """What pydantic found, as one sentence for the first few fields."""
     sentences, first = [], None
     for error in errors[:3]:
-        where = ".".join(str(part) for part in error["loc"] if part != "body")
-        first = first or where or None
-        if error["type"] == "extra_forbidden":
+        kind, message = error["type"], error["msg"].removeprefix("Value error, ")
+        path = [str(part) for part in error["loc"][1:]]  # the first says that it is of the body
+        where = ".".join(path)[:LONGEST_PATH]
+        if kind == "json_invalid":  # its path is a position
+            sentences.append(f"The body is not valid JSON: {error.get('ctx', {}).get('error', message)}.")
+            continue
+        first = first or (path[0][:LONGEST_PATH] if path else None)
+        if kind == "extra_forbidden":
             sentences.append(f"The field `{where}` is not supported. Leave it out.")
-        elif error["type"] == "json_invalid":
-            sentences.append(f"The body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}.")
-        elif error["type"] == "literal_error":
-            sentences.append(f"`{where}`: {error['msg'].replace('Input should be', 'only this is supported:')}.")
+        elif kind == "literal_error":
+            sentences.append(f"`{where}`: {message.replace('Input should be', 'only this is supported:')}.")
+        elif not path and kind != "value_error":
+            sentences.append("The body is not a JSON object. Send one, with `Content-Type: application/json`.")
         else:
-            sentences.append(f"`{where}`: {error['msg']}." if where else f"{error['msg']}.")
+            sentences.append(f"`{where}`: {message}." if where else f"{message}.")
     return problem(" ".join(sentences), 400, param=first)
 
 

@@ -81,7 +81,7 @@ class Replies:
             if self.job.return_token_ids:
                 choice["prompt_token_ids"] = self.job.prompt_of(delta.choice.index).token_ids
         if self.job.include_usage:
-            extra["usage"] = None
+            extra["usage"] = usage(self.job, self.choices) if self.job.continuous_usage else None
         return b"data: " + self._plain + b"," + _JSON.encode(extra)[1:] + b"\n\n"
 
     def end(self) -> bytes:
