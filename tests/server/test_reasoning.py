@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinphase.server.reasoning import ReasoningSplitter, ThinkTags, opens_thinking, think_tags
+from twinphase.server.reasoning import ReasoningSplitter
+from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
 
 TAGS = ThinkTags("<think>", "</think>")
 PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<th", "</thi", "nk>", "<", "\n", " ", "a"]), max_size=12)

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -175,6 +175,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        keep_special: Collection[int] = (),
     ) -> RequestStream:
         """Queue a request.
 
@@ -184,6 +185,7 @@ class AsyncEngine:
             request_id: unique among the unfinished; one is made if None.
             priority: lower goes first; needs the policy "priority".
             cache_salt: share cached prefixes only with requests of the same salt.
+            keep_special: control tokens that are part of the answer's text.
 
         Returns:
             The stream of its answer. Leaving its loop, or cancelling the reader, aborts the request.
@@ -202,7 +204,7 @@ class AsyncEngine:
         shown = Request(name, encoded.token_ids, params, encoded.arrival, priority, cache_salt)
         timeline = RequestTimeline(encoded.arrival)
         timeline.mark(IntervalKind.TOKENIZE, encoded.tokenized)
-        transcript = Transcript(shown, encoded.text, self.text.tokenizer, timeline, encoded.is_plain)
+        transcript = Transcript(shown, encoded.text, self.text.tokenizer, timeline, encoded.is_plain, keep_special)
         if name in self._streams:
             raise errors.InvalidRequestError(
                 f"Request id {name!r} is in use.", "Use another, or wait until that request has finished."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from twinphase.batch import Phase, TokenLogprobs
@@ -89,6 +89,7 @@ class Transcript:
         tokenizer: of the model.
         timeline: of the request.
         continues_prompt: the answer goes on in the prompt's text (no chat template between them).
+        keep_special: control tokens that are part of the text, such as those around a tool call.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         text: the answer so far.
         stop_string: the one that ended it.
@@ -100,6 +101,7 @@ class Transcript:
     tokenizer: Tokenizer
     timeline: RequestTimeline
     continues_prompt: bool
+    keep_special: Collection[int] = ()
     num_prefilled: int = 0
     text: str = ""
     stop_string: str | None = None
@@ -111,7 +113,7 @@ class Transcript:
         # As in vLLM, text of the first `min_tokens` tokens is not searched for stop strings.
         self._searching = params.min_tokens == 0 or not params.stop_strings
         stop = params.stop_strings if self._searching else ()
-        self._detokenizer = Detokenizer(self.tokenizer, stop, continuation=self.continues_prompt)
+        self._detokenizer = self._detokenize(stop, self.continues_prompt)
 
     @property
     def finished(self) -> bool:
@@ -154,12 +156,14 @@ class Transcript:
         """Append what the detokenizer holds back; the request has ended."""
         self.text += self._detokenizer.flush()
 
+    def _detokenize(self, stop: Sequence[str], continuation: bool) -> Detokenizer:
+        return Detokenizer(self.tokenizer, stop, keep_special=self.keep_special, continuation=continuation)
+
     def _begin_search(self) -> None:
         """From here on look for stop strings, once no part of a character is held back."""
-        ids = self.request.output_token_ids[: self._num_seen]
-        if self.text == self.tokenizer.decode(ids, continuation=self.continues_prompt):
+        if not self._detokenizer.holds_back:
             stop = self.request.sampling_params.stop_strings
-            self._detokenizer = Detokenizer(self.tokenizer, stop, continuation=True)
+            self._detokenizer = self._detokenize(stop, True)
             self._searching = True
 
     def output(self) -> RequestOutput:

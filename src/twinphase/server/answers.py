@@ -143,7 +143,7 @@ class Choice:
         """Tokens up to the end of the thinking part, tags included."""
         splitter = self.job.reader.splitter()
         assert splitter is not None, "there is reasoning"
-        detokenizer = Detokenizer(self.stream.transcript.tokenizer, continuation=self.job.prompts[0].is_plain)
+        detokenizer = Detokenizer(self.stream.transcript.tokenizer, keep_special=self.job.reader.markers)
         thought = self.job.reader.thinking
         for index, token_id in enumerate(self.token_ids):
             splitter.feed(detokenizer.append(token_id))
@@ -171,6 +171,7 @@ async def submit_all(engine: AsyncEngine, job: Job, cache_salt: str | None) -> l
             request_id=job.request_id(index),
             priority=job.priority,
             cache_salt=cache_salt,
+            keep_special=job.reader.markers,
         )
         return Choice(job, index, stream)
 

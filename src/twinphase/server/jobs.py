@@ -16,10 +16,11 @@ from twinphase.engine.async_engine import AsyncEngine, EncodedPrompt
 from twinphase.errors import InvalidRequestError
 from twinphase.request import SamplingParams, StructuredOutputsParams, plain_json
 from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, GenerationRequest, NamedToolChoice
-from twinphase.server.reasoning import ReasoningSplitter, ThinkTags, opens_thinking, think_tags
+from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import ToolCallParser
 from twinphase.server.tool_prompt import takes_tools, with_argument_objects, with_tool_prompt
 from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_grammar
+from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
 from twinphase.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Job", "Reader", "chat_job", "completion_job", "count_prompts", "template_messages"]
@@ -41,12 +42,14 @@ class Reader:
         thinking: whether the prompt ends inside the thinking part.
         tool_format: how calls are written, if any are looked for.
         keep_reasoning: whether the client wants it.
+        markers: control tokens that stand around thinking and calls; the parsers have to see them.
     """
 
     tags: ThinkTags | None = None
     thinking: bool = False
     tool_format: ToolFormat | None = None
     keep_reasoning: bool = True
+    markers: frozenset[int] = frozenset()
 
     def splitter(self) -> ReasoningSplitter | None:
         """Keeps thinking apart."""
@@ -131,7 +134,7 @@ async def chat_job(
     Raises:
         InvalidRequestError: something in it cannot be honoured.
     """
-    template = engine.text.chat_template
+    template, tokenizer = engine.text.chat_template, engine.text.tokenizer
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     choice: Any = body.tool_choice
     if isinstance(choice, NamedToolChoice):
@@ -145,13 +148,12 @@ async def chat_job(
     thinking = bool(tags and prompt.text and opens_thinking(prompt.text, tags))
     grammar = None
     if format is not None and choice != "none":
-        grammar = tool_grammar(tools, choice, body.parallel_tool_calls, format, _control_tokens(engine.text.tokenizer))
+        grammar = tool_grammar(tools, choice, body.parallel_tool_calls, format, _control_tokens(tokenizer))
     else:
         format = None
     output = _one_constraint(body, grammar)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    _check_budget(body, tags)
     params = _params(body, limit, logprobs, output, thinking_token_budget=body.thinking_token_budget)
     return Job(
         f"chatcmpl-{secrets.token_hex(16)}",
@@ -163,7 +165,7 @@ async def chat_job(
         body.n or 1,
         body.priority,
         body.cache_salt,
-        Reader(tags, thinking, format, body.include_reasoning),
+        Reader(tags, thinking, format, body.include_reasoning, _markers(tokenizer, tags, format)),
         **_extras(body),
     )
 
@@ -298,11 +300,10 @@ def _one_constraint(
     return next(iter(found.values()), None)
 
 
-def _check_budget(body: ChatCompletionRequest, tags: ThinkTags | None) -> None:
-    if body.thinking_token_budget is not None and tags is None:
-        raise InvalidRequestError(
-            "thinking_token_budget is given, but the model's chat template knows no thinking.", "Leave it out."
-        )
+def _markers(tokenizer: Tokenizer, tags: ThinkTags | None, format: ToolFormat | None) -> frozenset[int]:
+    texts = [tags.start, tags.end] if tags else []
+    texts += [format.begin.strip(), format.close.strip()] if format else []
+    return frozenset(token_id for token_id in map(_control_tokens(tokenizer), texts) if token_id is not None)
 
 
 def _control_tokens(tokenizer: Tokenizer) -> Callable[[str], int | None]:

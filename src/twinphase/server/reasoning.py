@@ -6,15 +6,10 @@ Models that think write it first, between two tags. Not for counting tokens: who
 
 from __future__ import annotations
 
-from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
+from twinphase.tokenizer.detokenizer import overlap
+from twinphase.tokenizer.think_tags import ThinkTags
 
-__all__ = ["ReasoningSplitter", "ThinkTags", "opens_thinking", "overlap", "think_tags"]
-
-
-def overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that `tag` begins with, shorter than `tag`."""
-    lengths = range(min(len(text), len(tag) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(tag[:length])), 0)
+__all__ = ["ReasoningSplitter"]
 
 
 class ReasoningSplitter:

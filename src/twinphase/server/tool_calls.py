@@ -12,8 +12,8 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from twinphase.server.reasoning import overlap
 from twinphase.server.tools import MISTRAL, TOOL_NAME, ToolFormat
+from twinphase.tokenizer.detokenizer import overlap
 
 __all__ = ["ToolCall", "ToolCallDelta", "ToolCallParser", "join_deltas"]
 

@@ -6,11 +6,11 @@ One per request; ended and thrown away with it. Not for decoding at once (`Token
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from twinphase.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer"]
+__all__ = ["Detokenizer", "overlap"]
 
 
 class Detokenizer:
@@ -29,6 +29,7 @@ class Detokenizer:
         stop: Sequence[str] = (),
         *,
         skip_special_tokens: bool = True,
+        keep_special: Collection[int] = (),
         continuation: bool = False,
     ) -> None:
         """Starts an empty stream.
@@ -37,11 +38,13 @@ class Detokenizer:
             tokenizer: of the model that generates.
             stop: strings that end the text; they are not part of it.
             skip_special_tokens: as for `Tokenizer.decode`.
+            keep_special: control tokens that are part of the text all the same.
             continuation: as for `Tokenizer.decode`.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(s for s in stop if s)
         self._skip_special_tokens = skip_special_tokens
+        self._keep_special = keep_special
         self._strip_space = tokenizer.strips_leading_space and not continuation
         # Holds back the bytes of an unfinished character and replaces what can be none, as bytes.decode does.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -53,15 +56,24 @@ class Detokenizer:
         """Whether a stop string was completed."""
         return self.stop_string is not None
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether part of a character, or of what may be a stop string, is not out yet."""
+        return bool(self._held or self._decoder.getstate()[0])
+
     def append(self, token_id: int) -> str:
         """Takes one token and returns the text that is certain now, often empty."""
-        if self.stopped or (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
+        if self.stopped or self._skips(token_id):
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if self._strip_space and data:
             data = data.removeprefix(b" ")
             self._strip_space = False
         return self._release(self._decoder.decode(data))
+
+    def _skips(self, token_id: int) -> bool:
+        special = self._skip_special_tokens and self._tokenizer.is_special(token_id)
+        return special and token_id not in self._keep_special
 
     def flush(self) -> str:
         """Ends the stream and returns what was held back."""
@@ -83,12 +95,12 @@ class Detokenizer:
         if matches:
             _, at, self.stop_string = min(matches)
             return text[:at]
-        keep = max(_overlap(text, stop) for stop in self._stop)
+        keep = max(overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`, shorter than `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

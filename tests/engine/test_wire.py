@@ -1,0 +1,42 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinphase.engine.messages import Add, End, Finished, FromEngine, News, Outcome, StepNews, ToEngine
+from twinphase.engine.wire import Decoder, encode
+from twinphase.errors import InvalidRequestError
+from twinphase.phases.timeline import IntervalKind, RequestTimeline
+from twinphase.request import FinishReason, MissReason, PrefixMiss, SamplingParams
+
+ADD = Add("a", [1, 2], SamplingParams(logit_bias={3: 1.0}, stop=["x"], max_tokens=None), 1.0, 2.0, cache_salt="s")
+
+
+def news():
+    timeline = RequestTimeline(1.0)
+    timeline.mark(IntervalKind.QUEUE, 2.5, reason="seats")
+    timeline.hand_over_tokens(2, 3.0)
+    outcome = Outcome(3, PrefixMiss(MissReason.DIVERGED, 3), 1, 4)
+    return StepNews([News("a", [7], 9, 3, finished=Finished(FinishReason.STOP, outcome, timeline, (0.1, 0.2)))])
+
+
+@given(st.lists(st.integers(0, 400), max_size=12))
+def test_messages_come_whole_however_the_bytes_are_cut(cuts):
+    data = encode(ADD) + encode(End("a", FinishReason.ABORT)) + encode(ADD)
+    decoder, at, found = Decoder(ToEngine), 0, []
+    for cut in [*sorted(cut for cut in cuts if cut < len(data)), len(data)]:
+        found += decoder.feed(data[at:cut])
+        at = cut
+    assert found == [ADD, End("a", FinishReason.ABORT), ADD]
+
+
+def test_what_the_engine_says_comes_back_equal():
+    sent = news()
+    (got,) = Decoder(FromEngine).feed(encode(sent))
+    assert got == sent
+
+
+def test_what_no_message_can_carry_is_refused():
+    with pytest.raises(InvalidRequestError, match="not supported"):
+        encode(Add("a", [1], SamplingParams(seed=2**70), 0.0, 0.0))
+    with pytest.raises(InvalidRequestError):
+        encode(Add("a", [1], SamplingParams(stop="\ud800"), 0.0, 0.0))
