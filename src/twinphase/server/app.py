@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 from time import perf_counter, time
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -37,12 +38,13 @@ from twinphase.server.service import Service
 __all__ = ["make_app"]
 
 LOG = logging.getLogger("twinphase.server")
-OPEN_PATHS = re.compile(r"/(health(/live|/ready)?|metrics|version|ping)?")  # no API key is asked for
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
-ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}},
-    **ERRORS,
-}
+OPEN_PATHS = re.compile(r"/(health(/live|/ready)?|metrics|version|docs|openapi\.json)?")  # no API key is asked for
+Responses = dict[int | str, dict[str, Any]]  # as the OpenAPI document has them, by status
+ERRORS: Responses = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+OBJECT = {"application/json": {"schema": {"type": "object"}}}
+ANSWER: Responses = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
+HEALTH: Responses = {503: {"content": OBJECT, "description": "Not now"}, **ERRORS}
+METRICS: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}, **ERRORS}
 
 
 def make_app(service: Service) -> Gate:
@@ -54,10 +56,20 @@ def make_app(service: Service) -> Gate:
         yield
         await service.stop()
 
-    app = FastAPI(title="twinphase", version=__version__, lifespan=lifespan, redoc_url=None)
-    _add_generation(app, service)
-    _add_text(app, service)
-    _add_requests(app, service)
+    app = FastAPI(
+        title="twinphase",
+        version=__version__,
+        lifespan=lifespan,
+        redoc_url=None,
+        generate_unique_id_function=lambda route: route.name,
+    )
+    # Only for the document: the gate asks for the key before a body is read.
+    bearer = Depends(HTTPBearer(auto_error=False, description="One of the server's API keys."))
+    api = APIRouter(dependencies=[bearer] if service.config.api_keys else None)
+    _add_generation(api, service)
+    _add_text(api, service)
+    _add_requests(api, service)
+    app.include_router(api)
     _add_health(app, service)
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http_problem)
@@ -72,8 +84,8 @@ def make_app(service: Service) -> Gate:
     return Gate(app, service)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", responses=ANSWER, response_class=Response)
+def _add_generation(api: APIRouter, service: Service) -> None:
+    @api.post("/v1/chat/completions", responses=ANSWER, response_class=Response)
     async def create_chat_completion(body: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
         service.check_model(body.model)
@@ -85,7 +97,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
         return Generation(service, make_job, ChatReplies, num_requests=body.n or 1, stream=bool(body.stream))
 
-    @app.post("/v1/completions", responses=ANSWER, response_class=Response)
+    @api.post("/v1/completions", responses=ANSWER, response_class=Response)
     async def create_completion(body: CompletionRequest) -> Response:
         """Complete one prompt or several."""
         service.check_model(body.model)
@@ -99,16 +111,16 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return Generation(service, make_job, CompletionReplies, num_requests=num_requests, stream=bool(body.stream))
 
 
-def _add_text(app: FastAPI, service: Service) -> None:
+def _add_text(api: APIRouter, service: Service) -> None:
     def max_model_len() -> int | None:
         return service.facts.config.max_model_len if service.facts else None
 
-    @app.get("/v1/models", responses=ERRORS)
+    @api.get("/v1/models", responses=ERRORS)
     async def list_models() -> dict[str, Any]:
         """The model's names."""
         return {"object": "list", "data": [describe(name) for name in service.model_names]}
 
-    @app.get("/v1/models/{model:path}", responses=ERRORS)
+    @api.get("/v1/models/{model:path}", responses=ERRORS)
     async def get_model(model: str) -> dict[str, Any]:
         """One of them."""
         service.check_model(model)
@@ -120,7 +132,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
     started = int(time())
 
-    @app.post("/tokenize", responses=ERRORS)
+    @api.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a text, or of a conversation as the chat template writes it."""
         service.check_model(body.model)
@@ -139,7 +151,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
             found["token_strs"] = [decode([i], skip_special_tokens=False, continuation=True) for i in token_ids]
         return found
 
-    @app.post("/detokenize", responses=ERRORS)
+    @api.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Text of token ids, control tokens by their names."""
         service.check_model(body.model)
@@ -152,8 +164,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
         return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
-def _add_requests(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/requests/{request_id}/timeline", responses=ERRORS)
+def _add_requests(api: APIRouter, service: Service) -> None:
+    @api.get("/v1/requests/{request_id}/timeline", responses=ERRORS)
     async def get_timeline(request_id: str, request: Request) -> dict[str, Any]:
         """Where a request's time went, interval by interval."""
         known, timeline = service.timelines.find(request.state.tenant, request_id)
@@ -162,7 +174,7 @@ def _add_requests(app: FastAPI, service: Service) -> None:
         seen, _ = await service.require_engine().look(known, None)
         return timeline_json(request_id, seen, finished=False)
 
-    @app.get("/v1/requests/{request_id}/explain", responses=ERRORS)
+    @api.get("/v1/requests/{request_id}/explain", responses=ERRORS)
     async def explain(request_id: str, request: Request) -> dict[str, Any]:
         """Why a request took as long as it did, and what to change."""
         known, timeline = service.timelines.find(request.state.tenant, request_id)
@@ -171,18 +183,18 @@ def _add_requests(app: FastAPI, service: Service) -> None:
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    @app.get("/health/live", responses=ERRORS)
+    @app.get("/health/live", responses=HEALTH)
     async def live() -> Response:
         """Whether the server works: 503 when its engine has work and makes no step, or could not be loaded."""
         return JSONResponse(service.state(), 503 if service.stage in ("stalled", "failed") else 200)
 
-    @app.get("/health/ready", responses=ERRORS)
-    @app.get("/health", responses=ERRORS)
+    @app.get("/health/ready", responses=HEALTH)
+    @app.get("/health", responses=HEALTH, operation_id="health")
     async def ready() -> Response:
         """Whether requests are taken; if not, what the server is doing."""
         return JSONResponse(service.state(), 200 if service.stage == "ready" else 503)
 
-    @app.get("/metrics", responses=ERRORS, response_class=Response)
+    @app.get("/metrics", responses=METRICS, response_class=Response)
     async def metrics(request: Request) -> Response:
         """For Prometheus."""
         body, content_type = service.metrics.expose(request.headers.get("accept"))
