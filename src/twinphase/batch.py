@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from twinphase.request import SamplingParams
+from twinphase.request import Constraint, SamplingParams
 
 __all__ = ["Batch", "Phase", "ScheduledRequest", "StepOutput", "StepWork", "TokenLogprobs"]
 
@@ -67,6 +67,7 @@ class ScheduledRequest:
     prompt_token_ids: list[int] = field(repr=False, default_factory=list)  # penalties look at both
     output_token_ids: list[int] = field(repr=False, default_factory=list)
     most_computed_tokens: int = 0  # computed before a preemption: what lies below is recomputed
+    constraint: Constraint | None = field(repr=False, default=None)
 
     @property
     def num_scheduled_tokens(self) -> int:

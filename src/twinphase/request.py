@@ -6,18 +6,33 @@ Holds ids and numbers only: no text, no arrays, no engine.
 from __future__ import annotations
 
 import enum
+import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["FinishReason", "MissReason", "PrefixMiss", "Request", "RequestStatus", "SamplingParams"]
+__all__ = [
+    "Constraint",
+    "FinishReason",
+    "MissReason",
+    "PrefixMiss",
+    "Request",
+    "RequestStatus",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "plain_json",
+]
 
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT_BYTES = 1024
+MAX_GRAMMAR_SIZE = 65536  # bytes, or characters of JSON
+MAX_JSON_DEPTH = 32
+MAX_CHOICES = 1024
 
 
 class RequestStatus(enum.Enum):
@@ -57,7 +72,7 @@ class PrefixMiss:
     token_index: int
 
 
-def _reject(name: str, value: object, allowed: str) -> None:
+def _reject(name: str, value: object, allowed: str) -> NoReturn:
     raise InvalidRequestError(f"{name} is {value!r}, which is not allowed.", f"Use {allowed}.")
 
 
@@ -74,11 +89,130 @@ def _check_int(name: str, value: int, low: int, allowed: str) -> None:
 
 
 @dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What form the output must have: exactly one of six constraints. The field names are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as an object or as text.
+        regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`.
+        choice: texts, one of which is the output.
+        grammar: in Lark, or in GBNF (EBNF with `::=`) as llama.cpp has it.
+        json_object: any JSON object.
+        structural_tag: {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...], "triggers": [...]},
+            as an object or as text: free text, in which a trigger begins a structure that follows its schema.
+        disable_any_whitespace: JSON without whitespace between its tokens.
+        whitespace_pattern: what may stand between the tokens of JSON instead, a regular expression.
+
+    Raises:
+        InvalidRequestError: no constraint or several, one of a wrong type, too large or too deep, or not valid Unicode.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"structured_outputs has {' and '.join(given) or 'no constraint'}.",
+                f"Give exactly one of {', '.join(_CONSTRAINTS)}.",
+            )
+        kind, value = given[0], getattr(self, given[0])
+        if kind in ("json", "structural_tag"):
+            plain_json(f"structured_outputs.{kind}", value)
+        elif kind == "json_object":
+            if value is not True:
+                _reject("structured_outputs.json_object", value, "true")
+        elif kind == "choice":
+            if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MAX_CHOICES:
+                _reject("structured_outputs.choice", type(value).__name__, f"a list of 1 to {MAX_CHOICES} texts")
+            _check_texts("structured_outputs.choice", value)
+        else:
+            _check_texts(f"structured_outputs.{kind}", [value])
+        if self.whitespace_pattern is not None:
+            _check_texts("structured_outputs.whitespace_pattern", [self.whitespace_pattern])
+        options = bool(self.whitespace_pattern) + bool(self.disable_any_whitespace)
+        if options > (kind in ("json", "json_object", "structural_tag")):
+            raise InvalidRequestError(
+                f"structured_outputs.{kind} is given with {options} options for JSON's whitespace.",
+                "Give disable_any_whitespace or whitespace_pattern, and only where the output is JSON.",
+            )
+
+    @property
+    def kind(self) -> str:
+        """The name of the constraint that was given."""
+        return next(name for name in _CONSTRAINTS if getattr(self, name) not in (None, False))
+
+
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def plain_json(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
+    """The JSON object in a text or a mapping, once it is known to be small, flat and plain enough to work with.
+
+    Args:
+        name: of the field, for errors.
+        value: the object; a text is parsed.
+
+    Raises:
+        InvalidRequestError: not a JSON object, too large or nested too deep, a number that JSON (NaN) or 64 bits do not
+            hold, or text that is not valid Unicode.
+    """
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        if len(text) > MAX_GRAMMAR_SIZE:
+            raise ValueError(f"it has {len(text)} characters, and {MAX_GRAMMAR_SIZE} are allowed")
+        found = json.loads(text, parse_int=_int64)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        if not isinstance(found, dict) or not isinstance(value, str) and found != value:
+            raise TypeError(f"it is a {type(found).__name__}, or holds what JSON has not")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} cannot be used: {error}.", "Send a plain JSON object.") from None
+    level: list[object] = [found]
+    for _ in range(MAX_JSON_DEPTH):
+        holders = [
+            item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))
+        ]
+        level = [child for holder in holders for child in holder]
+    if level:
+        raise InvalidRequestError(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels.", "Use $defs and $ref.")
+    return found
+
+
+def _int64(digits: str) -> int:
+    value = int(digits)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError("an integer does not fit 64 bits")
+    return value
+
+
+def _check_texts(name: str, texts: Sequence[object]) -> None:
+    size = 0
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError(f"{name} has a {type(text).__name__} or an empty text.", "Use text.")
+        try:
+            size += len(text.encode())
+        except UnicodeEncodeError:
+            raise InvalidRequestError(f"{name} is not valid Unicode.", "Send it without lone surrogates.") from None
+    if size > MAX_GRAMMAR_SIZE:
+        raise InvalidRequestError(f"{name} has {size} bytes; {MAX_GRAMMAR_SIZE} are allowed.", "Shorten it.")
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens; the field names and defaults are vLLM's.
 
+    Plain values only, since it is sent between processes and written to the step log.
+
     Raises:
-        InvalidRequestError: a value out of its range (NaN and infinity included).
+        InvalidRequestError: a value out of its range (NaN and infinity included), or two that exclude each other.
     """
 
     temperature: float = 1.0
@@ -97,8 +231,12 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None  # after that many the end of thinking is forced
 
     def __post_init__(self) -> None:
+        if isinstance(self.structured_outputs, dict):  # as the step log has it
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
         _check_number("temperature", self.temperature, 0.0, 100.0, "0 (greedy) to 100")
         _check_number("top_p", self.top_p, 1e-9, 1.0, "a value above 0, at most 1")
         _check_number("min_p", self.min_p, 0.0, 1.0, "0 to 1")
@@ -126,6 +264,17 @@ class SamplingParams:
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 _reject("stop", text, "non-empty strings")
+        if self.thinking_token_budget is not None:
+            _check_int("thinking_token_budget", self.thinking_token_budget, 0, "0 or a positive integer")
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                _reject("structured_outputs", type(self.structured_outputs).__name__, "StructuredOutputsParams")
+            for name in ("min_tokens", "ignore_eos"):
+                if getattr(self, name):
+                    raise InvalidRequestError(
+                        f"{name} is given together with structured_outputs.",
+                        "Drop one of them: the grammar decides where the output may end, and then it has to.",
+                    )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -138,6 +287,26 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when the most likely token is always taken."""
         return self.temperature == 0.0
+
+
+class Constraint(Protocol):
+    """What the tokens of one request must obey: a function of the request's output so far.
+
+    It may remember what it has seen, to be quick, but preemption, a step computed again or tokens taken back change
+    nothing in what it answers.
+    """
+
+    def restrict(self, logits: Any, output_token_ids: Sequence[int]) -> Any:
+        """The logits of the next token with -inf where a token is forbidden.
+
+        Args:
+            logits: float32 [vocab_size]; stays as it was.
+            output_token_ids: all of the request's output.
+
+        Raises:
+            Exception: the constraint cannot go on; the request fails with the message.
+        """
+        ...
 
 
 @dataclass(eq=False)
@@ -163,6 +332,7 @@ class Request:
         order: place in the line of arrival, given by the scheduler.
         most_computed_tokens: the largest `num_computed_tokens` so far.
         block_hashes: of its leading full blocks, as far as they were needed.
+        constraint: what its tokens must obey; never shared with another request.
     """
 
     request_id: str
@@ -184,6 +354,7 @@ class Request:
     order: int = -1
     most_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
+    constraint: Constraint | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse what no engine could honour.

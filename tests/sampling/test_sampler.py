@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
@@ -31,6 +33,25 @@ def test_greedy_sees_bias_and_penalties():
     assert sample_row(row(1, 3, 2), make_share(temperature=0.0, logit_bias={0: 9.0}), ()) == 0
     assert sample_row(row(1, 3, 2), make_share(temperature=0.0, output=[1], presence_penalty=2.0), ()) == 2
     assert sample_row(row(1, 3, 2), make_share(temperature=0.0, min_tokens=1), [1]) == 2
+
+
+class OnlyAfter:
+    """Allows token `len(output)`, and says what it was given."""
+
+    def restrict(self, logits, output_token_ids):
+        self.given = logits
+        restricted = np.full_like(logits, -INF)
+        restricted[len(output_token_ids)] = logits[len(output_token_ids)]
+        return restricted
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 1}])
+def test_a_constraint_has_the_last_word(params):
+    share = replace(make_share(output=[4], logit_bias={0: 50.0}, logprobs=0, **params), constraint=OnlyAfter())
+    output = sample(row(1, 2, 3)[None], Batch([share], []), ())
+    assert output.token_ids == {"r": [1]}
+    assert share.constraint.given.tolist() == [51, 2, 3]
+    assert output.logprobs["r"] == [token_logprobs(row(1, 2, 3), 1, 0)]
 
 
 @pytest.mark.parametrize("bad", [(NAN, 1, 2), (1, NAN, 2), (1, INF, 2), (-INF, -INF, -INF)])

@@ -1,7 +1,7 @@
 """Chooses the next token of each request whose logits a step computed.
 
 Works on host logits, one row at a time, and holds no state: what a request draws depends on its own row, its own
-tokens, its seed and the position, never on the batch. Not for stopping (scheduler) nor for text.
+tokens, its constraint, its seed and the position, never on the batch. Not for stopping (scheduler) nor for text.
 """
 
 from __future__ import annotations
@@ -66,10 +66,13 @@ def sample_row(logits: F32, share: ScheduledRequest, eos_token_ids: Collection[i
 
     Raises:
         NonFiniteLogitsError: the largest logit is NaN or infinite, before or after processing.
+        Exception: whatever the request's constraint fails with.
     """
     params = share.sampling_params
     best = _argmax(logits)
     processed = process(logits, params, share.prompt_token_ids, share.output_token_ids, eos_token_ids)
+    if share.constraint is not None:  # last, so that nothing lifts what it forbids
+        processed = share.constraint.restrict(processed, share.output_token_ids)
     if processed is not logits:
         best = _argmax(processed)
     if params.temperature < _GREEDY_BELOW:

@@ -31,4 +31,5 @@ def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=request.output_token_ids,
         most_computed_tokens=request.most_computed_tokens,
+        constraint=request.constraint,
     )

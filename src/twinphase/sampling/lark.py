@@ -1,0 +1,203 @@
+"""A request's structured output as one Lark grammar in llguidance's dialect, and what is refused before compiling.
+
+llguidance limits what a grammar may cost, but a single step of a few constructs has no limit: those are counted here.
+Not for running a grammar (structured.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any, NoReturn
+
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from twinphase.errors import InvalidRequestError
+from twinphase.request import StructuredOutputsParams, plain_json
+
+__all__ = ["to_lark"]
+
+# The model chooses how to cut forced text into tokens, as it does with other text: forcing tokens instead would call
+# the tokenizer in every step, for all of a text of any length.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+# As much as JSON of some depth needs for its indentation; without a bound, a small model may never stop to indent.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+
+MAX_GBNF_RULES = 300  # conversion takes time with the square
+MAX_COMBINED_PATTERNS = 10  # each of the patterns that one text must match doubles the work of a step
+MAX_COMMON_MULTIPLE = 10_000  # states needed for divisibility
+
+_ANNOTATIONS = {"$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
+                "discriminator", "examples", "id", "readOnly", "title", "writeOnly"}  # fmt: skip
+_COMBINING = ("$ref", "anyOf", "oneOf")
+# Strings, regular expressions and comments are passed over; what is looked for outside of them comes last.
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|//[^\n]*|#[^\n]*|(?P<schema>%json\b\s*)|(?P<and>&)')
+_GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")
+
+
+def to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
+    """The grammar of a constraint; equal constraints have equal grammars.
+
+    Args:
+        params: the constraint.
+        special_tokens: ids of the control tokens, by the text that stands for them.
+
+    Raises:
+        InvalidRequestError: what cannot be honoured, or would cost too much.
+    """
+    if params.regex is not None:
+        # A slash ends a regular expression in Lark.
+        body = "start: /" + re.sub(r"(?s)\\.|/", lambda m: m[0] if m[0] != "/" else r"\/", params.regex) + "/\n"
+    elif params.choice is not None:
+        body = "start: CHOICE\nCHOICE: " + " | ".join(map(_literal, params.choice)) + "\n"
+    elif params.grammar is not None:
+        body = _from_gbnf(params.grammar) if _GBNF_RULE.search(params.grammar) else params.grammar
+        _check_lark(body)
+    elif params.structural_tag is not None:
+        body = _structural_tag(params, special_tokens)
+    else:
+        schema = {"type": "object"} if params.json is None else plain_json("structured_outputs.json", params.json)
+        body = f"start: {_schema(schema, params)}\n"
+    return f"{body}\n{_OPTIONS}"  # last, for the line numbers in messages
+
+
+def _schema(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
+    if "x-guidance" in schema:
+        _refuse(params.kind, "has the key x-guidance.", "Use whitespace_pattern or disable_any_whitespace.")
+    _check_schema(params.kind, schema)
+    options: dict[str, object] = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
+    if params.disable_any_whitespace:
+        options = {"whitespace_flexible": False}
+    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+
+
+def _structural_tag(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
+    """Free text up to a trigger, then one of the structures that begin with it, and so on.
+
+    The trigger's lexeme is lazy: it ends the text at once, so the text cannot go on over a trigger.
+    """
+    tag = plain_json("structured_outputs.structural_tag", params.structural_tag or "")
+    structures, triggers = tag.get("structures") or [], tag.get("triggers") or []
+    if tag.get("type") != "structural_tag" or not _all(dict, structures) or not _all(str, triggers):
+        _refuse(
+            params.kind,
+            "is not of the form that is supported.",
+            'Give {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}.',
+        )
+    rules = []
+    for number, structure in enumerate(structures):
+        begin, schema, end = (structure.get(name) for name in ("begin", "schema", "end"))
+        if not isinstance(begin, str) or not isinstance(schema, dict) or not isinstance(end, str):
+            _refuse(params.kind, f"has structure {number} without begin, schema or end.", "Give all three.")
+        trigger = next((t for t in triggers if t and begin.startswith(t)), None)
+        if trigger is None:
+            _refuse(params.kind, f"has no trigger that {begin!r} begins with.", "Add one to triggers.")
+        if trigger in special_tokens:
+            head = f"TEXT <[{special_tokens[trigger]}]>"
+        else:
+            head = f"head_{number}"
+            rules.append(f"{head}[lazy]: TEXT {_literal(trigger)}")
+        after = _texts(begin.removeprefix(trigger), special_tokens)
+        rules.append(f"tag_{number}: {head} {after} {_schema(schema, params)} {_texts(end, special_tokens)}")
+    tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
+    return "\n".join([f"start: ({tags})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules, ""])
+
+
+def _all(kind: type, values: object) -> bool:
+    """Whether `values` is a list of that kind, and not empty."""
+    return isinstance(values, list) and bool(values) and all(isinstance(value, kind) for value in values)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _texts(text: str, special_tokens: Mapping[str, int]) -> str:
+    """Literals for a text in which the names of control tokens stand for those tokens."""
+    names = sorted((name for name in special_tokens if name in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return " ".join(f"<[{special_tokens[part]}]>" if part in names else _literal(part) for part in parts if part)
+
+
+def _from_gbnf(text: str) -> str:
+    if text.count("::=") > MAX_GBNF_RULES:
+        _refuse("grammar", f"has more than {MAX_GBNF_RULES} rules in GBNF.", "Use fewer, or Lark.")
+    try:
+        return gbnf_to_lark(_GBNF_ESCAPE.sub(_gbnf_character, text))
+    except Exception as error:  # the converter raises bare exceptions
+        _refuse("grammar", f"is not GBNF: {' '.join(str(error).split())[:200]}.", "It needs a rule named root.")
+
+
+def _gbnf_character(match: re.Match[str]) -> str:
+    r"""What \uXXXX stands for, since the converter drops its zeros: the character, or \xXX for one with a meaning."""
+    digits = match[1] or match[2]
+    code = int(digits, 16) if digits else -1
+    if not 0 <= code <= sys.maxunicode or 0xD800 <= code < 0xE000:
+        return match[0]
+    return chr(code) if code >= 0x80 or chr(code).isalnum() else f"\\x{code:02x}"
+
+
+def _check_lark(text: str) -> None:
+    """Refuse what llguidance's limits do not cover, outside of strings and comments."""
+    at = 0
+    while found := _LARK_TOKEN.search(text, at):
+        at = found.end()
+        if found["and"]:
+            _refuse("grammar", "uses the operator &.", "Write the terminal without it.")
+        if found["schema"]:
+            try:
+                schema, at = json.JSONDecoder().raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                _refuse("grammar", f"has a %json that is not JSON: {error}.", "Correct it.")
+            if isinstance(schema, dict):
+                _check_schema("grammar", plain_json("structured_outputs.grammar", schema))
+
+
+def _check_schema(kind: str, schema: dict[str, Any]) -> None:
+    """Refuse a schema that would make one text match many patterns at once, or count modulo a large number."""
+    patterns: set[object] = set()
+    multiples: set[Fraction] = set()
+    combines = False
+    nodes: list[object] = [schema]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes += node
+        if not isinstance(node, dict):
+            continue
+        nodes += node.values()
+        patterns |= {value for key in ("pattern", "format") if isinstance(value := node.get(key), str)}
+        if isinstance(named := node.get("patternProperties"), dict):
+            patterns |= named.keys()
+        if isinstance(value := node.get("multipleOf"), (int, float)) and value > 0:
+            multiples.add(Fraction(repr(value)))
+        parts = node.get("allOf")
+        others = any(key not in _ANNOTATIONS and key not in _COMBINING and key != "allOf" for key in node)
+        combined = sum(key in node for key in _COMBINING) + (len(parts) if isinstance(parts, list) else 0)
+        combines |= combined > 0 and combined + others > 1
+    if combines and len(patterns) > MAX_COMBINED_PATTERNS:
+        _refuse(kind, f"combines subschemas and has {len(patterns)} different patterns and formats.", "Use fewer.")
+    if multiples and _common_multiple(multiples) > MAX_COMMON_MULTIPLE:
+        _refuse(kind, "has values of multipleOf whose common multiple is too large.", "Use rounder ones.")
+
+
+def _common_multiple(values: Iterable[Fraction]) -> int:
+    """The least common multiple in units of the finest fraction; a large one stands for a larger."""
+    first, *others = values
+    unit, multiple = first.denominator, first.numerator
+    for value in others:
+        finer = math.lcm(unit, value.denominator)
+        multiple = math.lcm(multiple * (finer // unit), int(value * finer))
+        unit = finer
+        if multiple > MAX_COMMON_MULTIPLE:
+            break
+    return multiple
+
+
+def _refuse(kind: str, what: str, fix: str) -> NoReturn:
+    raise InvalidRequestError(f"structured_outputs.{kind} {what}", fix)

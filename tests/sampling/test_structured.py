@@ -1,0 +1,479 @@
+"""Structured output against judges of other make: jsonschema_rs, json, re, ast.
+
+Tokens come from random logits, so that outputs go wherever a grammar lets them.
+"""
+
+import ast
+import dataclasses
+import itertools
+import json
+import re
+import sys
+import threading
+
+import jsonschema_rs
+import msgspec
+import numpy as np
+import pytest
+
+from tiny_gguf import tiny_vocabulary
+from twinphase.batch import Batch, Phase, ScheduledRequest
+from twinphase.errors import InvalidRequestError
+from twinphase.request import MAX_JSON_DEPTH, Request, SamplingParams, StructuredOutputsParams
+from twinphase.sampling import structured
+from twinphase.sampling.sampler import sample, sample_row
+from twinphase.sampling.structured import ConstraintError, GrammarCompiler
+from twinphase.scheduler.phase import give_tokens
+
+CONTROL = [b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>", b"<tool>"]
+WORDS = [
+    b"the",
+    b"hello",
+    b" world",
+    b'":',
+    b'", "',
+    b'{"',
+    b'"}',
+    b"\n  ",
+    "é".encode(),
+    "日本".encode(),
+    b"123",
+    b"tr",
+]
+TOKENS = [*CONTROL, *(bytes([byte]) for byte in range(256)), *WORDS]
+EOS, SPECIAL, TOOL = {0, 2}, {0, 1, 2, 3}, 3
+NUM_LOGITS = len(TOKENS) + 11
+# Logits are raised for what ends strings, lists and outputs, and for common characters.
+LIKELY = [i for i, token in enumerate(TOKENS) if i in EOS or token in (b'"', b"}", b"]", b'"}')]
+COMMON = [i for i, token in enumerate(TOKENS) if i >= len(CONTROL) and token.isascii() and token.decode().isprintable()]
+
+
+def make_compiler():
+    return GrammarCompiler(TOKENS, SPECIAL, EOS, NUM_LOGITS)
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return make_compiler()
+
+
+def encode(text):
+    return [len(CONTROL) + byte for byte in text.encode()]
+
+
+def decode(token_ids):
+    return b"".join(TOKENS[i] for i in token_ids).decode()
+
+
+def make_share(constraint, output, request_id="r", **params):
+    params = SamplingParams(**{"temperature": 0.0, **params})
+    return ScheduledRequest(
+        request_id, Phase.DECODE, [1], len(output), [0], True, params, [5, 6], output, constraint=constraint
+    )
+
+
+def write(constraint, number=0, **params):
+    """An output of random logits, as text; fails unless it comes to its end."""
+    rng = np.random.default_rng(number)
+    output = []
+    for _ in range(1500):
+        logits = rng.standard_normal(NUM_LOGITS).astype(np.float32)
+        logits[LIKELY] += 2
+        logits[COMMON] += 1
+        token_id = sample_row(logits, make_share(constraint, output, **params), EOS)
+        if token_id in EOS:
+            return decode(output)
+        output.append(token_id)
+    raise AssertionError(f"no end: {decode(output)!r}")
+
+
+def allowed(constraint, output=()):
+    restricted = constraint.restrict(np.zeros(NUM_LOGITS, np.float32), list(output))
+    return set(np.flatnonzero(np.isfinite(restricted)).tolist())
+
+
+def refusal(compiler, **constraint):
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler.compile(StructuredOutputsParams(**constraint))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    return str(caught.value)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "kind": {"enum": ["a", 1, None, "日本\"\\"]},
+        "address": {
+            "type": "object",
+            "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}, "x": {"anyOf": [{"type": "null"}, {}]}},
+            "required": ["zip"],
+            "additionalProperties": False,
+        },
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    },
+    "required": ["name", "age", "kind", "address", "tags"],
+    "additionalProperties": False,
+}  # fmt: skip
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "number", "multipleOf": 0.5},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+            },
+            "required": ["value"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+ADDRESSES = {"type": "array", "items": {"type": "string", "format": "ipv4"}, "minItems": 1, "maxItems": 2}
+
+
+@pytest.mark.parametrize("schema", [PERSON, TREE, ADDRESSES, {"const": "\0\x7f\U0001f600"}])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.5, "seed": 3, "top_p": 0.95}])
+def test_json_is_valid_by_the_schema(compiler, schema, params):
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    outputs = {write(compiler.compile(StructuredOutputsParams(json=schema)), seed, **params) for seed in range(8)}
+    for output in outputs:
+        assert validator.is_valid(json.loads(output)), output
+    as_text = compiler.compile(StructuredOutputsParams(json=json.dumps(schema)))
+    assert write(as_text, 0, **params) in outputs
+
+
+def test_a_json_object(compiler):
+    outputs = [write(compiler.compile(StructuredOutputsParams(json_object=True)), seed) for seed in range(8)]
+    assert all(isinstance(json.loads(output), dict) for output in outputs)
+
+
+def test_whitespace_of_json(compiler):
+    def between_tokens(**options):
+        constraint = StructuredOutputsParams(json=PERSON, **options)
+        outputs = "".join(write(compiler.compile(constraint), seed) for seed in range(6))
+        return re.sub(r'"(\\.|[^"\\])*"', "s", outputs)
+
+    assert re.search(r"\s", between_tokens())
+    assert not re.search(r"\s{41}", between_tokens())
+    assert not re.search(r"\s", between_tokens(disable_any_whitespace=True))
+    assert set(re.findall(r"\s+", between_tokens(whitespace_pattern=" {2}"))) == {"  "}
+
+
+@pytest.mark.parametrize(
+    "regex", [r"\d{3}-[a-f]+", "(yes|no)( maybe)?", r'[^"\n]{2,5}', "a/b\\/c", "^x*$", "(?i)HELLO", "a\0b", "日|é"]
+)
+def test_the_whole_output_matches_a_regex(compiler, regex):
+    for seed in range(6):
+        assert re.fullmatch(regex, write(compiler.compile(StructuredOutputsParams(regex=regex)), seed))
+
+
+def test_a_choice(compiler):
+    choices = ["a", "ab", "abc", 'q"\\/', "new\nline", "日本\x7f", "<|im_end|>", "\U0001f600"]
+    constraint = StructuredOutputsParams(choice=choices)
+    assert {write(compiler.compile(constraint), seed) for seed in range(20)} <= set(choices)
+    for choice in choices:
+        assert allowed(compiler.compile(constraint), encode(choice)) >= EOS
+
+
+SUMS = 'start: sum\nsum: term ("+" term)*\nterm: NUMBER | "(" sum ")"\nNUMBER: /[1-9][0-9]{0,3}/ // no & here\n'
+SUMS_GBNF = 'root ::= sum # "a comment"\nsum ::= term ("+" term)*\nterm ::= [1-9] [0-9]{0,3} | "(" sum ")"\n'
+# As llama.cpp's json.gbnf is written.
+JSON_GBNF = r"""root ::= object
+value ::= object | string | number | ("true" | "false" | "null") ws
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+string ::=
+  "\"" (
+    [^"\\\x7F\x00-\x1F] |
+    "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) # escapes
+  )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+
+
+@pytest.mark.parametrize("grammar", [SUMS, SUMS_GBNF, f"%llguidance {{}}\n{SUMS}"])
+def test_a_grammar(compiler, grammar):
+    constraint = StructuredOutputsParams(grammar=grammar)
+    for seed in range(8):
+        assert ast.parse(write(compiler.compile(constraint), seed), mode="eval")
+
+
+def test_the_grammar_of_json_in_gbnf(compiler):
+    for seed in range(8):
+        output = write(compiler.compile(StructuredOutputsParams(grammar=JSON_GBNF)), seed)
+        assert isinstance(json.loads(output.encode("utf-8", "surrogatepass").decode()), dict)
+
+
+def test_gbnf_escapes(compiler):
+    grammar = r'root ::= "\u00e9\x41" [\u65e5\u672c] "\u0022\n"'
+    assert write(compiler.compile(StructuredOutputsParams(grammar=grammar))) in ('éA日"\n', 'éA本"\n')
+
+
+class TestStructuralTag:
+    TAG = {
+        "type": "structural_tag",
+        "structures": [
+            {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+            {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
+            {"begin": "<tool>", "schema": {"const": None}, "end": "<|im_start|>"},
+        ],
+        "triggers": ["<f=", "<tool>"],
+    }
+
+    @pytest.mark.parametrize("form", [dict, json.dumps])
+    def test_text_is_free_until_a_trigger(self, compiler, form):
+        constraint = compiler.compile(StructuredOutputsParams(structural_tag=form(self.TAG)))
+        assert {TOOL, *EOS} <= allowed(constraint, encode("f < 3 <f")) == allowed(constraint)
+        assert allowed(constraint, encode("call <f=")) == set(encode("ab"))
+        assert allowed(constraint, encode("call <f=b>")) == {*encode("tf"), TOKENS.index(b"tr")}
+        assert allowed(constraint, encode("call <f=b>true</f> and <f=a>12</f> done")) >= EOS
+        with pytest.raises(ConstraintError):
+            allowed(constraint, encode("<f=b>12"))
+
+    def test_names_of_control_tokens_stand_for_them(self, compiler):
+        constraint = compiler.compile(StructuredOutputsParams(structural_tag=self.TAG))
+        called = [*encode("so "), TOOL]
+        assert allowed(constraint, called) == set(encode("n"))
+        assert allowed(constraint, [*called, *encode("null")]) == {1}
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"type": "tag"}, "form"),
+            ({"triggers": []}, "form"),
+            ({"structures": [{"begin": "x", "schema": {}, "end": ""}]}, "trigger that 'x'"),
+            ({"structures": [{"begin": "<f="}]}, "structure 0"),
+        ],
+    )
+    def test_what_is_refused(self, compiler, change, words):
+        assert words in refusal(compiler, structural_tag=self.TAG | change)
+
+
+def test_control_tokens_are_no_text(compiler):
+    constraint = compiler.compile(StructuredOutputsParams(regex=r"(?s:.)*"))
+    assert allowed(constraint) & SPECIAL == EOS
+    assert allowed(constraint, encode("<|im_end|>")) == allowed(constraint)
+    assert not allowed(constraint) & {*range(len(TOKENS), NUM_LOGITS), len(CONTROL) + 0xFF}
+
+
+def test_the_end_comes_where_the_grammar_ends(compiler):
+    constraint = compiler.compile(StructuredOutputsParams(regex="ab?"))
+    assert allowed(constraint) == set(encode("a"))
+    assert allowed(constraint, encode("a")) == {*encode("b"), *EOS}
+    assert allowed(constraint, encode("ab")) == EOS
+    assert allowed(constraint, [*encode("ab"), 2]) == EOS
+
+
+def test_a_constraint_is_a_function_of_the_output(compiler):
+    rng = np.random.default_rng(0)
+    params = StructuredOutputsParams(json=PERSON)
+    output = encode(write(compiler.compile(params), 1))
+    outputs = [output[: rng.integers(len(output) + 1)] for _ in range(40)]
+    other = encode(write(compiler.compile(params), 2))
+    outputs += [other[:9], output[:9], [*output, 2], output, output[:-1], other, other[:1], []]
+    one = compiler.compile(params)
+    for known in outputs:
+        assert allowed(one, known) == allowed(compiler.compile(params), known)
+    with pytest.raises(ConstraintError, match="after 1 tokens"):
+        allowed(one, encode("x"))
+    with pytest.raises(ConstraintError, match="after 1 tokens"):
+        allowed(one, encode("x"))
+    assert allowed(one, other[:9]) == allowed(compiler.compile(params), other[:9])
+
+
+def test_the_scheduler_carries_it(compiler):
+    constraint = compiler.compile(StructuredOutputsParams(regex="a"))
+    assert give_tokens(Request("r", [1], SamplingParams(), constraint=constraint), 1).constraint is constraint
+
+
+def test_logits_stay_as_they_were_where_allowed(compiler):
+    logits = np.random.default_rng(0).standard_normal(NUM_LOGITS).astype(np.float32)
+    before = logits.copy()
+    restricted = compiler.compile(StructuredOutputsParams(regex="[a-z]")).restrict(logits, [])
+    assert np.array_equal(logits, before) and restricted.dtype == np.float32
+    kept = np.isfinite(restricted)
+    assert 0 < kept.sum() < 30 and np.array_equal(restricted[kept], logits[kept])
+
+
+def test_it_fails_alone_and_neighbours_keep_their_bits(compiler):
+    logits = np.random.default_rng(0).standard_normal((3, NUM_LOGITS)).astype(np.float32)
+    free = make_share(None, [], "free", temperature=1.0, seed=1)
+    bound = make_share(compiler.compile(StructuredOutputsParams(choice=["the"])), [], "bound")
+    broken = make_share(compiler.compile(StructuredOutputsParams(choice=["the"])), encode("x"), "broken")
+    output = sample(logits, Batch([bound, free, broken], []), EOS)
+    assert output.token_ids["free"] == sample(logits[1:2], Batch([free], []), EOS).token_ids["free"]
+    assert decode(output.token_ids["bound"]) in ("t", "the")
+    assert list(output.errors) == ["broken"] and "doesn't satisfy the grammar" in output.errors["broken"]
+
+
+NESTED = {}
+for _ in range(MAX_JSON_DEPTH + 1):
+    NESTED = {"properties": {"a": NESTED}}
+CIRCLE = {}
+CIRCLE["items"] = CIRCLE
+PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijkl"]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ({}, "no constraint"),
+        ({"json": {}, "regex": "a"}, "json and regex"),
+        ({"json": NESTED}, "json is nested"),
+        ({"json": '{"a":' * 9000}, "json cannot be used"),
+        ({"json": "[" * 60000}, "json cannot be used"),
+        ({"json": CIRCLE}, "Circular"),
+        ({"json": {"a": "x" * 70000}}, "characters"),
+        ({"json": {"const": float("nan")}}, "json"),
+        ({"json": '{"const": 1e999}'}, "json"),
+        ({"json": {"const": 2**64}}, "64 bits"),
+        ({"json": '{"const": "\\ud800"}'}, "surrogates"),
+        ({"json": {1: 2}}, "json"),
+        ({"json": "true"}, "bool"),
+        ({"json": {"type": "strng"}}, "strng"),
+        ({"json": {"type": "string", "minLength": 2, "maxLength": 1}}, "minLength"),
+        ({"json": {"$ref": "#"}}, "no token can follow"),
+        ({"json": {"$ref": "http://127.0.0.1:9/x.json"}}, "127.0.0.1"),
+        ({"json": {"$ref": "file:///etc/passwd"}}, "passwd"),
+        ({"json": {"not": {}}}, '"not"'),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"type": "string", "format": "foo"}}, "foo"),
+        ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "oneOf"),
+        ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
+        ({"json": {"multipleOf": 99999989}}, "multipleOf"),
+        ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}, "multipleOf"),
+        ({"json": {"allOf": PATTERNS}}, "12 different patterns"),
+        ({"regex": "["}, "unclosed"),
+        ({"regex": "(?=a)"}, "look-around"),
+        ({"regex": "\ud800"}, "Unicode"),
+        ({"regex": "(" * 20000}, "regex"),
+        ({"regex": "a" * 70000}, "bytes"),
+        ({"regex": "a", "disable_any_whitespace": True}, "whitespace"),
+        ({"choice": []}, "choice"),
+        ({"choice": ["a"] * 2000}, "choice"),
+        ({"choice": ["a", ""]}, "choice"),
+        ({"grammar": "start: foo"}, "foo"),
+        ({"grammar": 'start: "a\0b"'}, "lexer"),
+        ({"grammar": '{"grammars": [{"lark_grammar": "start: /a/"}]}'}, "grammar"),
+        ({"grammar": "start: " + "(" * 20000}, "nested"),
+        ({"grammar": "root ::= " + "(" * 20000}, "recursion"),
+        ({"grammar": "\n".join(f"r{i} ::= r{i + 1}" for i in range(400))}, "rules"),
+        ({"grammar": 'top ::= "a"'}, "root"),
+        ({"grammar": "start: A\nA: /.*a/ & /.*b/"}, "operator &"),
+        ({"grammar": f"start: x\nx: %json {json.dumps({'allOf': PATTERNS})}"}, "12 different patterns"),
+        ({"grammar": 'start: x\nx: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "not"),
+        ({"grammar": "start: %json {"}, "%json"),
+        ({"grammar": "start: <|no_such_token|>"}, "no_such_token"),
+        ({"structural_tag": "[]"}, "list"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(compiler, constraint, words):
+    assert words in refusal(compiler, **constraint)
+
+
+def test_schemas_that_only_look_like_the_refused_ones(compiler):
+    described = {"$ref": "#/$defs/a", "description": "fine", "$defs": {"a": {"type": "integer"}}}
+    fields = {f"f{i}": part for i, part in enumerate(PATTERNS)}
+    for schema in (
+        {"type": "object", "properties": fields | {"x": described["$defs"]["a"]}, "required": list(fields)},
+        {"type": "object", "properties": {"a": described | {"allOf": [{}]}}, "$defs": described["$defs"]},
+        {"allOf": [{"multipleOf": 0.25}, {"multipleOf": 3}]},
+    ):
+        compiler.compile(StructuredOutputsParams(json=schema))
+    compiler.compile(StructuredOutputsParams(grammar='start: "a & b" // & \n# &\n'))
+
+
+@pytest.mark.parametrize(
+    "regex", ["(.*a.{20}){30}", "((((a{1000}){1000}){1000}){1000})", r"(\w{1,50}\s?){1,50}[^a]{100}"]
+)
+def test_a_regex_that_explodes_costs_its_own_request_only(compiler, regex):
+    constraint = compiler.compile(StructuredOutputsParams(regex=regex))
+    rng = np.random.default_rng(0)
+    output = []
+    try:
+        while len(output) < 300 and not EOS & set(output):
+            logits = rng.standard_normal(NUM_LOGITS).astype(np.float32)
+            output.append(sample_row(logits, make_share(constraint, output), EOS))
+    except ConstraintError as error:
+        assert "too many" in str(error)
+    assert len(output) > 1
+
+
+def test_compiled_grammars_are_kept_up_to_a_number(monkeypatch):
+    monkeypatch.setattr(structured, "MAX_COMPILED", 3)
+    compiler, compiled = make_compiler(), []
+    whole = GrammarCompiler._compile
+    monkeypatch.setattr(GrammarCompiler, "_compile", lambda *args: compiled.append(args[1]) or whole(*args))
+    for text in "abcabcdabc":
+        compiler.compile(StructuredOutputsParams(choice=[text]))
+    assert len(compiler._compiled) == 3
+    assert len(compiled) == 4 + 3
+
+
+def test_several_threads_compile_and_write_at_once():
+    interval = sys.getswitchinterval()
+    compiler, results = make_compiler(), {}
+    texts = ["".join(p) for p in itertools.permutations("abc")]
+
+    def work(number):
+        for text in texts:
+            results[number, text] = write(compiler.compile(StructuredOutputsParams(choice=[text])), number)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert results == {(number, text): text for number in range(4) for text in texts}
+
+
+def test_a_vocabulary_that_cannot_end_or_is_the_models_own():
+    with pytest.raises(InvalidRequestError, match="ends a text"):
+        GrammarCompiler(TOKENS, SPECIAL, [], NUM_LOGITS).compile(StructuredOutputsParams(choice=["a"]))
+    names, _, _ = tiny_vocabulary(300)
+    fewer = GrammarCompiler([name.encode() for name in names], [0, 1, 2], [2], 280)
+    assert len(fewer.compile(StructuredOutputsParams(regex=".")).restrict(np.zeros(280, np.float32), [])) == 280
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{"json": PERSON}, {"json": json.dumps(TREE)}, {"choice": ["a", "日"]}, {"structural_tag": {"a": [1]}}],
+)
+def test_parameters_travel_between_processes(constraint):
+    params = SamplingParams(
+        logit_bias={3: 1.5},
+        stop=["a"],
+        structured_outputs=StructuredOutputsParams(**constraint),
+        thinking_token_budget=0,
+    )
+    sent = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(sent, type=SamplingParams) == params
+    assert SamplingParams(**dataclasses.asdict(params)) == params  # as the step log has it
+    spoilt = msgspec.msgpack.encode(msgspec.msgpack.decode(sent) | {"temperature": -1.0})
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        msgspec.msgpack.decode(spoilt, type=SamplingParams)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"structured_outputs": StructuredOutputsParams(regex="a"), "min_tokens": 1},
+        {"structured_outputs": StructuredOutputsParams(regex="a"), "ignore_eos": True},
+        {"structured_outputs": {"regex": ""}},
+        {"structured_outputs": "a"},
+        {"thinking_token_budget": -1},
+    ],
+)
+def test_parameters_that_cannot_be_honoured(params):
+    with pytest.raises(InvalidRequestError, match=list(params)[-1]):
+        SamplingParams(**params)
