@@ -85,3 +85,11 @@ def test_ids_are_such_as_the_models_templates_take() -> None:
         ids += [delta.id or "" for delta in deltas]
     assert len(set(ids)) == 4
     assert [len(each) for each in ids] == [29, 29, 9, 9] and ids[0].startswith("call_")
+
+
+def test_a_next_call_that_was_cut_off_leaves_nothing_behind():
+    whole = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n'
+    for rest in ("<tool", "<tool_call>", "<tool_call>\n", '<tool_call>\n{"name": "b'):
+        parser = ToolCallParser(HERMES)
+        first, last = parser.feed(whole + rest), parser.flush()
+        assert (first[0] + last[0]).strip() == "" and [call.name for call in join_deltas(first[1] + last[1])] == ["a"]

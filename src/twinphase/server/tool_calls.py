@@ -91,9 +91,14 @@ class ToolCallParser:
         return self._news()
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
-        """Ends the answer and returns what was held back: an unfinished call without arguments is content."""
-        if self._next == self._expect_call and self._before_call is None:
-            self._text = ""  # part of the end tag
+        """Ends the answer and returns what was held back: an unfinished call without arguments is content.
+
+        Behind a whole call it is nothing: the answer was cut off where the next one began.
+        """
+        if self._num_calls and self._next != self._take_content:
+            self._text, self._before_call = "", None
+        if self._beside_call and self._format.begin.startswith(self._text.strip()):
+            self._text = ""
         if self._next in (self._expect_call, self._take_call):
             self._stop_expecting()
         if self._next == self._take_content:
