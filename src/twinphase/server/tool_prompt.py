@@ -79,8 +79,9 @@ def with_tool_prompt(messages: Sequence[Message], tools: Sequence[Tool]) -> list
         return written
     prompt = _PROMPT.format(tools="\n".join(map(_json, tools)))
     if written and written[0]["role"] == "system":
-        return [{**written[0], "content": [*_texts(written[0]), _text(f"\n{prompt}")]}, *written[1:]]
-    return [{"role": "system", "content": prompt}, *written]
+        offer = {**_text(f"\n{prompt}"), "part": "tools"}
+        return [{**written[0], "content": [*_texts(written[0]), offer]}, *written[1:]]
+    return [{"role": "system", "content": [{**_text(prompt), "part": "tools"}]}, *written]
 
 
 def _texts(message: Message) -> list[Message]:

@@ -152,10 +152,15 @@ def find_parts(
     contents = request.contents
     found, whole = (_by_search(text, contents), []) if request.sides == "none" else _by_marks(text, contents, seen)
     parts = list(_parts(messages))
-    spans = [(PromptPart("marked", c.name) if c.name else parts[c.message], start, end) for c, start, end in found]
+    spans = [(_marked(c.name) if c.name else parts[c.message], start, end) for c, start, end in found]
     cuts = [(mark.at - 1, mark.at) for mark in seen if mark.kind == "cut"]
     only_with_tools = _only_with_tools(template, text, messages, tools, variables)
     return _without_gaps(text, spans, only_with_tools), _merged(whole + cuts)
+
+
+def _marked(name: str) -> PromptPart:
+    """What a client calls "tools" is what a template's own tools are: the server describes them so if it must."""
+    return TOOLS if name == TOOLS.name else PromptPart("marked", name)
 
 
 def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[PromptPart]:
