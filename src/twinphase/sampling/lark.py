@@ -36,7 +36,7 @@ _ANNOTATIONS = {"$anchor", "$comment", "$defs", "$id", "$schema", "default", "de
 _COMBINING = ("$ref", "anyOf", "oneOf")
 # Strings, regular expressions and comments are passed over; what is looked for outside of them comes last.
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|//[^\n]*|#[^\n]*|(?P<schema>%json\b\s*)|(?P<and>&)')
-_GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
+_GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")
 
 
