@@ -16,6 +16,7 @@ from twinphase.engine.messages import EngineFacts
 from twinphase.errors import StorageError
 from twinphase.server.app import make_app
 from twinphase.server.config import ServerConfig
+from twinphase.server.connection import Connection
 from twinphase.server.service import Service
 
 __all__ = ["facts_lines", "serve"]
@@ -37,7 +38,8 @@ def serve(model: str, engine_config: dict[str, Any], config: ServerConfig) -> in
     settings = uvicorn.Config(
         make_app(service),
         loop="uvloop",
-        http="httptools",
+        http=Connection,
+        ws="none",
         log_level="warning",
         access_log=False,
         server_header=False,

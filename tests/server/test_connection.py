@@ -1,0 +1,79 @@
+"""Heads that do not come to their end; heads in pieces."""
+
+import asyncio
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+
+from twinphase.server import connection
+from twinphase.server.connection import Connection
+
+
+async def app(scope, receive, send):
+    body = b""
+    while (message := await receive())["type"] == "http.request":
+        body += message["body"]
+        if not message["more_body"]:
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+def run(talk):
+    async def main():
+        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off")
+        config.load()
+        state = uvicorn.server.ServerState()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        )
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            try:
+                await asyncio.wait_for(talk(SimpleNamespace(read=reader.read, writer=writer)), 20)
+            finally:
+                writer.close()
+                with suppress(ConnectionError):
+                    await writer.wait_closed()
+
+    asyncio.run(main())
+
+
+def test_a_head_that_takes_too_long_is_cut(monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+
+    async def talk(client):
+        client.writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nX-Slow: ")
+        with suppress(ConnectionResetError):
+            assert await client.read(100) == b""
+
+    run(talk)
+
+
+def test_a_head_that_never_ends_is_cut():
+    async def talk(client):
+        client.writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n")
+        with pytest.raises(ConnectionError):
+            while True:
+                client.writer.write(b"X-Much: " + b"a" * 8000 + b"\r\n")
+                await client.writer.drain()
+                await asyncio.sleep(0)
+
+    run(talk)
+
+
+def test_requests_in_pieces_and_one_after_the_other_are_served():
+    async def talk(client):
+        request = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 200000\r\n\r\n"
+        for _ in range(2):
+            for at in range(0, len(request), 7):
+                client.writer.write(request[at : at + 7])
+                await client.writer.drain()
+            client.writer.write(b"b" * 200_000)
+            assert (await client.read(1000)).startswith(b"HTTP/1.1 200")
+        client.writer.write(request + b"b" * 200_000)  # head and body at once
+        assert (await client.read(1000)).startswith(b"HTTP/1.1 200")
+
+    run(talk)
