@@ -33,6 +33,11 @@ THIRD_PARTY_HOME = {
     "torch": "backends/cuda",
     "triton": "backends/cuda",
     "ray": "cluster",
+    "llguidance": "sampling",
+    "fastapi": "server",
+    "uvicorn": "server",
+    "prometheus_client": "server",
+    "opentelemetry": "server",
 }
 
 
