@@ -99,6 +99,7 @@ def _load(load: Load, send: Callable[[FromEngine], None]) -> LoadedEngine:
         learn_ceilings(loaded.config)
     send(Loading("warming up"))
     loaded.warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)
+    _ = loaded.text.grammar_compiler  # made now, not by the first grammar while others decode
     return loaded
 
 
