@@ -227,7 +227,7 @@ def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages as chat templates know them: without what was not sent, "developer" as "system"."""
     plain = []
     for message in messages:
-        fields = message.model_dump(exclude_none=True, exclude={"annotations"})
+        fields = message.model_dump(exclude_none=True)
         fields["role"] = "system" if message.role == "developer" else message.role
         fields.setdefault("content", None)
         plain.append(fields)

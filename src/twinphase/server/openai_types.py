@@ -28,6 +28,7 @@ TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON's keys ar
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+Unread = Annotated[Any, Field(exclude=True)]  # what OpenAI's client adds to an answer and sends back with it
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
 
@@ -65,6 +66,7 @@ class FunctionCall(_Strict):
 
     name: Name
     arguments: str = "{}"
+    parsed_arguments: Unread = None
 
 
 class ToolCall(_Strict):
@@ -73,7 +75,7 @@ class ToolCall(_Strict):
     id: Name | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
+    index: Unread = None
 
 
 class Message(_Strict):
@@ -88,7 +90,8 @@ class Message(_Strict):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = None
+    annotations: Unread = None
+    parsed: Unread = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
