@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, OverloadedError, TwinphaseError
 from twinphase.server.config import ServerConfig
 
-__all__ = ["Access", "Admission", "AuthenticationError", "Ticket", "salted"]
+__all__ = ["Access", "Admission", "AuthenticationError", "Ticket", "salted", "shutting_down"]
 
 RECENT = 0.1  # weight of the latest request in the fading mean of their durations
 LONGEST_RETRY = 60  # seconds
@@ -52,6 +52,11 @@ class Access:
 def salted(tenant: str, cache_salt: str | None) -> str | None:
     """The salt of the prefix cache for a tenant's request: tenants never share, whatever salt they choose."""
     return f"{tenant}|{cache_salt or ''}" if tenant else cache_salt
+
+
+def shutting_down() -> EngineUnavailableError:
+    """What to tell those who come too late, or take too long."""
+    return EngineUnavailableError("The server is shutting down.", "Send the request to another, or later.")
 
 
 @dataclass
@@ -116,7 +121,7 @@ class Admission:
             EngineUnavailableError: the server is about to end.
         """
         if self.draining:
-            raise EngineUnavailableError("The server is shutting down.", "Send the request to another, or later.")
+            raise shutting_down()
         most = self.num_seats + self.config.max_queued_requests
         if num_requests > most:
             raise InvalidRequestError(

@@ -98,15 +98,17 @@ class Generation(Response):
         config = self._service.config
         if self.sending_since is not None and now - self.sending_since > config.slow_reader_timeout:
             self._service.metrics.refused(0, "slow_reader")
-            self._abort_connection()
-            self.expire("")
+            self.expire(RequestTimeoutError("The client did not read."))
         elif now - self._arrival > config.request_timeout:
-            self.expire(f"The request took longer than {config.request_timeout:g} s.")
+            cause = f"The request took longer than {config.request_timeout:g} s."
+            self.expire(RequestTimeoutError(cause, "Ask for less, or try again."))
 
-    def expire(self, cause: str) -> None:
-        """End it now, with an error for the client if there is a cause."""
+    def expire(self, error: TwinphaseError) -> None:
+        """End it now; the client gets the error, or loses the connection if it has not taken what came before."""
+        if self.sending_since is not None:
+            self._abort_connection()
         if self._work is not None and not self._work.done() and self._failure is None:
-            self._failure = RequestTimeoutError(cause or "The client did not read.", "Ask for less, or try again.")
+            self._failure = error
             self._work.cancel()
 
     async def _serve(self) -> None:

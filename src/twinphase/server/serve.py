@@ -93,13 +93,15 @@ class _Server(uvicorn.Server):
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._service.admission.draining:
-            self.should_exit = self.force_exit = True
+        service = self._service
+        if service.admission.draining:
+            self.config.timeout_graceful_shutdown = 1
+            service.drain(0)
             return
-        count = len(self._service.in_flight)
+        count = len(service.in_flight)
         if count:
             terminal.note(f"Letting {count} requests finish; once more ends them.")
-        self._service.drain()
+        service.drain(service.config.drain_timeout)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until told to end."""

@@ -17,7 +17,7 @@ from twinphase.engine.host import Host, ProcessHost
 from twinphase.engine.messages import EngineFacts, StepStats
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
 from twinphase.request import FinishReason
-from twinphase.server.access import Access, Admission
+from twinphase.server.access import Access, Admission, shutting_down
 from twinphase.server.config import ServerConfig
 from twinphase.server.metrics import Metrics
 from twinphase.server.observe import Timelines
@@ -150,11 +150,10 @@ class Service:
         if n is not None and n > self.config.max_n:
             raise InvalidRequestError(f"n is {n}; {self.config.max_n} answers are allowed.", "Ask for fewer.")
 
-    def drain(self) -> None:
-        """Let nothing more in; `drained` is set when what runs has finished, or has had its time."""
-        if not self.admission.draining:
-            self.admission.draining = True
-            self._drain_until = perf_counter() + self.config.drain_timeout
+    def drain(self, seconds: float) -> None:
+        """Let nothing more in; `drained` is set when what runs has finished, or has had so many seconds."""
+        self.admission.draining = True
+        self._drain_until = perf_counter() + seconds
 
     def observe_end(self, job: Job, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
         """An answer has ended, finished or not."""
@@ -204,7 +203,7 @@ class Service:
             generation.check(now)
         if self._drain_until is not None and (not self.in_flight or now > self._drain_until):
             for generation in list(self.in_flight):
-                generation.expire("The server is shutting down.")
+                generation.expire(shutting_down())
             self.drained.set()
         engine = self.engine
         if engine is None:
