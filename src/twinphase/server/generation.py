@@ -34,6 +34,7 @@ __all__ = ["Generation"]
 LOG = logging.getLogger("twinphase.server")
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
           (b"x-accel-buffering", b"no")]  # fmt: skip
+PIECE_BYTES = 64 << 10  # of an answer: the next piece waits until the client has taken of the ones before
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -219,8 +220,11 @@ class Generation(Response):
         await self._asgi_send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _send(self, data: bytes, more: bool = True) -> None:
-        self.sending_since = perf_counter()
-        await self._asgi_send({"type": "http.response.body", "body": data, "more_body": more})
+        for start in range(0, max(1, len(data)), PIECE_BYTES):
+            end = start + PIECE_BYTES
+            self.sending_since = perf_counter()
+            message = {"type": "http.response.body", "body": data[start:end], "more_body": more or end < len(data)}
+            await self._asgi_send(message)
         self.sending_since = None
 
 
