@@ -132,7 +132,7 @@ class Choice:
         request = self.stream.transcript.request
         reason = request.finish_reason.value if request.finish_reason else None
         if reason == "error":
-            raise TwinphaseError(f"The request failed: {request.error}.", "Others are not concerned.")
+            raise TwinphaseError(f"The request failed: {str(request.error).rstrip('.')}.", "Others are not concerned.")
         if reason == "abort":
             raise EngineUnavailableError("The request was ended by the server.", "Send it again.")
         self.finish_reason = "tool_calls" if self._calls and reason == "stop" else reason
