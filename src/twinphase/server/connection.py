@@ -1,4 +1,8 @@
-"""uvicorn's connection, with a bound on time and size of a request's head; the body's are the gate's business."""
+"""uvicorn's connection, with a bound on time and size of a request's head; the body's are the gate's business.
+
+What a client sends before its answer is over (a second request, garbage) is not read: uvicorn would no longer see that
+the client leaves, and would write the error into the answer. The connection is closed behind the answer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ HEAD_BYTES = 64 << 10
 
 
 class Connection(HttpToolsProtocol):
-    """Cut when a head does not come to its end."""
+    """Cut when a head does not come to its end; one request at a time."""
 
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
@@ -25,6 +29,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
+        if self._is_answering():
+            self.cycle.keep_alive = False
+            return
         self._num_head_bytes += len(data)
         super().data_received(data)
         if self._timer is not None and self._num_head_bytes > HEAD_BYTES:
@@ -32,6 +39,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """The parser found a request's first byte."""
+        if self._is_answering():
+            raise ValueError("a request before the answer to the last")
         super().on_message_begin()
         if self._timer is None:
             self._begin_head()
@@ -41,10 +50,21 @@ class Connection(HttpToolsProtocol):
         self._end_head()
         super().on_headers_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        """The parser could not go on."""
+        if self._is_answering():
+            self.cycle.keep_alive = False
+        else:
+            super().send_400_response(msg)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
         self._end_head()
         super().connection_lost(exc)
+
+    def _is_answering(self) -> bool:
+        cycle = self.cycle
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     def _begin_head(self) -> None:
         self._num_head_bytes = 0
