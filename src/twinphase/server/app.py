@@ -31,7 +31,7 @@ from twinphase.server.openai_types import (
     ErrorResponse,
     TokenizeRequest,
 )
-from twinphase.server.problems import RequestTimeoutError, TooLargeError
+from twinphase.server.problems import SlowBodyError, TooLargeError
 from twinphase.server.replies import ChatReplies, CompletionReplies
 from twinphase.server.service import Service
 
@@ -39,7 +39,10 @@ __all__ = ["make_app"]
 
 LOG = logging.getLogger("twinphase.server")
 OPEN_PATHS = re.compile(r"/(health(/live|/ready)?|metrics|version|docs|openapi\.json)?")  # no API key is asked for
+PATIENCE = 8  # times the limit that a body may have and still be read, and thrown away, for its client to see the error
 Responses = dict[int | str, dict[str, Any]]  # as the OpenAPI document has them, by status
+FAILED = TwinphaseError("The server failed on this request.", "Others are not concerned.")
+UNREADABLE = "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without numbers that long."
 ERRORS: Responses = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 ANSWER: Responses = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
@@ -74,6 +77,7 @@ def make_app(service: Service) -> Gate:
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http_problem)
     app.exception_handler(TwinphaseError)(_refused)
+    app.exception_handler(Exception)(_failed)
     if service.config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -213,13 +217,18 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _http_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    body = problems.body(problems.problem(str(error.detail), error.status_code))
+    message = UNREADABLE if error.detail == "There was an error parsing the body" else str(error.detail)
+    body = problems.body(problems.problem(message, error.status_code))
     return Response(body, error.status_code, error.headers, "application/json")
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, TwinphaseError)
     return Response(problems.body(error), error.http_status, problems.headers(error), "application/json")
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return await _refused(request, FAILED)  # the gate logs what happened
 
 
 class Gate:
@@ -261,31 +270,36 @@ class Gate:
         except Exception:
             LOG.exception("A request failed")
             if not started:
-                await _send_problem(send, TwinphaseError("The server failed on this request."))
+                await _send_problem(send, FAILED)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The body; None if the client left.
 
         Raises:
             TooLargeError: it is longer than allowed.
-            RequestTimeoutError: it came too slowly.
+            SlowBodyError: it came too slowly.
         """
         limit = self._service.config.max_body_bytes
         error = TooLargeError(f"The body is longer than {limit} bytes.", "Send less in one request.")
         length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length[:20]) > limit:
+        longest = limit if b"expect" in headers else PATIENCE * limit  # a client that asks first has sent none yet
+        if length.isdigit() and int(length[:20]) > longest:
             raise error
         body = bytearray()
 
         async def read() -> bytes | None:
+            size = 0
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     return None
-                body.extend(message.get("body", b""))
-                if len(body) > limit:
-                    raise error
-                if not message.get("more_body", False):
+                piece = message.get("body", b"")
+                size += len(piece)
+                if size <= limit:
+                    body.extend(piece)
+                if size > longest or not message.get("more_body", False):
+                    if size > limit:
+                        raise error
                     return bytes(body)
 
         if not length and b"transfer-encoding" not in headers:
@@ -293,7 +307,7 @@ class Gate:
         try:
             return await asyncio.wait_for(read(), self._service.config.body_timeout)
         except TimeoutError:
-            raise RequestTimeoutError("The body came too slowly.", "Send it again.") from None
+            raise SlowBodyError("The body came too slowly.", "Send it again.") from None
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

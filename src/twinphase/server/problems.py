@@ -8,7 +8,16 @@ from typing import Any
 
 from twinphase.errors import EngineDeadError, EngineUnavailableError, OverloadedError, TwinphaseError
 
-__all__ = ["RequestTimeoutError", "TooLargeError", "TYPES", "body", "headers", "invalid_fields", "problem"]
+__all__ = [
+    "RequestTimeoutError",
+    "SlowBodyError",
+    "TYPES",
+    "TooLargeError",
+    "body",
+    "headers",
+    "invalid_fields",
+    "problem",
+]
 
 LONGEST_PATH = 100  # characters of a field's name, which is the client's
 TYPES = {
@@ -29,6 +38,12 @@ class TooLargeError(TwinphaseError):
     """A body that is too long."""
 
     http_status = 413
+
+
+class SlowBodyError(TwinphaseError):
+    """A body that did not come to its end in time."""
+
+    http_status = 408
 
 
 class RequestTimeoutError(TwinphaseError):
@@ -54,6 +69,8 @@ def headers(error: TwinphaseError) -> dict[str, str]:
     """Headers that go with a refusal."""
     if isinstance(error, EngineUnavailableError):
         return {"Retry-After": str(getattr(error, "retry_after", 1))}
+    if isinstance(error, (SlowBodyError, TooLargeError)):  # more of the body may come
+        return {"Connection": "close"}
     return {"WWW-Authenticate": "Bearer"} if error.http_status == 401 else {}
 
 
@@ -84,4 +101,5 @@ def _code(error: TwinphaseError) -> str | None:
         return "overloaded"
     if isinstance(error, EngineDeadError):
         return "engine_restarted"
-    return {401: "invalid_api_key", 503: "unavailable", 504: "request_timeout"}.get(error.http_status)
+    names = {401: "invalid_api_key", 408: "request_timeout", 503: "unavailable", 504: "request_timeout"}
+    return names.get(error.http_status)
