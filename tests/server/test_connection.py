@@ -1,4 +1,4 @@
-"""Heads that do not come to their end; heads in pieces."""
+"""Heads that do not come to their end; heads in pieces; answers that nobody takes."""
 
 import asyncio
 from contextlib import suppress
@@ -10,8 +10,14 @@ import uvicorn
 from twinphase.server import connection
 from twinphase.server.connection import Connection
 
+LARGE = b"a" * (64 << 20)  # more than all buffers on the way
+
 
 async def app(scope, receive, send):
+    if scope["path"] == "/large":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": LARGE})
+        return
     body = b""
     while (message := await receive())["type"] == "http.request":
         body += message["body"]
@@ -23,7 +29,7 @@ async def app(scope, receive, send):
 
 def run(talk):
     async def main():
-        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off")
+        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", timeout_keep_alive=1)
         config.load()
         state = uvicorn.server.ServerState()
         server = await asyncio.get_running_loop().create_server(
@@ -32,7 +38,8 @@ def run(talk):
         async with server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
             try:
-                await asyncio.wait_for(talk(SimpleNamespace(read=reader.read, writer=writer)), 20)
+                client = SimpleNamespace(read=reader.read, writer=writer, connections=state.connections)
+                await asyncio.wait_for(talk(client), 20)
             finally:
                 writer.close()
                 with suppress(ConnectionError):
@@ -75,5 +82,19 @@ def test_requests_in_pieces_and_one_after_the_other_are_served():
             assert (await client.read(1000)).startswith(b"HTTP/1.1 200")
         client.writer.write(request + b"b" * 200_000)  # head and body at once
         assert (await client.read(1000)).startswith(b"HTTP/1.1 200")
+
+    run(talk)
+
+
+@pytest.mark.parametrize("kept", ["close", "keep-alive"])
+def test_a_client_that_does_not_take_the_end_of_its_answer_is_cut(monkeypatch, kept):
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.2)
+
+    async def talk(client):
+        client.writer.write(f"GET /large HTTP/1.1\r\nHost: a\r\nConnection: {kept}\r\n\r\n".encode())
+        while not client.connections:
+            await asyncio.sleep(0.01)
+        while client.connections:  # the one connection
+            await asyncio.sleep(0.01)
 
     run(talk)

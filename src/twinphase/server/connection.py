@@ -14,6 +14,7 @@ __all__ = ["Connection"]
 
 HEAD_SECONDS = 30.0
 HEAD_BYTES = 64 << 10
+UNREAD_SECONDS = 30.0  # for the last bytes of an answer to be taken once the connection is closed
 
 
 class Connection(HttpToolsProtocol):
@@ -21,6 +22,7 @@ class Connection(HttpToolsProtocol):
 
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
+    _cut: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected, and may keep silent no longer than a head may take."""
@@ -57,14 +59,31 @@ class Connection(HttpToolsProtocol):
         else:
             super().send_400_response(msg)
 
+    def on_response_complete(self) -> None:
+        """The answer's last byte was handed over; if the connection is not kept, it was closed."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._cut_if_unread()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No other request came."""
+        super().timeout_keep_alive_handler()
+        self._cut_if_unread()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
         self._end_head()
+        if self._cut is not None:
+            self._cut.cancel()
         super().connection_lost(exc)
 
     def _is_answering(self) -> bool:
         cycle = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    def _cut_if_unread(self) -> None:
+        # Closing waits until everything is written, for however long the client does not read.
+        self._cut = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def _begin_head(self) -> None:
         self._num_head_bytes = 0
