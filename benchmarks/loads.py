@@ -167,6 +167,7 @@ class Bench:
         self.foreign: list[float] = []
         self.reps = 0  # complete ones
         self.interrupted = False
+        self.method = "interleaved; prompts are random token ids"
         self.checkpoint = Path()
         self.config: Any = None
         self._progress: Progress | None = None
@@ -218,9 +219,9 @@ class Bench:
             self._progress.update(self._task, description=f"{self.subject}: {what}")
         found: list[tuple[float, Value]] = []
         for _ in range(self.args.retries + 1):
-            foreign = ForeignCpu(os.getpid())
+            foreign_cores = self.watch_others()
             value = function()
-            found.append((foreign.cores() or 0.0, value))
+            found.append((foreign_cores() or 0.0, value))
             if found[-1][0] <= QUIET_CORES:
                 break
         others, value = min(found, key=lambda item: item[0])
@@ -228,6 +229,10 @@ class Bench:
         if self._progress:
             self._progress.advance(self._task)
         return value
+
+    def watch_others(self) -> Callable[[], float | None]:
+        """What tells how many cores' worth of CPU time others have used since now."""
+        return ForeignCpu(os.getpid()).cores
 
     def _conditions(self) -> dict[str, str]:
         disturbed = sum(others > QUIET_CORES for others in self.foreign)
@@ -239,7 +244,7 @@ class Bench:
             "machine": f"{processor_name()}, {os.cpu_count()} cores, {self.args.threads} threads",
             "model": f"{self.checkpoint.name}, kv_cache_dtype {self.args.kv_cache_dtype}",
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            "method": f"medians of {self.reps} repetitions, interleaved; prompts are random token ids",
+            "method": f"medians of {self.reps} repetitions, {self.method}" if self.reps else self.method,
             "CPU used by others": others,
         }
 

@@ -19,7 +19,9 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from loads import RESULTS, Bench
 from subjects import balance, bookkeeping, chunk, full, ledger, prefix, static
@@ -41,13 +43,13 @@ def common_options() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
-    """Run one subject, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(doc: str, subjects: Sequence[Any], make_bench: Callable[[argparse.Namespace, Any], Bench]) -> int:
+    """Run one subject, or all; `doc` is what `--help` says."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     common = common_options()
     parsers = {}
-    for module in SUBJECTS:
+    for module in subjects:
         command = commands.add_parser(
             module.SUBJECT,
             parents=[common],
@@ -60,11 +62,11 @@ def main() -> int:
     commands.add_parser("all", parents=[common], help="each with its defaults")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    for module in SUBJECTS:
+    for module in subjects:
         if args.subject not in (module.SUBJECT, "all"):
             continue
         own = argparse.Namespace(**{**vars(parsers[module.SUBJECT].parse_args([])), **vars(args)})
-        bench = Bench(own, module.SUBJECT)
+        bench = make_bench(own, module)
         bench.publish(module.run(bench))
         if bench.interrupted:
             return 130
@@ -72,4 +74,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, SUBJECTS, lambda args, module: Bench(args, module.SUBJECT)))
