@@ -112,6 +112,7 @@ class ProcessHost:
 
     Attributes:
         num_restarts: so far.
+        last_death: why the last one was needed.
         failure: what refused the model at the first start, if it was refused.
     """
 
@@ -125,10 +126,12 @@ class ProcessHost:
         self.text = ModelText(open_gguf(path))
         self.is_running = False
         self.num_restarts = 0
+        self.last_death: EngineDeadError | None = None
         self.failure: Refused | None = None
         self._load = Load(str(path), config)
         self._closing = False
-        self._was_ready = False
+        self._was_ready = self._ever_ready = False
+        self._refused: Refused | None = None  # the model, by the process that there is
         self._delay = FIRST_DELAY
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.WriteTransport | None = None
@@ -179,24 +182,28 @@ class ProcessHost:
         if self._closing:
             return
         self._receive(Loading("starting"))
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        command = [sys.executable, "-m", "twinphase.engine.child", str(theirs.fileno())]
-        # A session of its own: Ctrl-C in the terminal is the server's business, which lets answers finish.
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
-        theirs.close()
-        ours.setblocking(False)
+        try:
+            self._process, link = _start_process()
+        except OSError as error:  # no descriptors or no memory left; there may be some later
+            self._receive(Loading(f"waiting to start ({error.strerror or error})"))
+            self._spawn_later()
+            return
         self._born = time.monotonic()
         loop = asyncio.get_running_loop()
-        self._writer, _ = await loop.create_connection(lambda: _Link(self), sock=ours)
+        self._writer, _ = await loop.create_connection(lambda: _Link(self), sock=link)
         self._writer.write(encode(self._load))
+
+    def _spawn_later(self) -> None:
+        self._delay = min(2 * self._delay, LONGEST_DELAY)
+        self._spawn(self._delay)
 
     def take(self, message: FromEngine) -> None:
         """A message came from the process."""
         if isinstance(message, Ready):
-            self.is_running = self._was_ready = True
-        if isinstance(message, Refused) and not message.request_id and not self._was_ready:
-            self.failure = message
+            self.is_running = self._was_ready = self._ever_ready = True
+        if isinstance(message, Refused) and not message.request_id:
+            self._refused = message
+            self.failure = None if self._ever_ready else message
         self._receive(message)
 
     def lost(self) -> None:
@@ -210,16 +217,34 @@ class ProcessHost:
         process.kill()
         code = process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._died(
-            EngineDeadError(f"The engine's process {how}.", "It is being started again: send the request again.")
-        )
+        reason, self._refused = f" ({self._refused.cause.rstrip('.')})" if self._refused else "", None
+        cause = f"The engine's process {how}{reason}."
+        self.last_death = EngineDeadError(cause, "It is being started again: send the request again.")
+        self._died(self.last_death)
         if self.failure is not None:
             return
         self.num_restarts += 1
-        lived = time.monotonic() - self._born
-        self._delay = FIRST_DELAY if lived > HEALTHY_AFTER or self._was_ready else min(2 * self._delay, LONGEST_DELAY)
-        self._was_ready = False
-        self._spawn(self._delay)
+        if self._was_ready or time.monotonic() - self._born > HEALTHY_AFTER:
+            self._was_ready, self._delay = False, FIRST_DELAY
+            self._spawn(FIRST_DELAY)
+        else:
+            self._spawn_later()
+
+
+def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process and our end of the link to it."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "twinphase.engine.child", str(theirs.fileno())]
+    with theirs:
+        try:
+            # A session of its own: Ctrl-C in the terminal is the server's business, which lets answers finish.
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        except OSError:
+            ours.close()
+            raise
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    ours.setblocking(False)
+    return process, ours
 
 
 class _Link(asyncio.Protocol):

@@ -224,6 +224,7 @@ class Service:
                 engine.host.kill()
             if engine.host.num_restarts > self._num_restarts:
                 self._num_restarts = engine.host.num_restarts
+                LOG.error("%s", engine.host.last_death)
                 self.metrics.engine_restarted()
         self.metrics.engine_up(engine.is_running and not self.stalled)
         if not busy:
