@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinphase.engine.messages import Add, End, Finished, FromEngine, News, Outcome, StepNews, ToEngine
@@ -19,6 +19,7 @@ def news():
     return StepNews([News("a", [7], 9, 3, finished=Finished(FinishReason.STOP, outcome, timeline, (0.1, 0.2)))])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=12))
 def test_messages_come_whole_however_the_bytes_are_cut(cuts):
     data = encode(ADD) + encode(End("a", FinishReason.ABORT)) + encode(ADD)

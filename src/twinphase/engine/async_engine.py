@@ -258,12 +258,11 @@ class AsyncEngine:
             RequestNotFoundError: no timeline was given, and the engine does not know the request.
             EngineUnavailableError: the engine is not there to be asked.
         """
-        outcome = Outcome(
-            request.num_cached_tokens, request.prefix_miss, request.num_preemptions, request.num_recomputed_tokens
-        )
         lengths = len(request.prompt_token_ids), len(request.output_token_ids)
         number = f"look-{next(self._numbers)}"
-        seen: Seen = await self._ask(number, LookAt(number, request.request_id, timeline, *lengths, outcome))
+        seen: Seen = await self._ask(
+            number, LookAt(number, request.request_id, timeline, *lengths, Outcome.of(request))
+        )
         if seen.timeline is None or seen.explanation is None:
             raise _not_found(request.request_id)
         return seen.timeline, seen.explanation

@@ -179,18 +179,15 @@ class EngineLoop:
         engine.finish(message.request_id, message.reason)
         timeline.compact()
         num_prefilled = min(request.most_computed_tokens, len(request.prompt_token_ids))
-        finished = Finished(message.reason, _outcome(request), timeline, engine.cost_model.prices)
+        finished = Finished(message.reason, Outcome.of(request), timeline, engine.cost_model.prices)
         news = News(message.request_id, [], num_prefilled, request.num_cached_tokens, finished=finished)
         self._send(StepNews([news]))
 
     def _look(self, engine: Engine, message: LookAt) -> Seen:
         if message.timeline is not None:
-            outcome = message.outcome
             request = Request(message.request_id, [0] * message.num_prompt_tokens, _NO_PARAMS)
             request.output_token_ids = [0] * message.num_output_tokens
-            request.num_cached_tokens, request.prefix_miss = outcome.num_cached_tokens, outcome.prefix_miss
-            request.num_preemptions = outcome.num_preemptions
-            request.num_recomputed_tokens = outcome.num_recomputed_tokens
+            message.outcome.put_into(request)
             return Seen(message.number, message.timeline, self.loaded.explain(request, message.timeline))
         known = engine.scheduler.get(message.request_id)
         if known is None:
@@ -214,7 +211,7 @@ class EngineLoop:
             if name in finished and request.finish_reason is not None:
                 timeline = self._timelines.pop(name)
                 timeline.compact()
-                end = Finished(request.finish_reason, _outcome(request), timeline, engine.cost_model.prices)
+                end = Finished(request.finish_reason, Outcome.of(request), timeline, engine.cost_model.prices)
             tokens = result.output.token_ids.get(name, [])
             logprobs = result.output.logprobs.get(name, [])
             news.append(News(name, tokens, num_prefilled, request.num_cached_tokens, logprobs, end))
@@ -244,16 +241,6 @@ def _is_constrained(add: Add) -> bool:
     return (
         getattr(params, "structured_outputs", None) is not None
         or getattr(params, "thinking_token_budget", None) is not None
-    )
-
-
-def _outcome(request: Request) -> Outcome:
-    return Outcome(
-        request.num_cached_tokens,
-        request.prefix_miss,
-        request.num_preemptions,
-        request.num_recomputed_tokens,
-        request.error,
     )
 
 

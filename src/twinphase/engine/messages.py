@@ -16,7 +16,7 @@ from twinphase.phases.explain import Explanation
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
-from twinphase.request import FinishReason, PrefixMiss, SamplingParams
+from twinphase.request import FinishReason, PrefixMiss, Request, SamplingParams
 
 __all__ = [
     "Accepted",
@@ -56,6 +56,16 @@ class Outcome(msgspec.Struct, array_like=True, frozen=True):
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     error: str | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Outcome:
+        """What became of it so far."""
+        return cls(**{name: getattr(request, name) for name in cls.__struct_fields__})
+
+    def put_into(self, request: Request) -> None:
+        """Let another object for the same request say the same."""
+        for name in self.__struct_fields__:
+            setattr(request, name, getattr(self, name))
 
 
 # To the engine.

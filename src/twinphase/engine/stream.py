@@ -126,11 +126,9 @@ class RequestStream:
             self._end(self, reason)
 
     def _take_outcome(self, finished: Finished) -> None:
-        request, outcome = self.transcript.request, finished.outcome
+        request = self.transcript.request
         request.finish_reason = FinishReason.STOP if self._stopped else finished.reason
-        request.num_cached_tokens, request.prefix_miss = outcome.num_cached_tokens, outcome.prefix_miss
-        request.num_preemptions, request.num_recomputed_tokens = outcome.num_preemptions, outcome.num_recomputed_tokens
-        request.error = outcome.error
+        finished.outcome.put_into(request)
         self.transcript.timeline, self.prices = finished.timeline, finished.prices
 
     def _hand_over(self) -> None:

@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
+import msgspec
+
+from twinphase.engine.messages import Outcome
 from twinphase.errors import RequestNotFoundError
 from twinphase.phases.cost import CostModel
 from twinphase.phases.explain import Explanation
@@ -17,7 +20,7 @@ from twinphase.phases.prompt_parts import divide, part_at
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.phases.work import ModelShape
-from twinphase.request import Request
+from twinphase.request import Request, SamplingParams
 from twinphase.server.answers import Choice
 from twinphase.server.jobs import Job
 
@@ -86,17 +89,33 @@ def server_timing(timeline: RequestTimeline) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """A finished request, without its text.
+    """A finished request, small: numbers, and its timeline as bytes.
 
     Attributes:
         tenant: who may see it.
-        request: its numbers.
-        timeline: whole.
+        num_prompt_tokens, num_output_tokens: its lengths.
+        outcome: what became of it.
+        packed: its timeline.
     """
 
     tenant: str
-    request: Request
-    timeline: RequestTimeline
+    num_prompt_tokens: int
+    num_output_tokens: int
+    outcome: Outcome
+    packed: bytes
+
+    @classmethod
+    def of(cls, tenant: str, request: Request, timeline: RequestTimeline) -> Kept:
+        """Of a request that has finished."""
+        lengths = len(request.prompt_token_ids), len(request.output_token_ids)
+        return cls(tenant, *lengths, Outcome.of(request), msgspec.msgpack.encode(timeline))
+
+    def unpack(self, request_id: str) -> tuple[Request, RequestTimeline]:
+        """The request, with nothing for its tokens, and its timeline."""
+        request = Request(request_id, [0] * self.num_prompt_tokens, SamplingParams())
+        request.output_token_ids = [0] * self.num_output_tokens
+        self.outcome.put_into(request)
+        return request, msgspec.msgpack.decode(self.packed, type=RequestTimeline)
 
 
 class Timelines:
@@ -120,7 +139,7 @@ class Timelines:
             return
         timeline = transcript.timeline
         timeline.mark(IntervalKind.SEND, max(perf_counter(), timeline.end))
-        self._finished[choice.stream.request_id] = Kept(tenant, transcript.request, timeline)
+        self._finished[choice.stream.request_id] = Kept.of(tenant, transcript.request, timeline)
         while len(self._finished) > self._limit:
             self._finished.popitem(last=False)
 
@@ -132,7 +151,7 @@ class Timelines:
         """
         kept, running = self._finished.get(request_id), self._running.get(request_id)
         if kept is not None and kept.tenant == tenant:
-            return kept.request, kept.timeline
+            return kept.unpack(request_id)
         if running is not None and running[0] == tenant:
             return running[1].stream.transcript.request, None
         raise RequestNotFoundError(
