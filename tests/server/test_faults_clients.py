@@ -1,0 +1,270 @@
+"""What clients do to a server besides asking: leave, do not read, do not end their requests, send what is no HTTP."""
+
+import socket
+import time
+
+import pytest
+
+from raw_client import (
+    PROBE,
+    connect,
+    events,
+    is_cut,
+    read_reply,
+    request,
+    reset,
+    send,
+    surviving,
+    tokens,
+    until,
+)
+from tiny_gguf import write_tiny_gguf
+
+CHUNK = 64
+PATH = "/v1/completions"
+LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+LARGE = {**LONG, "max_tokens": 1600, "logprobs": 20}  # an answer of 700 KB
+
+
+@pytest.fixture(scope="module")
+def slow(start, tmp_path_factory):
+    """Steps of some ten milliseconds, so that a client can leave in the middle of its prompt."""
+    path = tmp_path_factory.mktemp("slow") / "tiny.gguf"
+    model = write_tiny_gguf(path, hidden=256, ffn=512, context=8192)
+    with start("--backend", "reference", "--max-num-batched-tokens", str(CHUNK), model=model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def strict(start):
+    """A server of little patience."""
+    flags = ("--slow-reader-timeout", "1", "--body-timeout", "0.5", "--max-body-bytes", "100000")
+    with start(*flags) as server:
+        yield server
+
+
+def computed(server, phase):
+    return server.metric("step_tokens_total", phase=phase)
+
+
+@pytest.mark.parametrize("leave", [socket.socket.close, reset])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_gone_in_mid_prefill_is_let_go_of_within_a_step(slow, stream, leave):
+    with surviving(slow):
+        before = computed(slow, "prefill")
+        salt = f"{stream} {leave.__name__}"
+        client = send(slow, PATH, {**LONG, "prompt": [5] * 4000, "stream": stream, "cache_salt": salt})
+        until(lambda: computed(slow, "prefill") > before)
+        at_leave = computed(slow, "prefill")
+        leave(client)
+        slow.wait_until_idle()
+        # The step that ran, and those that began while the metrics were read and the news of the end travelled.
+        assert computed(slow, "prefill") - at_leave <= 4 * CHUNK
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_gone_in_mid_decode_is_let_go_of(slow, stream):
+    with surviving(slow):
+        before = computed(slow, "decode")
+        client = send(slow, PATH, {**LONG, "stream": stream})
+        until(lambda: computed(slow, "decode") > before + 5)
+        client.close()
+        slow.wait_until_idle()
+        assert computed(slow, "decode") - before < LONG["max_tokens"] / 4
+
+
+def test_all_answers_of_a_client_that_left_are_let_go_of(slow):
+    with surviving(slow):
+        before = computed(slow, "decode")
+        client = send(slow, PATH, {**LONG, "prompt": ["hello", "world"], "n": 4, "stream": True})
+        until(lambda: computed(slow, "decode") > before)
+        client.close()
+        slow.wait_until_idle()
+        assert computed(slow, "decode") - before < LONG["max_tokens"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_slow_reader_is_cut_and_others_are_served_meanwhile(strict, stream):
+    with surviving(strict):
+        cut = strict.metric("requests_refused_total", reason="slow_reader")
+        with send(strict, PATH, {**LARGE, "stream": stream}, receive_buffer=2048) as client:
+            assert strict.post(PATH, PROBE)[0] == 200
+            assert strict.get("/health")[1]["running"] == 1
+            until(lambda: strict.metric("requests_refused_total", reason="slow_reader") > cut)
+            strict.wait_until_idle()
+            assert is_cut(client) < 500_000  # of 700 KB: the buffers are bounded
+
+
+def test_a_reader_that_is_slow_but_reads_gets_everything(strict):
+    with surviving(strict), send(strict, PATH, {**LARGE, "stream": True}, receive_buffer=1 << 16) as client:
+        received = []
+        for event in events(client):
+            if len(received) % 200 == 0:
+                time.sleep(0.05)
+            received.append(event)
+        assert received[-1] == "[DONE]"
+        assert sum(len(event["choices"][0]["token_ids"]) for event in received[:-1]) == LARGE["max_tokens"]
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error(start):
+    with start("--request-timeout", "0.5") as server, surviving(server):
+        with send(server, PATH, {**LONG, "n": 8, "stream": True}) as client:
+            *_, error, last = events(client)
+            assert error["error"]["code"] == "request_timeout" and last == "[DONE]"
+        with send(server, PATH, {**LONG, "n": 8}) as client:
+            status, _, body = read_reply(client)
+            assert status == 504 and body["error"]["code"] == "request_timeout"
+        with send(server, PATH, {**LARGE, "stream": True}, receive_buffer=2048) as client:  # no room for an error
+            until(lambda: server.get("/health")[1]["running"] == 0)
+            is_cut(client)
+
+
+NOISE = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+    b"\x00" * 1000,
+    b"GARBAGE\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: %s\r\n" % (i, b"y" * 1000) for i in range(1000)),
+]
+
+
+@pytest.mark.parametrize("data", NOISE, ids=lambda data: repr(data[:20]))
+def test_what_is_no_http_is_refused(strict, data):
+    with surviving(strict), connect(strict) as client:
+        try:
+            client.sendall(data)
+            status, headers, _ = read_reply(client)
+        except ConnectionError:
+            return
+        assert status == 400 and headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("extra", [request(PATH, PROBE), b"\x00\xff\r\n\r\n", b"x" * 300_000])
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_comes_before_the_answer_is_over_does_not_get_into_it(server, stream, extra, together):
+    body = {**LONG, "max_tokens": 300}
+    with surviving(server):
+        alone = tokens(server.post(PATH, body)[1])
+        before = computed(server, "decode")
+        with connect(server) as client:
+            client.sendall(request(PATH, {**body, "stream": stream}) + (extra if together else b""))
+            if not together:
+                until(lambda: computed(server, "decode") > before)
+                client.sendall(extra)
+            if stream:
+                *received, last = events(client)
+                got = [token for event in received for token in event["choices"][0]["token_ids"]]
+                assert last == "[DONE]"
+            else:
+                got = tokens(read_reply(client)[2])
+            assert got == alone
+            is_cut(client)
+
+
+def test_a_client_that_sent_two_requests_and_left_is_let_go_of(slow):
+    with surviving(slow):
+        before = computed(slow, "decode")
+        client = send(slow, PATH, LONG)
+        until(lambda: computed(slow, "decode") > before)
+        client.sendall(request(PATH, LONG))
+        client.close()
+        slow.wait_until_idle()
+        assert computed(slow, "decode") - before < LONG["max_tokens"] / 4
+
+
+def test_a_body_that_does_not_come_to_its_end_is_refused(strict):
+    whole = request(PATH, PROBE)
+    with surviving(strict), connect(strict) as client:
+        client.sendall(whole)  # on a connection that was used before
+        assert read_reply(client)[0] == 200
+        client.sendall(whole[:-10])
+        for byte in whole[-10:-5]:  # so slowly that it will not be done in time
+            time.sleep(0.05)
+            client.sendall(bytes([byte]))
+        status, headers, body = read_reply(client)
+        assert (status, headers["connection"], body["error"]["type"]) == (408, "close", "timeout_error")
+        is_cut(client)
+
+
+@pytest.mark.parametrize("leave", [socket.socket.close, reset, lambda client: client.shutdown(socket.SHUT_WR)])
+@pytest.mark.parametrize("end", [30, -5])  # in the head; in the body
+def test_half_a_request_and_gone(strict, end, leave):
+    with surviving(strict):
+        client = connect(strict)
+        client.sendall(request(PATH, PROBE)[:end])
+        leave(client)
+        if client.fileno() >= 0:
+            is_cut(client)
+            client.close()
+
+
+def test_a_client_that_only_closed_its_half_leaves_nothing_behind(strict):
+    with surviving(strict), send(strict, PATH, LONG) as client:
+        client.shutdown(socket.SHUT_WR)
+        is_cut(client)
+
+
+def chunked(size):
+    piece = b"x" * 4096
+    head = request(PATH, b"", Content_Length="", Transfer_Encoding="chunked")
+    return head + (b"1000\r\n" + piece + b"\r\n") * (size // 4096) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        request(PATH, b"x" * 200_000),
+        request(PATH, b"x" * 700_000, Connection="close"),
+        request(PATH, b"", Content_Length="9000000000000"),
+        request(PATH, b"", Content_Length="100001", Expect="100-continue"),
+        chunked(200_000),
+    ],
+    ids=["length", "close", "huge", "expect", "chunked"],
+)
+def test_a_body_that_is_too_large_is_refused(strict, data):
+    with surviving(strict), connect(strict) as client:
+        client.sendall(data)
+        status, _, body = read_reply(client)
+        assert status == 413 and "100000 bytes" in body["error"]["message"]
+
+
+def test_a_body_without_end_is_cut(strict):
+    with surviving(strict), connect(strict) as client, pytest.raises(ConnectionError):
+        client.sendall(request(PATH, b"", Content_Length="", Transfer_Encoding="chunked"))
+        while True:
+            client.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_http_1_0_is_served(strict, stream):
+    with surviving(strict), connect(strict) as client:
+        client.sendall(request(PATH, {**PROBE, "stream": stream}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        if stream:
+            assert list(events(client))[-1] == "[DONE]"
+        else:
+            assert read_reply(client)[0] == 200
+        assert is_cut(client) == 0
+
+
+def test_an_upgrade_is_not_made(strict):
+    with surviving(strict), connect(strict) as client:
+        head = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        client.sendall(head + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n")
+        assert read_reply(client)[0] == 200
+
+
+def test_two_hundred_silent_connections_keep_nobody_from_being_served(server):
+    with surviving(server):
+        clients = [connect(server) for _ in range(200)]
+        for client in clients[::2]:
+            client.sendall(request(PATH, PROBE)[:30])
+        assert server.post(PATH, PROBE)[0] == 200
+        for client in clients:
+            client.close()
