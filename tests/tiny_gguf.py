@@ -44,6 +44,7 @@ def write_tiny_gguf(
     rope_theta: float = 10000.0,
     rms_norm_eps: float = 1e-5,
     pre: str = "smollm",
+    chat_template: str = CHAT_TEMPLATE,
 ) -> Path:
     """Writes a small random Llama-family model and returns its path.
 
@@ -65,6 +66,7 @@ def write_tiny_gguf(
         rope_theta: base of the rotary embedding.
         rms_norm_eps: epsilon of the norms.
         pre: name of the pre-tokenizer.
+        chat_template: Jinja source.
     """
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -80,7 +82,7 @@ def write_tiny_gguf(
     writer.add_rope_dimension_count(hidden // heads)
     writer.add_vocab_size(vocab)
     writer.add_file_type(_file_type(tensor_type))
-    _add_tokenizer(writer, vocab, pre)
+    _add_tokenizer(writer, vocab, pre, chat_template)
 
     kv = hidden // heads * kv_heads
     matrices = {
@@ -150,7 +152,7 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int, pre: str) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int, pre: str, chat_template: str) -> None:
     tokens, types, merges = tiny_vocabulary(vocab)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -162,7 +164,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int, pre: str) -> None:
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_add_bos_token(False)
-    writer.add_chat_template(CHAT_TEMPLATE)
+    writer.add_chat_template(chat_template)
 
 
 def _add_norm(writer: gguf.GGUFWriter, rng: np.random.Generator, name: str, size: int) -> None:

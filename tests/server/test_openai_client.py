@@ -1,0 +1,398 @@
+"""OpenAI's Python client, as it comes, against a server: what it sends is taken, and answers are the engine's own."""
+
+import asyncio
+import json
+import re
+from typing import Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from twinphase import LLM, SamplingParams
+from twinphase.request import StructuredOutputsParams
+from twinphase.server.tools import HERMES, tool_grammar
+
+USER = [{"role": "user", "content": "hello world"}]
+WORDS = {"the": 20, " the": 20, "hello": 20, " world": 20, " and": 20, "ing": 20}
+
+
+class Trip(BaseModel):
+    model_config = {"extra": "forbid"}
+
+    city: Literal["Rome", "Oslo"]
+    days: Literal[1, 2]
+
+
+TOOLS = [openai.pydantic_function_tool(Trip, name="book"), openai.pydantic_function_tool(Trip, name="cancel")]
+TOOLS = json.loads(json.dumps(TOOLS))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_path):
+    """The engine without a server: what every answer of `server` has to be."""
+    return LLM(tiny_path)
+
+
+@pytest.fixture(scope="module")
+def other(start):
+    """Another server of the same model, with names, small chunks and priorities."""
+    names = ("--served-model-name", "a", "--served-model-name", "b")
+    with start(
+        *names, "--max-num-batched-tokens", "16", "--max-num-seqs", "1", "--scheduling-policy", "priority"
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(server):
+    return server.model
+
+
+@pytest.fixture(scope="module")
+def words(llm):
+    """A bias to tokens that are words, so that a random model writes text."""
+    return {str(llm.tokenizer.encode(word, add_special_tokens=False)[0]): bias for word, bias in WORDS.items()}
+
+
+def plain(value):
+    return json.loads(value.model_dump_json()) if isinstance(value, BaseModel) else value
+
+
+def joined(chunks):
+    """A streamed reply in the shape of a whole one."""
+    choices, usage = {}, None
+    for chunk in map(plain, chunks):
+        usage = chunk["usage"] or usage
+        for piece in chunk["choices"]:
+            delta = piece.get("delta") or {"content": piece["text"]}
+            choice = choices.setdefault(piece["index"], {"text": "", "calls": [], "logprobs": None, "token_ids": []})
+            choice["text"] += delta.get("content") or ""
+            for call in delta.get("tool_calls") or []:
+                if call.get("id"):
+                    assert call["index"] == len(choice["calls"]) and call["type"] == "function"
+                    choice["calls"].append([call["function"]["name"], ""])
+                choice["calls"][call["index"]][1] += call["function"]["arguments"]
+            for key, entries in (piece.get("logprobs") or {}).items():
+                choice["logprobs"] = choice["logprobs"] or {}
+                if entries is not None:
+                    choice["logprobs"][key] = choice["logprobs"].get(key, []) + entries
+            choice["token_ids"] += piece["token_ids"]
+            assert choice.get("finish_reason") is None
+            choice["finish_reason"], choice["stop_reason"] = piece["finish_reason"], piece.get("stop_reason")
+    return [choices[index] for index in sorted(choices)], usage
+
+
+def whole(reply):
+    """The same of a reply in one piece."""
+    reply, choices = plain(reply), []
+    for choice in reply["choices"]:
+        message = choice.get("message") or {"content": choice["text"], "tool_calls": None}
+        calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"] or []]
+        logprobs = choice["logprobs"] and {key: value for key, value in choice["logprobs"].items() if value is not None}
+        kept = {key: choice[key] for key in ("token_ids", "finish_reason", "stop_reason")}
+        choices.append({"text": message["content"] or "", "calls": calls, "logprobs": logprobs, **kept})
+    return choices, reply["usage"]
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "trip", "schema": Trip.model_json_schema(), "strict": True}}
+CASES = {  # fields of the request, and of the engine's parameters where they have other names
+    "greedy": ({"temperature": 0, "max_tokens": 24}, {}),
+    "sampled": (
+        {"seed": 7, "temperature": 1.3, "top_p": 0.9, "frequency_penalty": 0.4, "presence_penalty": 0.2,
+         "extra_body": {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}, "max_tokens": 24}, {},
+    ),
+    "logprobs": ({"temperature": 0, "logprobs": True, "top_logprobs": 3, "max_tokens": 9}, {"logprobs": 3}),
+    "three": ({"seed": 5, "n": 3, "max_tokens": 12, "logprobs": True}, {"logprobs": 0}),
+    "stop": ({"seed": 1, "stop": ["ing the", " and hello"], "max_tokens": 400}, {}),
+    "schema": ({"seed": 2, "response_format": SCHEMA, "max_tokens": 400}, {}),
+    "tools": ({"seed": 3, "tools": TOOLS, "tool_choice": "required", "max_tokens": 400}, {}),
+}  # fmt: skip
+
+
+def offline(llm, choices, case, fields, words):
+    """Tokens and log probabilities of the same request without a server, for each choice."""
+    request, others = CASES[case]
+    given = {**request, **request.get("extra_body", {}), **others, **fields}
+    names = SamplingParams.__dataclass_fields__.keys() & given.keys() - {"n", "seed"}
+    params = {name: given[name] for name in names}
+    if case == "schema":
+        params["structured_outputs"] = StructuredOutputsParams(json=Trip.model_json_schema())
+    if case == "tools":
+        params["structured_outputs"] = tool_grammar(TOOLS, "required", None, HERMES, lambda text: None)
+    bias = {int(token_id): value for token_id, value in words.items()}
+    seeds = [None if given.get("seed") is None else given["seed"] + i for i in range(len(choices))]
+    prompts = [{"prompt_token_ids": choice["prompt_token_ids"]} for choice in choices]
+    wanted = [SamplingParams(**params, logit_bias=bias, seed=seed) for seed in seeds]
+    return [result.outputs[0] for result in llm.generate(prompts, wanted, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_streamed_and_whole_answers_are_those_of_the_engine(client, model, llm, words, case):
+    request = {"model": model, "messages": USER, "logit_bias": words, **CASES[case][0]}
+    request["extra_body"] = {**request.get("extra_body", {}), "return_token_ids": True}
+    reply = client.chat.completions.create(**request)
+    chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    choices, usage = whole(reply)
+    streamed, streamed_usage = joined(chunks)
+    assert streamed == choices
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1) and chunks[-1].choices == []
+    cached = streamed_usage.pop("prompt_tokens_details")["cached_tokens"]
+    assert usage.pop("prompt_tokens_details")["cached_tokens"] <= cached  # it was the second
+    assert streamed_usage == usage
+    assert usage["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
+    assert usage["prompt_tokens"] == len(reply.choices[0].prompt_token_ids)
+    outputs = offline(llm, plain(reply)["choices"], case, {}, words)
+    for choice, output in zip(choices, outputs, strict=True):
+        assert choice["token_ids"] == output.token_ids
+        if not choice["calls"]:
+            assert (choice["text"], choice["finish_reason"]) == (output.text, output.finish_reason)
+        entries = choice["logprobs"]["content"] if request.get("logprobs") else []
+        assert len(entries) == len(output.logprobs or [])
+        for entry, token_id, ranked in zip(entries, output.token_ids, output.logprobs or [], strict=False):
+            assert entry["logprob"] == ranked[token_id].logprob
+            top = sorted((logprob.rank, logprob.logprob) for logprob in ranked.values())
+            expected = [logprob for _, logprob in top[: request.get("top_logprobs", 0)]]
+            assert [other["logprob"] for other in entry["top_logprobs"]] == expected
+            assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"]
+    if case == "three":
+        assert len({choice["text"] for choice in choices}) == 3
+    if case == "stop":
+        assert {choice["finish_reason"] for choice in choices} == {"stop"}
+        assert choices[0]["stop_reason"] in request["stop"] and choices[0]["stop_reason"] not in choices[0]["text"]
+    if case == "schema":
+        Trip.model_validate_json(choices[0]["text"])
+    if case == "tools":
+        assert choices[0]["finish_reason"] == "tool_calls" and choices[0]["text"] == ""
+        assert [Trip.model_validate_json(arguments) for _, arguments in choices[0]["calls"]]
+
+
+def test_each_of_n_answers_is_that_of_the_next_seed(client, model):
+    request = {"model": model, "messages": USER, "max_tokens": 12}
+    texts = [choice.message.content for choice in client.chat.completions.create(**request, n=3, seed=9).choices]
+    singles = [client.chat.completions.create(**request, seed=9 + i).choices[0].message.content for i in range(3)]
+    assert texts == singles and len(set(texts)) == 3
+
+
+def test_completions_of_texts_and_of_tokens(client, model, llm, words):
+    prompts = ["hello", " world and"]
+    request = {"model": model, "max_tokens": 6, "seed": 1, "n": 2, "logprobs": 2, "logit_bias": words}
+    request["extra_body"] = {"return_token_ids": True}
+    reply = client.completions.create(**request, prompt=prompts)
+    chunks = client.completions.create(**request, prompt=prompts, stream=True, stream_options={"include_usage": True})
+    choices, usage = whole(reply)
+    streamed, _ = joined(chunks)
+    assert streamed == choices
+    ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
+    assert [choice.prompt_token_ids for choice in reply.choices] == [ids[0], ids[0], ids[1], ids[1]]
+    assert usage["prompt_tokens"] == sum(map(len, ids)) and usage["completion_tokens"] == 4 * 6
+    assert whole(client.completions.create(**request, prompt=ids))[0] == choices
+    params = [SamplingParams(max_tokens=6, seed=seed, logprobs=2, logit_bias={int(k): v for k, v in words.items()})
+              for seed in (1, 2, 1, 2)]  # fmt: skip
+    results = llm.generate([prompts[0], prompts[0], prompts[1], prompts[1]], params, use_tqdm=False)
+    for choice, result in zip(choices, results, strict=True):
+        output, logprobs = result.outputs[0], choice["logprobs"]
+        assert (choice["text"], choice["token_ids"]) == (output.text, output.token_ids)
+        chosen = [ranked[token_id] for ranked, token_id in zip(output.logprobs, output.token_ids, strict=True)]
+        assert logprobs["token_logprobs"] == [logprob.logprob for logprob in chosen]
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        for start, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+            assert choice["text"].startswith(token, start)
+    echoed = client.completions.create(model=model, prompt=prompts, max_tokens=2, echo=True, temperature=0)
+    alone = client.completions.create(model=model, prompt=prompts, max_tokens=2, temperature=0)
+    texts = [prompt + choice.text for prompt, choice in zip(prompts, alone.choices, strict=True)]
+    assert [choice.text for choice in echoed.choices] == texts
+
+
+def test_limits_of_length_and_biases(client, model, llm):
+    create = client.chat.completions.create
+    for field in ("max_tokens", "max_completion_tokens"):
+        reply = create(model=model, messages=USER, **{field: 3}, extra_body={"ignore_eos": True})
+        assert reply.usage.completion_tokens == 3 and reply.choices[0].finish_reason == "length"
+    (the,) = llm.tokenizer.encode("the", add_special_tokens=False)
+    biased = create(model=model, messages=USER, temperature=0, logit_bias={str(the): 100}, max_tokens=4)
+    assert biased.choices[0].message.content == "the" * 4
+    free = create(model=model, messages=USER, temperature=0, max_tokens=1, extra_body={"return_token_ids": True})
+    first = free.choices[0].token_ids[0]
+    banned = create(model=model, messages=USER, temperature=0, logit_bias={str(first): -100}, max_tokens=1,
+                    extra_body={"return_token_ids": True})  # fmt: skip
+    assert banned.choices[0].token_ids != [first]
+
+
+def test_fields_beyond_openais(client, model):
+    def answer(**body):
+        reply = client.chat.completions.create(model=model, messages=USER, max_tokens=8, extra_body=body)
+        return reply.choices[0].message.content
+
+    greedy = answer(temperature=0)
+    assert answer(temperature=5, top_k=1) == answer(temperature=5, min_p=1) == greedy
+    assert answer(temperature=0, repetition_penalty=1.9) != greedy
+
+
+@pytest.mark.parametrize(
+    "form, pattern",
+    [
+        ({"structured_outputs": {"regex": "(ab|c){3}"}}, "(ab|c){3}"),
+        ({"structured_outputs": {"choice": ["red", "green"]}}, "red|green"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" [0-9] "b"'}}, "a[0-9]b"),
+        ({"structured_outputs": {"grammar": 'start: "x" /[yz]/'}}, "x[yz]"),
+        ({"structured_outputs": {"json": {"enum": ["a"]}}}, '"a"'),
+        ({"guided_regex": "[0-9]{4}"}, "[0-9]{4}"),
+        ({"guided_choice": ["one", "two"]}, "one|two"),
+        ({"guided_grammar": 'start: "p" "q"'}, "pq"),
+        ({"guided_json": {"const": 17}}, "17"),
+    ],
+)
+def test_an_answer_has_the_form_asked_for(client, model, form, pattern):
+    reply = client.chat.completions.create(model=model, messages=USER, max_tokens=50, extra_body=form)
+    assert re.fullmatch(pattern, reply.choices[0].message.content) and reply.choices[0].finish_reason == "stop"
+    reply = client.completions.create(model=model, prompt="a", max_tokens=50, extra_body=form)
+    assert re.fullmatch(pattern, reply.choices[0].text)
+
+
+def test_a_salt_keeps_prefixes_apart(client, model):
+    messages = [{"role": "user", "content": "the " * 40}]
+
+    def cached(salt):
+        body = {"cache_salt": salt} if salt else {}
+        reply = client.chat.completions.create(model=model, messages=messages, max_tokens=1, extra_body=body)
+        return reply.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(salt) > 0 for salt in (None, None, "a", "a", "b")] == [False, True, False, True, False]
+
+
+def test_a_long_prompt_tells_how_far_it_is_read(other):
+    with other.client() as client:
+        prompt, options = "x" * 2000, {"return_progress": True}
+        stream = client.completions.create(model="b", prompt=prompt, max_tokens=1, stream=True, extra_body=options)
+        seen = [chunk.prompt_progress for chunk in stream if not chunk.choices]
+    assert seen and all(progress["total"] == 2000 for progress in seen)
+    read = [progress["processed"] for progress in seen]
+    assert read == sorted(read) and read[0] % 16 == 0 and read[-1] < 2000
+
+
+def test_usage_in_every_chunk_counts_up(client, model):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.completions.create(model=model, prompt="a", max_tokens=5, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in stream]
+    assert counts == sorted(counts) and counts[-1] >= 1
+
+
+def test_what_agents_send_is_taken(client, model):
+    reply = client.chat.completions.create(
+        model=model, messages=[{"role": "developer", "content": "Be brief.", "name": "x"}, *USER], max_tokens=2,
+        user="u", metadata={"run": "1"}, store=False, service_tier="auto", parallel_tool_calls=True, n=1, stop=None,
+        safety_identifier="s", prompt_cache_key="k", modalities=["text"], tools=[], temperature=1, top_p=1,
+        response_format={"type": "text"}, logprobs=False, frequency_penalty=0, presence_penalty=0,
+    )  # fmt: skip
+    assert reply.object == "chat.completion" and reply.model == model
+
+
+@pytest.mark.parametrize(
+    "field", [{"store": True}, {"reasoning_effort": "high"}, {"service_tier": "flex"}, {"modalities": ["audio"]},
+              {"prediction": {"type": "content", "content": "a"}}, {"web_search_options": {}}, {"verbosity": "low"}]
+)  # fmt: skip
+def test_what_is_not_honoured_is_refused_by_name(client, model, field):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=model, messages=USER, **field)
+    assert refused.value.param in field and f"`{refused.value.param}" in refused.value.body["message"]
+
+
+@pytest.mark.parametrize("choice, names", [
+    ("required", {"book", "cancel"}), ({"type": "function", "function": {"name": "cancel"}}, {"cancel"})
+])  # fmt: skip
+def test_calls_name_a_tool_and_obey_its_schema(client, model, llm, choice, names):
+    (newline,) = llm.tokenizer.encode("\n")  # begins another call
+    request = {"model": model, "messages": USER, "tools": TOOLS, "tool_choice": choice, "max_tokens": 2000, "seed": 1}
+    request |= {"n": 8, "logit_bias": {str(newline): 3}}
+    found = [reply.message.tool_calls for reply in client.chat.completions.parse(**request).choices]
+    calls = [call for calls in found for call in calls]
+    assert {call.function.name for call in calls} == names
+    assert all(Trip.model_validate_json(call.function.arguments) for call in calls)
+    assert len({call.id for call in calls}) == len(calls)
+    assert (max(map(len, found)) > 1) == (choice == "required")  # a named one is called once
+    one_each = client.chat.completions.create(**request, parallel_tool_calls=False).choices
+    assert {len(reply.message.tool_calls) for reply in one_each} == {1}
+
+
+def test_without_calls_tools_leave_the_answer_free(client, model, words):
+    request = {"model": model, "messages": USER, "tools": TOOLS, "max_tokens": 8, "seed": 1, "logit_bias": words}
+    free = client.chat.completions.create(**request, tool_choice="none").choices[0]
+    auto = client.chat.completions.create(**request, tool_choice="auto").choices[0]
+    assert free.message.content == auto.message.content and free.message.tool_calls is None
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client's own model
+def test_parsed_answers_go_back_into_the_conversation(client, model):
+    request = {"model": model, "tools": TOOLS, "tool_choice": "required", "max_tokens": 2000, "seed": 1}
+    with client.chat.completions.stream(messages=USER, **request) as stream:
+        message = stream.get_final_completion().choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in message.tool_calls]
+    for sent_back in (message, message.model_dump()):
+        reply = client.chat.completions.create(model=model, messages=[*USER, sent_back, *results], max_tokens=2)
+        assert reply.usage.completion_tokens == 2
+    parsed = client.chat.completions.parse(model=model, messages=USER, response_format=Trip, max_tokens=2000)
+    assert parsed.choices[0].message.parsed.city in ("Rome", "Oslo")
+    again = [*USER, parsed.choices[0].message.model_dump(), *USER]
+    assert client.chat.completions.create(model=model, messages=again, max_tokens=1).choices
+
+
+def test_a_model_goes_by_all_its_names(other):
+    with other.client() as client:
+        assert [model.id for model in client.models.list()] == ["a", "b"]
+        assert client.models.retrieve("b").max_model_len == 4096
+        for name in ("a", "b"):
+            assert client.completions.create(model=name, prompt="x", max_tokens=1).model == name
+
+
+def test_many_at_once_get_what_each_would_get_alone(server, model, client):
+    def request(i):
+        return {"model": model, "messages": [{"role": "user", "content": f"hello {i}"}], "seed": i, "max_tokens": 20}
+
+    async def ask(asynchronous, i):
+        stream = await asynchronous.chat.completions.create(**request(i), stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def ask_all():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as asynchronous:
+            return await asyncio.gather(*(ask(asynchronous, i) for i in range(8)))
+
+    alone = [client.chat.completions.create(**request(i)).choices[0].message.content for i in range(8)]
+    assert asyncio.run(ask_all()) == alone
+
+
+def test_a_stream_that_is_left_lets_go_of_its_request(server, client, model):
+    with client.completions.create(model=model, prompt="a", max_tokens=4000, stream=True) as stream:
+        next(iter(stream))
+    server.wait_until_idle()
+
+
+def test_the_urgent_go_first_where_priorities_count(other):
+    async def run():
+        done = []
+
+        async def begin(priority, max_tokens):
+            body = {"priority": priority, "ignore_eos": True}
+            return await client.completions.create(
+                model="a", prompt="x", max_tokens=max_tokens, stream=True, extra_body=body
+            )
+
+        async def finish(name, stream):
+            _ = [chunk async for chunk in stream]
+            done.append(name)
+
+        async with openai.AsyncOpenAI(base_url=f"{other.url}/v1", api_key="none") as client:
+            running = await begin(0, 400)
+            await anext(running)
+            late, urgent = await begin(5, 3), await begin(-5, 3)
+            await asyncio.gather(finish("running", running), finish("late", late), finish("urgent", urgent))
+        return done
+
+    done = asyncio.run(run())
+    assert done.index("urgent") < done.index("late")
