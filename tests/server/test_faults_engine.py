@@ -1,0 +1,266 @@
+"""What goes wrong behind the API: full caches and queues, signals, a dead or stuck engine, damaged model files."""
+
+import os
+import resource
+import signal
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import gguf
+import numpy as np
+import pytest
+
+from raw_client import PROBE, connect, events, read_reply, send, surviving, tokens, until
+from tiny_gguf import write_tiny_gguf
+
+PATH = "/v1/completions"
+LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+POISON = 77  # the token whose embedding is not finite
+
+
+def at_once(server, bodies):
+    """Status and body of each request, all sent together."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(lambda body: server.post(PATH, body), bodies))
+
+
+# A sampler's error.
+
+
+@pytest.fixture(scope="module")
+def poisoned(start, tmp_path_factory):
+    """A model that computes NaN from one token."""
+    path = tmp_path_factory.mktemp("poisoned") / "tiny.gguf"
+    write_tiny_gguf(path, tensor_type="F32", tied=False, context=4096)
+    embedding = next(tensor for tensor in gguf.GGUFReader(str(path)).tensors if tensor.name == "token_embd.weight")
+    with open(path, "r+b") as file:
+        file.seek(int(embedding.data_offset + embedding.n_bytes // 320 * POISON))
+        file.write(np.float32(np.nan).tobytes())
+    with start("--num-kv-blocks", "24", "--max-model-len", "256", model=path) as server:
+        yield server
+
+
+def test_logits_that_are_not_finite_fail_one_request(poisoned):
+    sound = {**PROBE, "prompt": [5] * 40, "max_tokens": 200}
+    with surviving(poisoned):
+        alone = tokens(poisoned.post(PATH, sound)[1])
+        bad = {**PROBE, "prompt": [5, 6, 7] * 30 + [POISON]}
+        (status, body), *rest = at_once(poisoned, [bad, sound, {**sound, "cache_salt": "a"}])
+        assert status == 500 and "not finite" in body["error"]["message"]
+        assert [tokens(body) for _, body in rest] == [alone, alone]
+        with send(poisoned, PATH, {**bad, "stream": True}) as client:
+            error, last = events(client)
+            assert "not finite" in error["error"]["message"] and last == "[DONE]"
+        # In the blocks that held what is not finite, as anywhere.
+        for salt in "abc":
+            assert tokens(poisoned.post(PATH, {**sound, "cache_salt": salt})[1]) == alone
+
+
+def test_a_grammar_that_cannot_go_on_fails_one_request(server):
+    wide = {f"p{i}": {"type": "string", "pattern": "(a|b)*c"} for i in range(1000)}
+    bad = {"prompt": "a", "max_tokens": 50, "guided_json": {"type": "object", "properties": wide}}
+    sound = {**LONG, "max_tokens": 500}
+    with surviving(server):
+        alone = tokens(server.post(PATH, sound)[1])
+        (status, body), (_, other) = at_once(server, [bad, sound])
+        assert status == 500 and "grammar" in body["error"]["message"]
+        assert tokens(other) == alone
+
+
+# Too much at once.
+
+
+def test_a_full_kv_cache_preempts_and_everybody_is_served(start, server):
+    bodies = [{**LONG, "prompt": [i + 5] * 20, "max_tokens": 150} for i in range(12)]
+    alone = [tokens(server.post(PATH, body)[1]) for body in bodies]
+    with start("--num-kv-blocks", "24", "--max-num-seqs", "16", "--max-model-len", "256") as small, surviving(small):
+        # After the short answer of the probe, room is kept for short ones.
+        before = small.metric("step_tokens_total")
+        together = at_once(small, bodies)
+        assert [tokens(body) for _, body in together] == alone
+        assert small.metric("num_preemptions_total") > 0
+        # No thrash: what was computed twice is less than what had to be computed.
+        assert small.metric("step_tokens_total") - before < 2 * len(bodies) * (20 + 150)
+
+
+def test_what_cannot_wait_is_refused_at_once_and_what_waits_is_served(start):
+    with start("--max-num-seqs", "2", "--max-queued-requests", "2") as server, surviving(server):
+        with ExitStack() as stack:
+            accepted = [stack.enter_context(send(server, PATH, {**LONG, "max_tokens": 1000})) for _ in range(4)]
+            until(lambda: server.get("/health")[1]["running"] == 4)
+            for stream in (True, False):
+                with send(server, PATH, {**PROBE, "stream": stream}) as client:
+                    status, headers, body = read_reply(client)
+                assert status == 429 and int(headers["retry-after"]) >= 1
+                assert body["error"]["type"] == "rate_limit_error"
+            assert server.get("/health")[1]["running"] > 0  # the refusals did not wait
+            answers = [read_reply(client) for client in accepted]
+            assert [len(tokens(body)) for _, _, body in answers] == [1000] * 4
+        assert server.post(PATH, {**PROBE, "n": 5})[0] == 400  # never possible: no reason to try again
+
+
+def test_prompt_tokens_that_wait_are_bounded(start):
+    with start("--max-num-seqs", "1", "--max-queued-tokens", "100") as server, surviving(server):
+        running = send(server, PATH, LONG)
+        until(lambda: server.metric("num_requests_running") == 1)
+        with send(server, PATH, {**PROBE, "prompt": [5] * 90}) as waiting:
+            until(lambda: server.get("/health")[1]["running"] == 2)
+            with send(server, PATH, {**PROBE, "prompt": [6] * 20}) as refused:
+                status, headers, _ = read_reply(refused)
+                assert status == 429 and "retry-after" in headers
+            running.close()
+            assert len(tokens(read_reply(waiting)[2])) == PROBE["max_tokens"]
+
+
+# The end.
+
+
+def test_sigterm_lets_running_requests_finish(start):
+    body = {**LONG, "max_tokens": 2000}
+    with start() as server, send(server, PATH, {**body, "stream": True}) as streamed, send(server, PATH, body) as whole:
+        until(lambda: server.metric("num_requests_running") == 2)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.get("/health")[0] == 503)
+        status, refusal = server.post(PATH, PROBE)
+        assert status == 503 and refusal["error"]["code"] == "unavailable"
+        *received, last = events(streamed)
+        got = [token for event in received for token in event["choices"][0]["token_ids"]]
+        assert last == "[DONE]" and len(got) == 2000
+        assert tokens(read_reply(whole)[2]) == got
+        assert server.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(("flags", "signals"), [(("--drain-timeout", "0.3"), 1), ((), 2)], ids=["time", "signal"])
+def test_what_outlasts_the_drain_and_a_second_sigterm_end_requests_with_an_error(start, flags, signals):
+    with (
+        start(*flags) as server,
+        send(server, PATH, {**LONG, "n": 16, "stream": True}) as streamed,
+        send(server, PATH, LONG) as whole,
+    ):
+        until(lambda: server.metric("num_requests_running") == 17)
+        engine = server.engine_pid()
+        for _ in range(signals):
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: server.get("/health")[0] != 200)
+        *_, error, last = events(streamed)
+        assert error["error"]["code"] == "unavailable" and last == "[DONE]"
+        status, headers, _ = read_reply(whole)
+        assert status == 503 and "retry-after" in headers
+        assert server.process.wait(20) == 0
+        until(lambda: not is_alive(engine))
+        assert "Traceback" not in server.log.read_text()
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# An engine that dies or stands still.
+
+
+@pytest.fixture(scope="module")
+def mortal(start):
+    with start("--stall-timeout", "1") as server:
+        yield server
+
+
+def test_requests_of_a_dead_engine_get_an_error_to_retry_on_and_it_is_started_again(mortal):
+    with (
+        surviving(mortal, restarts=True),
+        send(mortal, PATH, {**LONG, "stream": True}) as streamed,
+        send(mortal, PATH, {**LONG, "n": 2}) as whole,
+    ):
+        until(lambda: mortal.metric("num_requests_running") == 3)
+        killed = time.monotonic()
+        os.kill(mortal.engine_pid(), signal.SIGKILL)
+        expect_retryable(streamed, whole)
+        assert time.monotonic() - killed < 2
+        until(lambda: mortal.get("/health/ready")[0] == 503)
+        status, body = mortal.post(PATH, PROBE)  # in between
+        assert status == 503 and body["error"]["code"] == "unavailable"
+
+
+def test_an_engine_that_stands_still_is_unhealthy_and_started_again(mortal):
+    with (
+        surviving(mortal, restarts=True),
+        send(mortal, PATH, {**LONG, "stream": True}) as streamed,
+        send(mortal, PATH, LONG) as whole,
+    ):
+        until(lambda: mortal.metric("num_requests_running") == 2)
+        os.kill(mortal.engine_pid(), signal.SIGSTOP)
+        until(lambda: mortal.get("/health/live")[0] == 503)
+        expect_retryable(streamed, whole)
+
+
+def test_an_engine_without_work_may_stand_still(mortal):
+    with surviving(mortal):
+        engine = mortal.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        quiet = time.monotonic() + 1.5  # more than the limit
+        until(lambda: mortal.get("/health/live")[0] != 200 or time.monotonic() > quiet)
+        assert mortal.get("/health/live")[0] == 200
+        os.kill(engine, signal.SIGCONT)
+
+
+def expect_retryable(streamed, whole):
+    *_, error, last = events(streamed)
+    assert error["error"]["code"] == "engine_restarted" and last == "[DONE]"
+    status, headers, body = read_reply(whole)
+    assert status == 503 and body["error"]["code"] == "engine_restarted" and "retry-after" in headers
+
+
+def test_an_engine_that_cannot_be_started_again_yet_is_tried_until_it_can(start, tiny_path, tmp_path):
+    model = tmp_path / "model.gguf"
+    os.link(tiny_path, model)
+    with start(model=model) as server:
+        with surviving(server, restarts=True):  # without its file
+            model.unlink()
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            until(lambda: server.metric("engine_restarts_total") >= 2)
+            assert server.get("/health/ready")[0] == 503
+            os.link(tiny_path, model)
+        with surviving(server, restarts=True), connect(server) as client:  # without descriptors
+
+            def status():
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                return read_reply(client)[2]["status"]
+
+            assert status() == "ready"
+            limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+            few = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (few - 1, limits[1]))
+            until(lambda: "Too many open files" in status())
+            resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
+
+
+# Model files.
+
+
+def damaged(content, kind):
+    if kind == "truncated header":
+        return content[:300]
+    if kind == "truncated tensors":
+        return content[: len(content) // 2]
+    if kind == "no model":
+        return b"hello" * 1000
+    at = {"tensor count": 8, "metadata count": 16, "length of a key": 24}[kind]
+    return content[:at] + struct.pack("<Q", 2**63 - 1) + content[at + 8 :]
+
+
+@pytest.mark.parametrize(
+    "kind", ["truncated header", "truncated tensors", "no model", "tensor count", "metadata count", "length of a key"]
+)
+def test_a_damaged_model_file_ends_the_server_with_a_line_and_its_exit_code(start, tiny_path, tmp_path, kind):
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(damaged(tiny_path.read_bytes(), kind))
+    server = start(model=path, wait=False)
+    assert server.process.wait(60) == 4
+    log = server.log.read_text()
+    assert "damaged.gguf" in log and "Traceback" not in log and len(log.splitlines()) <= 3
