@@ -374,25 +374,22 @@ def test_a_stream_that_is_left_lets_go_of_its_request(server, client, model):
 
 
 def test_the_urgent_go_first_where_priorities_count(other):
+    done = []
+
+    async def begin(client, priority, max_tokens):
+        body = {"priority": priority, "ignore_eos": True}
+        request = {"model": "a", "prompt": "x", "max_tokens": max_tokens, "stream": True}
+        return await client.completions.create(**request, extra_body=body)
+
+    async def finish(name, stream):
+        _ = [chunk async for chunk in stream]
+        done.append(name)
+
     async def run():
-        done = []
-
-        async def begin(priority, max_tokens):
-            body = {"priority": priority, "ignore_eos": True}
-            return await client.completions.create(
-                model="a", prompt="x", max_tokens=max_tokens, stream=True, extra_body=body
-            )
-
-        async def finish(name, stream):
-            _ = [chunk async for chunk in stream]
-            done.append(name)
-
         async with openai.AsyncOpenAI(base_url=f"{other.url}/v1", api_key="none") as client:
-            running = await begin(0, 400)
-            await anext(running)
-            late, urgent = await begin(5, 3), await begin(-5, 3)
-            await asyncio.gather(finish("running", running), finish("late", late), finish("urgent", urgent))
-        return done
+            first, late, urgent = await begin(client, -9, 4000), await begin(client, 5, 99), await begin(client, -5, 99)
+            await first.close()
+            await asyncio.gather(finish("late", late), finish("urgent", urgent))
 
-    done = asyncio.run(run())
-    assert done.index("urgent") < done.index("late")
+    asyncio.run(run())
+    assert done == ["urgent", "late"]
