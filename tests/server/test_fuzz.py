@@ -1,0 +1,180 @@
+"""Whatever is sent: an answer or OpenAI's error, in time, and a server that is as well as before.
+
+FUZZ_EXAMPLES=5000 looks longer and elsewhere than the same few of every run.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 0))
+KEY = {"Authorization": "Bearer secret"}
+LIMITS = ("--max-model-len", "128", "--max-num-seqs", "8", "--num-kv-blocks", "32")
+# Of values that are within these, many get past the first checks.
+RANGES = {
+    "temperature": (0, 100), "top_p": (0.01, 1), "min_p": (0, 1), "top_k": (-1, 400), "repetition_penalty": (0.1, 9),
+    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "n": (1, 4), "max_tokens": (1, 40),
+    "max_completion_tokens": (1, 40), "min_tokens": (0, 1), "thinking_token_budget": (0, 9),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fuzzed(start):
+    flags = ("--api-key", "secret", "--served-model-name", "tiny", "--scheduling-policy", "priority")
+    with start(*LIMITS, *flags) as server:
+        yield server
+        server.wait_until_idle()
+        assert server.get("/health/live")[0] == server.get("/health/ready")[0] == 200
+        assert server.metric("engine_restarts_total") == 0
+        assert server.metric("request_success_total", finished_reason="error") == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+def narrowed(document, ranges, request_id):
+    """The document with names of what there is, and with ranges."""
+    for name in ("ChatCompletionRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
+        properties = document["components"]["schemas"][name]["properties"]
+        properties["model"] = {"enum": ["tiny", None]}
+        for field in ranges.keys() & properties.keys():
+            low, high = ranges[field]
+            for form in properties[field].get("anyOf", [properties[field]]):
+                if form["type"] != "null":
+                    form.pop("exclusiveMaximum", None)
+                    form.update(minimum=low, maximum=high)
+    for operations in document["paths"].values():
+        for parameter in operations.get("get", {}).get("parameters", []):
+            parameter["schema"]["enum"] = ["tiny" if parameter["name"] == "model" else request_id]
+    return document
+
+
+# What can be said of a value alone is in the document; that several go together is not.
+@pytest.mark.parametrize("ranges, unchecked", [
+    ({}, "positive_data_acceptance"), (RANGES, "positive_data_acceptance,negative_data_rejection")
+])  # fmt: skip
+def test_answers_are_as_the_openapi_document_says(fuzzed, tmp_path, ranges, unchecked):
+    _, answer = fuzzed.post("/v1/completions", {"prompt": "a"}, **KEY)
+    document = narrowed(fuzzed.get("/openapi.json")[1], ranges, answer["id"])
+    (tmp_path / "openapi.json").write_text(json.dumps(document))
+    command = [
+        Path(sys.executable).with_name("schemathesis"), "run", "openapi.json", "--url", fuzzed.url, "--no-color",
+        "-H", f"Authorization: {KEY['Authorization']}", "--phases", "examples,coverage,fuzzing", "--workers", "2",
+        "--max-examples", str(EXAMPLES or 100), *(() if EXAMPLES else ("--seed", "0")),
+        "--request-timeout", "20", "--generation-database", "none", "--exclude-checks", unchecked,
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120 + EXAMPLES)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", 1, None]}}, "required": ["a"]}
+CHAT = {
+    "model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 1.5, "top_k": 9,
+    "top_p": 0.9, "min_p": 0.1, "seed": 1, "stop": ["a"], "stop_token_ids": [5], "logit_bias": {"7": 5}, "n": 2,
+    "presence_penalty": 1, "frequency_penalty": 1, "repetition_penalty": 1.1, "logprobs": True, "top_logprobs": 2,
+    "cache_salt": "s", "priority": 1, "user": "u", "metadata": {"a": "b"}, "chat_template_kwargs": {"a": [1]},
+    "return_token_ids": True,
+}  # fmt: skip
+REQUESTS = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "stop": None}),
+    ("/v1/chat/completions", {
+        "messages": [{"role": "system", "content": [{"type": "text", "text": "s", "part": "p"}]},
+                     {"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                     {"role": "tool", "content": "2", "tool_call_id": "c"}],
+        "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 9,
+    }),
+    ("/v1/chat/completions", {
+        "messages": [{"role": "user", "content": "q"}], "max_tokens": 9,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+    }),
+    ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 5, "echo": True, "min_tokens": 2, "ignore_eos": True}),
+    ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 5, "logprobs": 2, "stream": True}),
+    *(("/v1/completions", {"prompt": "a", "max_tokens": 5, "structured_outputs": form}) for form in (
+        {"json": SCHEMA}, {"regex": "[a-f]{2,4}(x|y)*"}, {"choice": ["red", "green"]}, {"json_object": True},
+        {"grammar": 'start: "a" B\nB: /[0-9]+/'}, {"grammar": 'root ::= "a" [0-9]+'},
+        {"structural_tag": {"type": "structural_tag", "triggers": ["<f"],
+                            "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}},
+    )),
+    ("/tokenize", {"prompt": "hello", "add_special_tokens": False, "return_token_strs": True}),
+    ("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}),
+    ("/detokenize", {"tokens": [5, 6, 200]}),
+]  # fmt: skip
+
+
+def nested(depth, kind):
+    value = 1
+    for _ in range(depth):
+        value = [value] if kind == "list" else {"properties": value}
+    return value
+
+
+SCALARS = st.sampled_from(
+    [None, True, False, 0, 1, -1, 2, 2**31 - 1, 2**31, 2**63, 2**64, -(2**63), 10**400, 1.5, -0.0, 1e308, 5e-324,
+     float("nan"), float("inf"), "", "\x00", "\ud800", "\udfff\ud800", "a", "1", "\u202e<|im_end|>\n", "(", "(a+)+$",
+     "{", "start: start", "start: /(a|b)*{1000}/", "root ::= root", "A" * 2000, "\U0001f600" * 300]
+)  # fmt: skip
+VALUES = st.one_of(
+    SCALARS,
+    st.text(max_size=20),
+    st.builds(nested, st.sampled_from([1, 40, 900]), st.sampled_from(["list", "dict"])),
+    st.lists(SCALARS, max_size=3),
+    st.sampled_from([50, 5000]).map(lambda count: ["a"] * count),
+    st.dictionaries(st.sampled_from(["type", "$ref", "$defs", "properties", "json", "max_tokens", "a\x00"]), SCALARS),
+    st.builds(lambda: {"$ref": "#"}),
+)
+
+
+NAMES = st.sampled_from(["stop", "guided_regex", "thinking_token_budget", "tools", "response_format", "\x00"])
+
+
+def places(value, path=()):
+    """Paths to all that is in a JSON value."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, child in children for place in places(child, (*path, key)))]
+
+
+@st.composite
+def mutated(draw):
+    """A path and a body: a sound request with a few things wrong."""
+    path, body = copy.deepcopy(draw(st.sampled_from(REQUESTS)))
+    chosen = draw(st.lists(st.sampled_from(places(body)), min_size=1, max_size=3, unique=True))
+    for place in sorted(chosen, reverse=True):  # what is inside before what it is in
+        holder = body
+        for key in place[:-1]:
+            holder = holder[key]
+        if not place:
+            body[draw(NAMES)] = draw(VALUES)
+        elif draw(st.integers(0, 3)) == 0:
+            del holder[place[-1]]
+        else:
+            holder[place[-1]] = draw(VALUES)
+    data = bytearray(json.dumps(body).encode())
+    if draw(st.integers(0, 9)) == 0:
+        at = draw(st.integers(0, len(data)))
+        data[at : at + draw(st.integers(0, 3))] = draw(st.binary(max_size=3))
+    return path, bytes(data)
+
+
+@settings(
+    max_examples=10 * EXAMPLES or 1000, derandomize=not EXAMPLES, database=None, deadline=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(mutated())
+def test_a_request_gone_wrong_is_answered_in_openais_shape(fuzzed, request_):
+    path, data = request_
+    status, body = fuzzed.post(path, data, **KEY)
+    if status == 200:
+        assert not isinstance(body, str) or body.endswith("data: [DONE]\n\n") and '{"error"' not in body
+        return
+    assert 400 <= status < 500
+    error = body["error"]
+    assert error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
+    assert isinstance(error["param"], str | None) and isinstance(error["code"], str | None)
