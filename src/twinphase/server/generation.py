@@ -115,7 +115,7 @@ class Generation(Response):
     async def _serve(self) -> None:
         ticket: Ticket | None = None
         try:
-            ticket = self._service.admission.enter(self._num_requests)
+            ticket = self._service.admit(self._num_requests)
             await self._answer(ticket)
             ticket.leave(perf_counter() - self._arrival)
         except TwinphaseError as error:

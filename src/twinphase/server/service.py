@@ -17,7 +17,7 @@ from twinphase.engine.host import Host, ProcessHost
 from twinphase.engine.messages import EngineFacts, StepStats
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
 from twinphase.request import FinishReason
-from twinphase.server.access import Access, Admission, shutting_down
+from twinphase.server.access import Access, Admission, Ticket, shutting_down
 from twinphase.server.config import ServerConfig
 from twinphase.server.metrics import Metrics
 from twinphase.server.observe import Timelines
@@ -131,6 +131,18 @@ class Service:
             raise self.engine.unavailable()
         return self.engine
 
+    def admit(self, num_requests: int) -> Ticket:
+        """Let in a request that becomes `num_requests` for the engine.
+
+        Raises:
+            EngineUnavailableError: there is no engine to let it in to, or not for long.
+            TwinphaseError: as `Admission.enter`.
+        """
+        facts = self.require_engine().facts
+        assert facts is not None, "the engine is running"
+        self.admission.num_seats = facts.config.max_num_seqs
+        return self.admission.enter(num_requests)
+
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; none at all is as good as the right one.
 
@@ -208,8 +220,6 @@ class Service:
         engine = self.engine
         if engine is None:
             return
-        if engine.facts is not None:
-            self.admission.num_seats = engine.facts.config.max_num_seqs
         self._watch_engine(engine, now)
 
     def _watch_engine(self, engine: AsyncEngine, now: float) -> None:
