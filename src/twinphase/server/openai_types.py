@@ -185,7 +185,7 @@ class GenerationRequest(_Strict):
     repetition_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     min_p: float | None = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
