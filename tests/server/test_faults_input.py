@@ -1,0 +1,355 @@
+"""Values that no server should trust, in requests and in model files: out of range, endless, huge, expanding."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from raw_client import PROBE, connect, events, read_reply, request, send, surviving
+from tiny_gguf import write_tiny_gguf
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
+PROMPT = {COMPLETION: {"prompt": "hello"}, CHAT: {"messages": MESSAGES}}
+
+
+@contextmanager
+def at_once(seconds=5):
+    """For what took half a minute, or never ended, in servers that were less careful."""
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < seconds
+
+
+# Out of range.
+
+OUT_OF_RANGE = {
+    "n": [0, -1, 17, 10**9, 10**400, 1.5, "2", True, [1]],
+    "max_tokens": [0, -1, 10**6, 10**30, 1.5, "2"],
+    "min_tokens": [-1, 10**30],
+    "temperature": [-1, 101, 10**400, "1", [1]],
+    "top_p": [-0.0, 1.1, -1],
+    "top_k": [-2, 2**70],
+    "min_p": [-1, 2],
+    "presence_penalty": [3],
+    "frequency_penalty": [-3],
+    "repetition_penalty": [0, -1, 1e308],
+    "logit_bias": [{"1": 101}, {"a": 1}, {"320": 1}, {"1": None}, {"-1": 1}, {"9" * 5000: 1}],
+    "seed": [2**64, -(2**63) - 1, "a"],
+    "stop": ["", [""], ["a"] * 17, "a" * 1000, [1], {}],
+    "stop_token_ids": [[320], [-1], [2**40], ["a"], "a"],
+    "priority": [1, 2**40],
+    "cache_salt": ["", "a" * 257, 1],
+    "stream": ["yes", 1],
+    "stream_options": [{"include_usage": True}, {}],
+    "best_of": [2],
+    "no_such_field": [1],
+}
+MORE = {
+    COMPLETION: {
+        "logprobs": [21, -1, True, 2**40],
+        "prompt": ["", [], [[]], [-1], [320], [2**40], [None], [["a"]], ["a", 1], {}, None, [1] * 5000, [True]],
+    },
+    CHAT: {
+        "top_logprobs": [21, -1, 5],
+        "max_completion_tokens": [0, 2**40],
+        "messages": [[], [{}], [{"role": "user"}], [{"role": "king", "content": "a"}], "a", [None], {}],
+        "chat_template_kwargs": [{"messages": []}, {"add_generation_prompt": False}, [1]],
+        "thinking_token_budget": [-1, 5],
+        "tools": [[{}], [{"type": "function", "function": {"name": "a b"}}]],
+        "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+    },
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
+def test_what_is_out_of_range_is_refused_by_name(server, path):
+    with surviving(server):
+        for field, values in (OUT_OF_RANGE | MORE[path]).items():
+            for value in values:
+                status, body = server.post(path, {**PROMPT[path], field: value})
+                assert status == 400, (field, value)
+                error = body["error"]
+                named = field in error["message"] or error["param"] == field or "Token id" in error["message"]
+                assert named or field == "prompt" and "The prompt" in error["message"], (field, value, error)
+
+
+def test_limits_of_a_request_are_the_servers(start):
+    flags = ("--max-n", "2", "--max-prompts", "3", "--max-num-seqs", "2", "--max-queued-requests", "2")
+    with start(*flags) as server, surviving(server):
+        for body in ({"n": 3}, {"prompt": ["a"] * 4}, {"prompt": ["a"] * 3, "n": 2}):
+            assert server.post(COMPLETION, {"prompt": "a", **body})[0] == 400
+        assert server.post(COMPLETION, {"prompt": ["a"] * 2, "n": 2, "max_tokens": 2})[0] == 200
+
+
+# Numbers, characters and JSON.
+
+HOSTILE = [
+    b"", b"null", b"[]", b'"a"', b"hello", b"{", b'{"prompt":"a"', b'{"prompt":"a"}}', b"\xff\xfe{}", b"\x00",
+    b'{"prompt":"\xff\xfe"}', b'{"prompt":"\xed\xa0\x80"}',
+    b'{"prompt":"a","temperature":NaN}', b'{"prompt":"a","temperature":Infinity}',
+    b'{"prompt":"a","temperature":-Infinity}', b'{"prompt":"a","temperature":1e999}',
+    b'{"prompt":"a","top_p":-1e999}', b'{"prompt":"a","logit_bias":{"1":NaN}}', b'{"prompt":"a","max_tokens":NaN}',
+    b'{"prompt":"a","max_tokens":1e999}', b'{"prompt":"a","max_tokens":1' + b"0" * 400 + b"}",
+    b'{"prompt":"a","max_tokens":' + b"9" * 100_000 + b"}", b'{"prompt":[NaN]}', b'{"prompt":[1e999]}',
+    b'{"prompt":"a","guided_json":{"minimum":NaN}}', b'{"prompt":"a","guided_json":{"minimum":1e999}}',
+    b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"[" * 1_000_000,
+    b'{"prompt":"a","guided_json":' + b'{"a":' * 20_000 + b"1" + b"}" * 20_001,
+    b'{"prompt":"a",' + b'"x":1,' * 100_000 + b'"y":1}', b'{"' + b"x" * 1_000_000 + b'":1}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", HOSTILE, ids=lambda data: ascii(data[:50])[2:-1] + f" {len(data)}")
+def test_json_that_means_nothing_good_is_refused(server, data):
+    with surviving(server), at_once():
+        status, body = server.post(COMPLETION, data)
+        assert status == 400 and 0 < len(body["error"]["message"]) < 1000
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded", "\x7f"])
+def test_other_content_types_are_refused(server, kind):
+    with surviving(server), connect(server) as client:
+        client.sendall(request(COMPLETION, PROBE, Content_Type=kind))
+        assert read_reply(client)[0] == 400
+
+
+def test_of_a_key_given_twice_the_last_counts(server):
+    with surviving(server):
+        status, body = server.post(COMPLETION, b'{"prompt":"a","max_tokens":1,"max_tokens":3,"ignore_eos":true}')
+        assert status == 200 and body["usage"]["completion_tokens"] == 3
+
+
+def texts(value):
+    """Requests in which that text stands where a text can stand."""
+    for field in ("prompt", "model", "user", "cache_salt", "stop", "guided_regex", "guided_grammar", "guided_json"):
+        yield COMPLETION, {"prompt": "a", field: value}
+    for field, given in {
+        "prompt": [value], "stop": [value], "guided_choice": [value, "a"], value: 1, "logit_bias": {value: 1},
+        "guided_json": {"const": value}, "structured_outputs": {"json_object": True, "whitespace_pattern": value},
+        "response_format": {"type": "json_schema", "json_schema": {"name": value, "schema": {value: value}}},
+    }.items():  # fmt: skip
+        yield COMPLETION, {"prompt": "a", field: given}
+    tool = {"name": "f", "description": value, "parameters": {"properties": {value: {"type": "string"}}}}
+    call = {"id": value, "type": "function", "function": {"name": value, "arguments": value}}
+    for message in (
+        {"role": value, "content": "a"}, {"role": "user", "content": value}, {"role": "user", value: "a"},
+        {"role": "user", "content": [{"type": "text", "text": value, "part": value}]},
+        {"role": "user", "content": "a", "name": value}, {"role": "tool", "content": value, "tool_call_id": value},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "a", "reasoning_content": value},
+    ):  # fmt: skip
+        yield CHAT, {"messages": [message]}
+    for field, given in {
+        "metadata": {value: value}, "chat_template_kwargs": {value: value}, "user": value,
+        "tools": [{"type": "function", "function": tool}],
+    }.items():  # fmt: skip
+        yield CHAT, {"messages": MESSAGES, field: given}
+    yield "/tokenize", {"prompt": value}
+    yield "/tokenize", {"messages": [{"role": "user", "content": value}]}
+
+
+@pytest.mark.parametrize("value", ["\x00", "a\x00b", "\ud800", "\udfff\ud800", "\ufffe\uffff", "\u202e\x1b[2J\r\n", ""])
+def test_any_text_anywhere_is_answered_or_refused(server, value):
+    with surviving(server):
+        for path, body in texts(value):
+            status, reply = server.post(path, {**body, "max_tokens": 4} if path != "/tokenize" else body)
+            assert status in (200, 400, 404), (body, reply)
+            assert status == 200 or reply["error"]["message"], body
+
+
+# Huge.
+
+MANY = 4 << 20  # bytes of a body that is just allowed
+LISTS = {
+    "nulls": '{"prompt":[%s1]}' % ("null," * (MANY // 5 - 10)),
+    "numbers": '{"prompt":[%s1]}' % ("1," * (MANY // 2 - 20)),
+    "texts": '{"prompt":[%s""]}' % ('"",' * (MANY // 3 - 20)),
+    "lists": '{"prompt":[%s[]]}' % ("[]," * (MANY // 3 - 20)),
+    "a text and numbers": '{"prompt":["a",%s1]}' % ("1," * (MANY // 2 - 20)),
+    "fields": json.dumps({f"x{i}": 1 for i in range(250_000)}),
+    "biases": json.dumps({"prompt": "a", "logit_bias": {f"x{i}": 1 for i in range(250_000)}}),
+    "stops": '{"prompt":"a","stop":[%s""]}' % ('"",' * (MANY // 3 - 20)),
+    "choices": '{"prompt":"a","guided_choice":[%s1]}' % ("null," * (MANY // 5 - 20)),
+    "messages": '{"messages":[%s{}]}' % ("{}," * (MANY // 3 - 20)),
+    "parts": '{"messages":[{"role":"user","content":[%s{}]}]}' % ("{}," * (MANY // 3 - 20)),
+    "tools": '{"messages":[{"role":"user","content":"a"}],"tools":[%s{}]}' % ("{}," * (MANY // 3 - 40)),
+    "tokens": '{"tokens":[%snull]}' % ("null," * (MANY // 5 - 10)),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_huge_list_is_refused_before_it_holds_up_others(server, kind):
+    data = LISTS[kind].encode()
+    path = CHAT if "messages" in LISTS[kind] else "/detokenize" if "tokens" in LISTS[kind] else COMPLETION
+    with surviving(server), at_once():
+        assert len(data) <= MANY
+        status, body = server.post(path, data)
+        assert status == 400 and len(body["error"]["message"]) < 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION, {"prompt": "A" * 1_000_000}),
+        (COMPLETION, {"prompt": ["A" * 1_000_000] * 3}),
+        (CHAT, {"messages": [{"role": "user", "content": "A" * 1_000_000}]}),
+        ("/tokenize", {"prompt": "A" * 1_000_000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "A" * 1_000_000}]}),
+    ],
+    ids=["completion", "completions", "chat", "tokenize", "tokenize chat"],
+)
+def test_a_million_characters_are_refused_before_they_are_encoded(server, path, body):
+    with surviving(server), at_once():
+        status, reply = server.post(path, body)
+        assert status == 400 and "characters" in reply["error"]["message"]
+
+
+# Schemas and grammars.
+
+
+def doubling(depth):
+    """A schema in which each definition has the next one twice."""
+    schema = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(depth)}
+    return {"$defs": {**schema, f"a{depth}": {"type": "string"}}, "$ref": "#/$defs/a0"}
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def product(factors, width):
+    def one(i):
+        return {"anyOf": [{"properties": {f"k{i} {j}": {"type": "string"}}} for j in range(width)]}
+
+    return {"type": "object", "allOf": [one(i) for i in range(factors)]}
+
+
+REFUSED = {
+    "no regex": {"guided_regex": "(("},
+    "no grammar": {"guided_grammar": "start: ("},
+    "no schema": {"guided_json": {"type": "king"}},
+    "no JSON": {"guided_json": "{"},
+    "not known": {"guided_json": {"type": "object", "unevaluatedProperties": {"not": {}}}},
+    "nothing fits": {"guided_json": {"enum": []}},
+    "empty": {"guided_grammar": "start: start"},
+    "huge schema": {"guided_json": {"enum": ["x" * 70_000]}},
+    "huge regex": {"guided_regex": "a" * 70_000},
+    "huge grammar": {"guided_grammar": 'start: "a"\n' + "// a\n" * 20_000},
+    "huge choice": {"guided_choice": ["a" * 1000] * 100},
+    "deep schema": {"guided_json": nested(200)},
+    "deep regex": {"guided_regex": "(" * 5000 + "a" + ")" * 5000},
+    "deep grammar": {"guided_grammar": "start: " + "(" * 1000 + '"a"' + ")" * 1000},
+    "product": {"guided_json": product(8, 10)},
+    "two": {"guided_regex": "a", "guided_json": {"type": "object"}},
+}
+EXPENSIVE = {
+    "doubling": {"guided_json": doubling(60)},
+    "wide": {"guided_json": {"enum": [f"value {i}" for i in range(4000)]}},
+    "long": {"guided_json": {"type": "array", "minItems": 10**6, "items": {"type": "string", "minLength": 10**6}}},
+    "counted": {"guided_regex": "((a{1,1000}){1,1000}){1,1000}"},
+    "automaton": {"guided_regex": "(a|b)*a(a|b){400}"},
+    "options": {"guided_regex": "(?i)" + "".join(f"({chr(97 + i % 26)})?" for i in range(3000))},
+    "ambiguous": {"guided_grammar": 'start: start start start | "a" | ""'},
+    "doubling rules": {
+        "guided_grammar": "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(200)) + 'a200: "x"'
+    },
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_form_that_cannot_be_is_refused(server, kind):
+    with surviving(server), at_once():
+        status, body = server.post(COMPLETION, {"prompt": "a", "max_tokens": 9, **REFUSED[kind]})
+        assert status == 400 and len(body["error"]["message"]) < 1000, body
+
+
+def test_expensive_forms_do_not_hold_up_others(server):
+    gaps, over = [], threading.Event()
+
+    def read(client):
+        last = time.monotonic()
+        for _ in events(client):
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+        over.set()
+
+    with surviving(server), send(server, COMPLETION, {**LONG, "stream": True}) as client:
+        reader = threading.Thread(target=read, args=(client,))
+        reader.start()
+        statuses = {}
+        for kind, body in EXPENSIVE.items():
+            with at_once():
+                status, reply = server.post(COMPLETION, {"prompt": "a", "max_tokens": 9, "temperature": 0, **body})
+            statuses[kind] = status, str(reply)[:300]
+        reader.join()
+        assert all(status in (200, 400) for status, _ in statuses.values()), statuses
+        assert over.is_set() and max(gaps) < 2
+        for number in range(80):  # more than are kept
+            body = {"prompt": "a", "max_tokens": 1, "guided_choice": [f"{number} {i}" for i in range(99)]}
+            assert server.post(COMPLETION, body)[0] == 200
+
+
+# Templates.
+
+TEMPLATE = """{% set what = messages[-1].content %}{% if what == 'endless' -%}
+{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}
+{%- elif what == 'expanding' -%}
+{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}
+{%- elif what == 'product' %}{{ 'a' * 10 ** 12 }}
+{%- elif what == 'power' %}{{ 9 ** 9999999 }}
+{%- elif what == 'recursive' %}{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}
+{%- elif what == 'classes' %}{{ messages.__class__.__mro__[1].__subclasses__() }}
+{%- elif what == 'globals' %}{{ raise_exception.__globals__['os'] }}
+{%- elif what == 'import' %}{{ self.__init__.__globals__.__builtins__.__import__('os').system('touch BROKEN') }}
+{%- elif what == 'change' %}{{ messages.append(messages[0]) }}
+{%- elif what == 'file' %}{% include '/etc/passwd' %}
+{%- elif what == 'format' %}{{ '%999999999d' | format(1) }}
+{%- else %}{{ what }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def evil(start, tmp_path_factory):
+    """A model file with a template that was written to do harm."""
+    path = tmp_path_factory.mktemp("evil") / "tiny.gguf"
+    with start(model=write_tiny_gguf(path, context=4096, chat_template=TEMPLATE)) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["endless", "expanding", "product", "power", "recursive", "classes", "globals", "import", "change", "file"]
+    + ["format"],
+)
+def test_a_template_that_does_harm_fails_its_request(evil, what):
+    body = {"messages": [{"role": "user", "content": what}], "max_tokens": 4}
+    with surviving(evil), at_once(10):
+        for path in (CHAT, "/tokenize"):
+            status, reply = evil.post(path, body if path == CHAT else {"messages": body["messages"]})
+            assert status == 400 and "template" in reply["error"]["message"]
+        assert evil.post(CHAT, {"messages": MESSAGES, "max_tokens": 4})[0] == 200
+
+
+def test_a_file_whose_template_is_none_still_completes(start, tmp_path):
+    model = write_tiny_gguf(tmp_path / "tiny.gguf", context=4096, chat_template="{% for %}")
+    with start(model=model) as server, surviving(server):
+        status, body = server.post(CHAT, {"messages": MESSAGES})
+        assert status >= 400 and "template" in body["error"]["message"]
+
+
+def test_template_variables_replace_nothing(server):
+    body = {"messages": MESSAGES, "max_tokens": 2, "return_token_ids": True}
+    with surviving(server):
+        for name in ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token"):
+            status, reply = server.post(CHAT, {**body, "chat_template_kwargs": {name: [{"content": "x"}]}})
+            assert status == 400 and name in reply["error"]["message"]
+        plain = server.post(CHAT, body)[1]["choices"][0]["prompt_token_ids"]
+        for name in ("raise_exception", "self", "loop", "namespace", "message"):
+            status, reply = server.post(CHAT, {**body, "chat_template_kwargs": {name: "x"}})
+            assert status == 400 or reply["choices"][0]["prompt_token_ids"] == plain
