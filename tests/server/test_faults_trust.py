@@ -1,0 +1,190 @@
+"""What must not get from one user to another, nor from outside into the server: keys, caches, code, addresses."""
+
+import ast
+import inspect
+import socket
+from pathlib import Path
+
+import pytest
+
+import twinphase
+from raw_client import PROBE, connect, read_reply, request, surviving
+from twinphase.cache.prefix_cache import PrefixCache
+from twinphase.request import Request, SamplingParams
+from twinphase.server.access import Access
+
+PATH = "/v1/completions"
+ROOT = Path(twinphase.__file__).parent
+ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
+
+
+@pytest.fixture(scope="module")
+def shared(start):
+    with start("--api-key", "alice", "--api-key", "bob") as server:
+        yield server
+
+
+def prompt(first):
+    return [first, *range(5, 200)]
+
+
+def ask(server, who, first, **fields):
+    """(cached tokens, why not more, id) of a prompt."""
+    status, body = server.post(PATH, {**PROBE, "prompt": prompt(first), **fields}, **who)
+    assert status == 200, body
+    return body["usage"]["prompt_tokens_details"]["cached_tokens"], body["timings"].get("prefix_miss"), body["id"]
+
+
+# Tenants.
+
+
+def test_a_cached_prompt_is_nobody_elses(shared):
+    with surviving(shared, **ALICE):
+        assert ask(shared, ALICE, 7)[0] == 0
+        assert ask(shared, ALICE, 7)[0] > 0
+        seen_by_alice, seen_by_nobody = ask(shared, BOB, 7), ask(shared, BOB, 8)
+        assert seen_by_alice[0] == seen_by_nobody[0] == 0
+        # Bob learns as little from the reason as from the time.
+        ask(shared, ALICE, 9)
+        assert ask(shared, BOB, 9)[1] == ask(shared, BOB, 10)[1] != None  # noqa: E711
+        assert ask(shared, BOB, 7)[0] > 0
+
+
+def test_a_salt_divides_a_tenants_cache_and_joins_no_two(shared):
+    with surviving(shared, **ALICE):
+        assert ask(shared, ALICE, 11, cache_salt="a")[0] == 0
+        assert ask(shared, ALICE, 11, cache_salt="b")[0] == ask(shared, ALICE, 11)[0] == 0
+        assert ask(shared, BOB, 11, cache_salt="a")[0] == 0
+        assert ask(shared, ALICE, 11, cache_salt="a")[0] > 0
+        # Nor by a salt that looks like another tenant's.
+        tenant = Access(["alice"]).tenant("Bearer alice")
+        for salt in (tenant, f"{tenant}|", f"{tenant}|a"):
+            assert ask(shared, BOB, 11, cache_salt=salt)[0] == 0
+
+
+@pytest.mark.parametrize("what", ["timeline", "explain"])
+def test_a_request_is_seen_by_its_own_tenant_only(shared, what):
+    with surviving(shared, **ALICE):
+        *_, name = ask(shared, ALICE, 12)
+        assert shared.get(f"/v1/requests/{name}/{what}", **ALICE)[0] == 200
+        stolen, unknown = (shared.get(f"/v1/requests/{i}/{what}", **BOB) for i in (name, "cmpl-" + "0" * 32))
+        assert stolen[0] == unknown[0] == 404
+        assert stolen[1]["error"]["message"].replace(name, "") == unknown[1]["error"]["message"].replace(
+            "cmpl-" + "0" * 32, ""
+        )
+
+
+def test_a_running_request_is_seen_by_its_own_tenant_only(shared):
+    long = {**PROBE, "max_tokens": 4000, "stream": True}
+    with surviving(shared, **ALICE), connect(shared) as client:
+        client.sendall(request(PATH, long, **ALICE))
+        head = client.recv(1 << 16).decode()
+        name = next(line for line in head.splitlines() if line.startswith("x-request-id")).partition(": ")[2]
+        assert shared.get(f"/v1/requests/{name}/timeline", **BOB)[0] == 404
+        assert shared.get(f"/v1/requests/{name}/timeline", **ALICE)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "value", ["", "alice", "Bearer", "Bearer ", "Bearer alic", "Bearer alicee", "Bearer ALICE", "Basic alice"]
+    + ["Bearer \xff", "Bearer alice bob", "Bearer " + "a" * 10_000],
+)  # fmt: skip
+def test_without_a_key_nothing_is_told(shared, value):
+    with surviving(shared, **ALICE), connect(shared) as client:
+        for path in (PATH, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/requests/a/timeline", "/nothing"):
+            client.sendall(request(path, b"{", Authorization=value).decode().encode("latin-1"))
+            status, headers, body = read_reply(client)
+            assert (status, headers["www-authenticate"]) == (401, "Bearer")
+            assert body["error"]["code"] == "invalid_api_key" and "alice" not in body["error"]["message"]
+        assert shared.get("/v1/models")[0] == 401
+        assert shared.get("/health")[0] == shared.get("/metrics")[0] == 200
+        assert "alice" not in shared.get("/metrics")[1]
+
+
+def test_keys_are_compared_in_constant_time():
+    names = {node.attr for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(Access))))
+             if isinstance(node, ast.Attribute)}  # fmt: skip
+    assert "compare_digest" in names
+    assert not any(b"secret" in repr(value).encode() for value in vars(Access(["secret"])).values())
+
+
+# Hashes (more in tests/cache).
+
+
+def test_a_blocks_hash_is_sha256_of_everything_that_matters():
+    def hashes(tokens, salt=None, fingerprint=b"model", block_size=16):
+        cache = PrefixCache(8, block_size, fingerprint)
+        asked = Request("r", tokens, SamplingParams(), cache_salt=salt)
+        return [cache.block_hash(asked, index) for index in range(2)]
+
+    tokens = list(range(32))
+    plain = hashes(tokens)
+    assert all(len(digest) == 32 for digest in plain) and plain == hashes(tokens)
+    swapped = [tokens[1], tokens[0], *tokens[2:]]
+    # Python's hash() takes -1 for -2: what collides there must not collide here.
+    negative = hashes([-1, *tokens[1:]]), hashes([-2, *tokens[1:]])
+    others = [hashes(swapped), hashes(tokens, "salt"), hashes(tokens, fingerprint=b"other"), *negative]
+    digests = [tuple(plain), *map(tuple, others)]
+    assert len({digest for pair in digests for digest in pair}) == 2 * len(digests)  # also of the second block
+
+
+# Code and addresses.
+
+NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml"}
+NETWORK = {"urllib", "requests", "httpx", "aiohttp", "http", "ftplib", "smtplib", "websockets", "webbrowser"}
+CODE = {"eval", "exec", "compile", "__import__", "os.system", "torch.load"}
+
+
+def test_no_pickle_no_code_from_outside_no_fetching():
+    for path in ROOT.rglob("*.py"):
+        folder = path.relative_to(ROOT).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            for module in modules:
+                package = module.partition(".")[0]
+                assert package not in NEVER, f"{path}:{node.lineno}"
+                assert package not in NETWORK or folder == "weights", f"{path}:{node.lineno}"  # fetches models
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                # Kernels are made of the backend's own text.
+                assert called not in CODE or folder == "backends", f"{path}:{node.lineno}"
+                assert "trust_remote_code" not in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+
+
+def test_nothing_is_fetched_for_a_schema(server):
+    with socket.socket() as listener, surviving(server):
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/schema.json"
+        for schema in ({"$ref": url}, {"$ref": "file:///etc/passwd"}, {"properties": {"a": {"$ref": url + "#/a"}}},
+                       {"$id": url, "$ref": "other.json"}):  # fmt: skip
+            tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+            messages = [{"role": "user", "content": "a"}]
+            for path, body in (
+                (PATH, {"prompt": "a", "guided_json": schema}),
+                (PATH, {"prompt": "a", "guided_grammar": f"start: %json {str(schema).replace(chr(39), chr(34))}"}),
+                ("/v1/chat/completions", {"messages": messages, "tools": [tool], "tool_choice": "required"}),
+            ):
+                status, reply = server.post(path, {**body, "max_tokens": 4})
+                assert status == 400, (schema, reply)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}},
+                                  {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}])  # fmt: skip
+def test_nothing_is_fetched_for_a_message(server, part):
+    with surviving(server):
+        messages = [{"role": "user", "content": [part]}]
+        assert server.post("/v1/chat/completions", {"messages": messages})[0] == 400
+
+
+def test_a_browser_page_from_elsewhere_gets_no_permission(server):
+    with surviving(server), connect(server) as client:
+        client.sendall(request(PATH, PROBE, Origin="http://evil.example"))
+        status, headers, _ = read_reply(client)
+        assert status == 200 and "access-control-allow-origin" not in headers
