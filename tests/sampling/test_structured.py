@@ -317,6 +317,7 @@ for _ in range(MAX_JSON_DEPTH + 1):
     NESTED = {"properties": {"a": NESTED}}
 CIRCLE = {}
 CIRCLE["items"] = CIRCLE
+CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1499)}}
 PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijkl"]
 
 
@@ -347,6 +348,10 @@ PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdef
         ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "oneOf"),
         ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
         ({"json": {"multipleOf": 99999989}}, "multipleOf"),
+        ({"json": {"multipleOf": -978511}}, "multipleOf"),
+        ({"json": {"enum": [[-(2**63)]]}}, "-9223372036854775808"),
+        ({"json": {"type": "integer", "minimum": -1e300, "maximum": -1e19}}, "-1e+"),
+        ({"json": CHAIN}, "refers to 1500"),
         ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}, "multipleOf"),
         ({"json": {"allOf": PATTERNS}}, "12 different patterns"),
         ({"regex": "["}, "unclosed"),
@@ -369,6 +374,8 @@ PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdef
         ({"grammar": f"start: x\nx: %json {json.dumps({'allOf': PATTERNS})}"}, "12 different patterns"),
         ({"grammar": 'start: x\nx: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "not"),
         ({"grammar": "start: %json {"}, "%json"),
+        ({"grammar": 'start: %json {"const": -9223372036854775808}'}, "-9223372036854775808"),
+        ({"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000))}, "1000 rules"),
         ({"grammar": "start: <|no_such_token|>"}, "no_such_token"),
         ({"structural_tag": "[]"}, "list"),
     ],

@@ -30,12 +30,16 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 MAX_GBNF_RULES = 300  # conversion takes time with the square
 MAX_COMBINED_PATTERNS = 10  # each of the patterns that one text must match doubles the work of a step
 MAX_COMMON_MULTIPLE = 10_000  # states needed for divisibility
+# llguidance goes from rule to rule by recursion. Some three times as many fill a stack of 8 MB, which ends the process.
+MAX_RULES, MAX_REFS = 1000, 500
+LOWEST_NUMBER = -9e18  # at the lowest integer of 64 bits its recursion has no end
 
 _ANNOTATIONS = {"$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
                 "discriminator", "examples", "id", "readOnly", "title", "writeOnly"}  # fmt: skip
 _COMBINING = ("$ref", "anyOf", "oneOf")
 # Strings, regular expressions and comments are passed over; what is looked for outside of them comes last.
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|//[^\n]*|#[^\n]*|(?P<schema>%json\b\s*)|(?P<and>&)')
+_LARK_RULE = re.compile(r'(?m)^[ \t]*[?!]*\w[^\n:"/]*:')
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")
 
@@ -144,6 +148,8 @@ def _gbnf_character(match: re.Match[str]) -> str:
 
 def _check_lark(text: str) -> None:
     """Refuse what llguidance's limits do not cover, outside of strings and comments."""
+    if len(_LARK_RULE.findall(text)) > MAX_RULES:
+        _refuse("grammar", f"has more than {MAX_RULES} rules.", "Use fewer.")
     at = 0
     while found := _LARK_TOKEN.search(text, at):
         at = found.end()
@@ -159,8 +165,9 @@ def _check_lark(text: str) -> None:
 
 
 def _check_schema(kind: str, schema: dict[str, Any]) -> None:
-    """Refuse a schema that would make one text match many patterns at once, or count modulo a large number."""
+    """Refuse a schema that would make one text match many patterns at once, count modulo a large number, or crash."""
     patterns: set[object] = set()
+    targets: set[str] = set()
     multiples: set[Fraction] = set()
     combines = False
     nodes: list[object] = [schema]
@@ -168,18 +175,24 @@ def _check_schema(kind: str, schema: dict[str, Any]) -> None:
         node = nodes.pop()
         if isinstance(node, list):
             nodes += node
+        if isinstance(node, (int, float)) and node < LOWEST_NUMBER:
+            _refuse(kind, f"has the number {node}.", f"Use none below {LOWEST_NUMBER:g}.")
         if not isinstance(node, dict):
             continue
         nodes += node.values()
         patterns |= {value for key in ("pattern", "format") if isinstance(value := node.get(key), str)}
         if isinstance(named := node.get("patternProperties"), dict):
             patterns |= named.keys()
-        if isinstance(value := node.get("multipleOf"), (int, float)) and value > 0:
-            multiples.add(Fraction(repr(value)))
+        if isinstance(target := node.get("$ref"), str):
+            targets.add(target)
+        if isinstance(value := node.get("multipleOf"), (int, float)) and value:
+            multiples.add(abs(Fraction(repr(value))))
         parts = node.get("allOf")
         others = any(key not in _ANNOTATIONS and key not in _COMBINING and key != "allOf" for key in node)
         combined = sum(key in node for key in _COMBINING) + (len(parts) if isinstance(parts, list) else 0)
         combines |= combined > 0 and combined + others > 1
+    if len(targets) > MAX_REFS:
+        _refuse(kind, f"refers to {len(targets)} subschemas.", f"Use {MAX_REFS} at most.")
     if combines and len(patterns) > MAX_COMBINED_PATTERNS:
         _refuse(kind, f"combines subschemas and has {len(patterns)} different patterns and formats.", "Use fewer.")
     if multiples and _common_multiple(multiples) > MAX_COMMON_MULTIPLE:
