@@ -1,8 +1,33 @@
-"""The server as a whole: what each route gives."""
+"""The server as a whole: what each route gives, what it prints, how it becomes ready."""
 
+import json
+import socket
+
+import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+
+from twinphase import LLM, __version__
 
 CHAT = {"messages": [{"role": "user", "content": "hello world"}], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+PAGE = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def locked(start):
+    """One with everything that is off by default."""
+    flags = ("--api-key", "secret", "--allowed-origins", "https://page.example", "--vllm-metrics")
+    with start("--served-model-name", "m", *flags) as server:
+        yield server
+
+
+def streamed(server, path, body):
+    """The reply's headers, and its events but for the last."""
+    reply = httpx.post(server.url + path, json={**body, "stream": True})
+    events = reply.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""] and all(event.startswith("data: ") for event in events[:-1])
+    return reply.headers, [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
 def test_an_answer_says_where_its_time_went(server):
@@ -14,3 +39,169 @@ def test_an_answer_says_where_its_time_went(server):
     assert sum(part["tokens"] for part in parts) == body["usage"]["prompt_tokens"]
     assert {part["kind"] for part in parts} == {"template", "question"}
     assert timings["predicted_n"] == body["usage"]["completion_tokens"] == 5
+    _, events = streamed(server, "/v1/chat/completions", CHAT)
+    last = events[-1]["timings"]
+    assert last.keys() == timings.keys() and not any("timings" in event for event in events[:-1])
+    assert (last["cache_n"], last["prompt_n"]) == (16, body["usage"]["prompt_tokens"] - 16)
+    assert last["prefix_miss"]["reason"] == "block_granularity"
+
+
+def test_each_of_several_answers_has_its_own_timings(server):
+    _, body = server.post("/v1/completions", {"prompt": ["the", "hello"], "max_tokens": 3, "n": 2, "ignore_eos": True})
+    assert [choice["timings"]["predicted_n"] for choice in body["choices"]] == [3] * 4
+    assert body["usage"]["completion_tokens"] == 12
+    for index in range(4):
+        assert server.get(f"/v1/requests/{body['id']}-{index}/timeline")[1]["finished"]
+
+
+def test_headers_name_the_request_and_its_times(server):
+    reply = httpx.post(server.url + "/v1/chat/completions", json=CHAT)
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["x-request-id"] == reply.json()["id"]
+    spent = dict(entry.split(";dur=") for entry in reply.headers["server-timing"].split(", "))
+    ledger = reply.json()["timings"]["ledger_ms"]
+    assert {kind: float(time) for kind, time in spent.items()} == {kind: time for kind, time in ledger.items() if time}
+    headers, events = streamed(server, "/v1/chat/completions", CHAT)
+    assert headers["content-type"] == "text/event-stream; charset=utf-8" and headers["cache-control"] == "no-cache"
+    assert {event["id"] for event in events} == {headers["x-request-id"]}
+
+
+def test_a_request_can_be_looked_into(server):
+    _, body = server.post("/v1/completions", {"prompt": "hello world", "max_tokens": 20, "ignore_eos": True})
+    _, timeline = server.get(f"/v1/requests/{body['id']}/timeline")
+    ends = [interval["end_ms"] for interval in timeline["intervals"]]
+    assert [interval["start_ms"] for interval in timeline["intervals"]] == [0.0, *ends[:-1]]
+    assert ends[-1] == timeline["e2e_ms"] and len(timeline["token_times_ms"]) == 20
+    assert timeline["ttft_ms"] == timeline["token_times_ms"][0] == body["timings"]["ttft_ms"]
+    _, explanation = server.get(f"/v1/requests/{body['id']}/explain")
+    assert explanation["id"] == body["id"] and explanation["sentences"]
+    assert explanation["dominant"] in timeline["ledger_ms"]
+    status, error = server.get("/v1/requests/nonsense/explain")
+    assert (status, error["error"]["type"]) == (404, "not_found_error")
+
+
+def test_texts_and_conversations_become_tokens_and_texts_again(server, tiny_path):
+    llm = LLM(tiny_path)
+    text = "hello\x00 the world é€<|im_end|>"
+    for special in (True, False):
+        _, found = server.post("/tokenize", {"prompt": text, "add_special_tokens": special, "return_token_strs": True})
+        assert found["tokens"] == llm.tokenizer.encode(text, add_special_tokens=special)
+        assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == 4096
+        assert server.post("/detokenize", {"tokens": found["tokens"]})[1]["prompt"] == text
+    _, chat = server.post("/v1/chat/completions", {**CHAT, "return_token_ids": True})
+    assert (
+        server.post("/tokenize", {"messages": CHAT["messages"]})[1]["tokens"] == chat["choices"][0]["prompt_token_ids"]
+    )
+    status, error = server.post("/tokenize", {"prompt": "A" * 1_000_000})
+    assert status == 400 and "4096" in error["error"]["message"]
+    status, error = server.post("/detokenize", {"tokens": [5, 320]})
+    assert status == 400 and "Token id 320" in error["error"]["message"]
+
+
+@pytest.mark.parametrize("method, path, status", [
+    ("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("PUT", "/health", 405)
+])  # fmt: skip
+def test_a_wrong_turn_is_an_error_in_openais_shape(server, method, path, status):
+    reply = httpx.request(method, server.url + path)
+    assert reply.status_code == status and reply.json()["error"]["message"]
+    assert ("allow" in reply.headers) == (status == 405)
+
+
+def test_a_model_a_version_and_the_state(server):
+    _, models = server.get("/v1/models")
+    (model,) = models["data"]
+    assert model["id"] == model["root"] == server.model and model["owned_by"] == "twinphase"
+    assert server.get(f"/v1/models/{server.model}")[1] == model  # a name with slashes
+    assert server.get("/version")[1] == {"version": __version__}
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert server.get(path) == (200, {"status": "ready", "running": 0})
+
+
+def test_metrics_count_what_was_served(server):
+    before = {name: server.metric(name) for name in ("prompt_tokens_total", "generation_tokens_total")}
+    finished = server.metric("request_success_total", finished_reason="length")
+    _, body = server.post("/v1/completions", {"prompt": "the", "max_tokens": 4, "n": 2, "ignore_eos": True})
+    server.post("/v1/completions", {"prompt": "the", "temperature": -1})
+    assert server.metric("generation_tokens_total") - before["generation_tokens_total"] == 8
+    assert server.metric("prompt_tokens_total") - before["prompt_tokens_total"] == 2 * body["usage"]["prompt_tokens"]
+    assert server.metric("request_success_total", finished_reason="length") - finished == 2
+    assert server.metric("requests_refused_total", status="400") >= 1
+    server.wait_until_idle()
+
+
+def test_metrics_come_in_the_format_that_is_asked_for(server, locked):
+    plain = httpx.get(server.url + "/metrics")
+    assert plain.headers["content-type"].startswith("text/plain") and "vllm:" not in plain.text
+    openmetrics = httpx.get(server.url + "/metrics", headers={"Accept": "application/openmetrics-text"})
+    assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
+    assert any(family.name == "twinphase:engine_up" for family in parse_openmetrics(openmetrics.text))
+    assert "\nvllm:num_requests_running{" in locked.get("/metrics")[1]
+
+
+def test_a_page_that_is_allowed_may_ask_from_a_browser(server, locked):
+    asked = httpx.options(locked.url + "/v1/chat/completions", headers=PAGE)
+    assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == PAGE["Origin"]
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    key = {"Authorization": "Bearer secret", "Origin": PAGE["Origin"]}
+    answered = httpx.post(locked.url + "/v1/chat/completions", json=CHAT, headers=key)
+    assert answered.status_code == 200 and answered.headers["access-control-allow-origin"] == PAGE["Origin"]
+    refused = httpx.post(locked.url + "/v1/chat/completions", json={}, headers=key)
+    assert refused.status_code == 400 and refused.headers["access-control-allow-origin"] == PAGE["Origin"]
+    unknown = httpx.get(locked.url + "/v1/models", headers={"Origin": PAGE["Origin"]})
+    assert unknown.status_code == 401 and unknown.headers["access-control-allow-origin"] == PAGE["Origin"]
+    assert "server-timing" in answered.headers["access-control-expose-headers"]
+    elsewhere = {**PAGE, "Origin": "https://other.example"}
+    for url, headers in ((locked.url, elsewhere), (server.url, PAGE)):
+        assert "access-control-allow-origin" not in httpx.options(url + "/v1/models", headers=headers).headers
+
+
+def test_the_openapi_document_is_complete(server, locked):
+    status, document = locked.get("/openapi.json")  # without the key, as is its page
+    assert status == locked.get("/docs")[0] == 200
+    operations = {
+        (path, method): operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+    names = [operation["operationId"] for operation in operations.values()]
+    assert len(set(names)) == len(names) == 13 and "create_chat_completion" in names
+    (scheme,) = document["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    for (path, _), operation in operations.items():
+        assert operation["description"]
+        assert bool(operation.get("security")) == path.startswith(("/v1", "/tokenize", "/detokenize"))
+        assert "422" not in operation["responses"]
+        for errors in ("4XX", "5XX"):
+            (content,) = operation["responses"][errors]["content"].values()
+            assert content["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        kinds = operations[path, "post"]["responses"]["200"]["content"]
+        assert set(kinds) == {"application/json", "text/event-stream"}
+    assert "securitySchemes" not in server.get("/openapi.json")[1]["components"]
+
+
+def test_what_a_server_says_when_it_is_ready(locked):
+    lines = locked.log.read_text().splitlines()[:4]
+    assert [line.split()[0] for line in lines] == ["model", "KV", "predicted", "listening"]
+    assert lines[0].startswith("model      m (Q4_0, ")
+    assert "65,536 tokens: 16.0 requests of the full 4,096, 64 run at once" in lines[1]
+    assert "TTFT" in lines[2] and "TPOT" in lines[2] and f"{locked.url}/v1 (OpenAI's API)" in lines[3]
+
+
+def test_health_follows_loading(start):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with start("--port", str(port), wait=False) as server:
+        server.url = f"http://127.0.0.1:{port}"
+        while (state := server.get("/health"))[0] == 0:
+            assert server.process.poll() is None
+        seen = [state]
+        while seen[-1][0] != 200:
+            assert server.get("/version")[0] == 200
+            if seen[-1][1]["status"] == "starting":
+                status, error = server.post("/v1/chat/completions", CHAT)
+                assert status == 200 or error["error"]["code"] == "unavailable"
+            seen.append(server.get("/health/ready"))
+    stages = {state["status"].split(" (")[0] for status, state in seen if status == 503}
+    assert {"starting", "importing"} <= stages and seen[-1][1] == {"status": "ready", "running": 0}

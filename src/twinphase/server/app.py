@@ -47,6 +47,7 @@ ERRORS: Responses = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResp
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 ANSWER: Responses = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
 HEALTH: Responses = {503: {"content": OBJECT, "description": "Not now"}, **ERRORS}
+EXPOSED = ["x-request-id", "server-timing", "retry-after"]  # headers that a browser page may read
 METRICS: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}, **ERRORS}
 
 
@@ -78,13 +79,6 @@ def make_app(service: Service) -> Gate:
     app.exception_handler(HTTPException)(_http_problem)
     app.exception_handler(TwinphaseError)(_refused)
     app.exception_handler(Exception)(_failed)
-    if service.config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(service.config.allowed_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
     return Gate(app, service)
 
 
@@ -241,12 +235,20 @@ class Gate:
     def __init__(self, app: FastAPI, service: Service) -> None:
         """Guard `app`."""
         self.app, self._service = app, service
+        self._serve: Any = self._check
+        origins = service.config.allowed_origins
+        if origins:  # around everything, so that a page can read refusals too
+            self._serve = CORSMiddleware(self._check, origins, ["*"], ["*"], expose_headers=EXPOSED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or the lifespan."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        scope.setdefault("state", {}).update(arrival=perf_counter(), tenant="", abort=_abort(send))
+        await self._serve(scope, receive, send)
+
+    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
         async def watched(message: Any) -> None:
@@ -254,9 +256,8 @@ class Gate:
             started = True
             await send(message)
 
-        headers = dict(scope["headers"])
-        state = scope.setdefault("state", {})
-        state.update(arrival=perf_counter(), tenant="", abort=_abort(send), send=watched)
+        headers, state = dict(scope["headers"]), scope["state"]
+        state["send"] = watched
         try:
             if OPEN_PATHS.fullmatch(scope["path"]) is None and scope["method"] != "OPTIONS":
                 authorization = headers.get(b"authorization", b"").decode("latin-1")
