@@ -75,10 +75,7 @@ def make_app(service: Service) -> Gate:
     _add_requests(api, service)
     app.include_router(api)
     _add_health(app, service)
-    app.exception_handler(RequestValidationError)(_invalid)
-    app.exception_handler(HTTPException)(_http_problem)
-    app.exception_handler(TwinphaseError)(_refused)
-    app.exception_handler(Exception)(_failed)
+    _add_problems(app, service)
     return Gate(app, service)
 
 
@@ -204,25 +201,28 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return {"version": __version__}
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return Response(problems.body(problems.invalid_fields(error.errors())), 400, media_type="application/json")
+def _add_problems(app: FastAPI, service: Service) -> None:
+    def refuse(error: TwinphaseError | dict[str, Any], status: int, reason: str, headers: Any = None) -> Response:
+        service.metrics.refused(status, reason)
+        return Response(problems.body(error), status, headers, "application/json")
 
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return refuse(problems.invalid_fields(error.errors()), 400, "InvalidRequestError")
 
-async def _http_problem(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = UNREADABLE if error.detail == "There was an error parsing the body" else str(error.detail)
-    body = problems.body(problems.problem(message, error.status_code))
-    return Response(body, error.status_code, error.headers, "application/json")
+    @app.exception_handler(HTTPException)
+    async def http_problem(request: Request, error: HTTPException) -> Response:
+        status = error.status_code
+        message = UNREADABLE if error.detail == "There was an error parsing the body" else str(error.detail)
+        return refuse(problems.problem(message, status), status, "HTTPException", error.headers)
 
+    @app.exception_handler(TwinphaseError)
+    async def refused(request: Request, error: TwinphaseError) -> Response:
+        return refuse(error, error.http_status, type(error).__name__, problems.headers(error))
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TwinphaseError)
-    return Response(problems.body(error), error.http_status, problems.headers(error), "application/json")
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return await _refused(request, FAILED)  # the gate logs what happened
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return refuse(FAILED, FAILED.http_status, "Exception")  # the gate logs what happened
 
 
 class Gate:
