@@ -253,6 +253,18 @@ def test_http_1_0_is_served(strict, stream):
         assert is_cut(client) == 0
 
 
+def test_bodies_in_chunks_and_behind_a_question_are_served(strict):
+    body = request(PATH, PROBE).partition(b"\r\n\r\n")[2]
+    with surviving(strict), connect(strict) as client:
+        head = request(PATH, b"", Content_Length="", Transfer_Encoding="chunked")
+        client.sendall(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+        assert read_reply(client)[0] == 200
+        client.sendall(request(PATH, PROBE, Expect="100-continue").removesuffix(body))
+        assert client.recv(100).startswith(b"HTTP/1.1 100")
+        client.sendall(body)
+        assert read_reply(client)[0] == 200
+
+
 def test_an_upgrade_is_not_made(strict):
     with surviving(strict), connect(strict) as client:
         head = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"

@@ -153,6 +153,15 @@ def test_what_outlasts_the_drain_and_a_second_sigterm_end_requests_with_an_error
         assert "Traceback" not in server.log.read_text()
 
 
+def test_an_engine_does_not_outlive_its_server(start):
+    with start() as server, send(server, PATH, LONG):
+        until(lambda: server.metric("num_requests_running") == 1)
+        engine = server.engine_pid()
+        server.process.kill()
+        server.process.wait()
+        until(lambda: not is_alive(engine))
+
+
 def is_alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
