@@ -204,10 +204,12 @@ def test_completions_of_texts_and_of_tokens(client, model, llm, words):
         assert "".join(logprobs["tokens"]) == choice["text"]
         for start, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
             assert choice["text"].startswith(token, start)
-    echoed = client.completions.create(model=model, prompt=prompts, max_tokens=2, echo=True, temperature=0)
-    alone = client.completions.create(model=model, prompt=prompts, max_tokens=2, temperature=0)
-    texts = [prompt + choice.text for prompt, choice in zip(prompts, alone.choices, strict=True)]
-    assert [choice.text for choice in echoed.choices] == texts
+    request = {"model": model, "prompt": prompts, "max_tokens": 2, "extra_body": {"return_token_ids": True}, "seed": 1}
+    alone = client.completions.create(**request).choices
+    echoed = client.completions.create(**request, echo=True).choices
+    streamed, _ = joined(client.completions.create(**request, echo=True, stream=True))
+    expected = [prompt + choice.text for prompt, choice in zip(prompts, alone, strict=True)]
+    assert [choice.text for choice in echoed] == [choice["text"] for choice in streamed] == expected
 
 
 def test_limits_of_length_and_biases(client, model, llm):
