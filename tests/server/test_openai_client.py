@@ -291,7 +291,8 @@ def test_what_agents_send_is_taken(client, model):
         model=model, messages=[{"role": "developer", "content": "Be brief.", "name": "x"}, *USER], max_tokens=2,
         user="u", metadata={"run": "1"}, store=False, service_tier="auto", parallel_tool_calls=True, n=1, stop=None,
         safety_identifier="s", prompt_cache_key="k", modalities=["text"], tools=[], temperature=1, top_p=1,
-        response_format={"type": "text"}, logprobs=False, frequency_penalty=0, presence_penalty=0,
+        response_format={"type": "text"}, logprobs=False, frequency_penalty=0, presence_penalty=0, logit_bias={},
+        extra_body=dict.fromkeys(["audio", "functions", "reasoning_effort", "verbosity", "max_tokens", "seed"]),
     )  # fmt: skip
     assert reply.object == "chat.completion" and reply.model == model
 

@@ -243,6 +243,14 @@ class ChatCompletionRequest(GenerationRequest):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    # OpenAI's others are not supported. Some clients send null for whatever was not set.
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatCompletionRequest:

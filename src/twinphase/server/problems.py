@@ -85,7 +85,7 @@ def invalid_fields(errors: Sequence[Any]) -> dict[str, Any]:
             sentences.append(f"The body is not valid JSON: {error.get('ctx', {}).get('error', message)}.")
             continue
         first = first or (path[0][:LONGEST_PATH] if path else None)
-        if kind == "extra_forbidden":
+        if kind in ("extra_forbidden", "none_required"):
             sentences.append(f"The field `{where}` is not supported. Leave it out.")
         elif kind == "literal_error":
             sentences.append(f"`{where}`: {message.replace('Input should be', 'only this is supported:')}.")
