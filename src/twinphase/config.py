@@ -6,11 +6,20 @@ Not for a request's wishes (`SamplingParams`) nor for a model's shape (`models.c
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["BACKENDS", "KV_CACHE_DTYPES", "POLICIES", "EngineConfig", "available_cores", "free_memory"]
+__all__ = [
+    "BACKENDS",
+    "KV_CACHE_DTYPES",
+    "POLICIES",
+    "EngineConfig",
+    "available_cores",
+    "free_memory",
+    "module_command",
+]
 
 BACKENDS = ("cpu", "reference")
 KV_CACHE_DTYPES = ("auto", "int8")
@@ -21,6 +30,18 @@ DEFAULT_SEAT_TOKENS = 1024  # of the KV cache for each seat, as far as a quarter
 def available_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def module_command(module: str) -> list[str]:
+    """Command that runs a module in a process of its own, arguments to be appended.
+
+    As `python -m`, but the working directory is not on its path: what lies there is not ours to run.
+    """
+    code = (
+        "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    return [sys.executable, "-c", code]
 
 
 def free_memory() -> int | None:

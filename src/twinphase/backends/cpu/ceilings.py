@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 
 from twinphase.backends.cpu.isa import baseline_cpu, choose_isa
+from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 
 __all__ = ["CeilingsError", "Measurement", "measure"]
@@ -49,7 +50,7 @@ def measure(threads: int, isa: str | None = None) -> Measurement:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if path.cpu or path.name == "generic":
         environment |= {"NUMBA_CPU_NAME": baseline_cpu(path), "NUMBA_CPU_FEATURES": ""}
-    command = [sys.executable, "-m", "twinphase.backends.cpu.peaks", str(threads), path.name]
+    command = [*module_command("twinphase.backends.cpu.peaks"), str(threads), path.name]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]

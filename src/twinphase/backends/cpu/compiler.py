@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
+from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 from twinphase.weights.storage import storage_error, write_atomically
 
@@ -104,7 +105,7 @@ def compile_kernels(folder: Path, isa: Isa, specs: Sequence[str], progress: Prog
         raise storage_error(error, folder) from error
     jobs = min(2, os.cpu_count() or 1, len(missing))
     environment = {**os.environ, **_forced_cpu(isa), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "twinphase.backends.cpu.compiler", str(folder), isa.name]
+    command = [*module_command("twinphase.backends.cpu.compiler"), str(folder), isa.name]
     with contextlib.ExitStack() as stack:
         workers = []
         for job in range(jobs):
