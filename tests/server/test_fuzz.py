@@ -64,7 +64,7 @@ def test_answers_are_as_the_openapi_document_says(fuzzed, tmp_path, ranges, unch
     (tmp_path / "openapi.json").write_text(json.dumps(document))
     command = [
         Path(sys.executable).with_name("schemathesis"), "run", "openapi.json", "--url", fuzzed.url, "--no-color",
-        "-H", f"Authorization: {KEY['Authorization']}", "--phases", "examples,coverage,fuzzing", "--workers", "2",
+        "-H", f"Authorization: {KEY['Authorization']}", "--phases", "examples,coverage,fuzzing",
         "--max-examples", str(EXAMPLES or 100), *(() if EXAMPLES else ("--seed", "0")),
         "--request-timeout", "20", "--generation-database", "none", "--exclude-checks", unchecked,
     ]  # fmt: skip
