@@ -94,7 +94,8 @@ class StructuredOutputsParams:
 
     Attributes:
         json: a JSON schema, as an object or as text.
-        regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`.
+        regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`, with
+            the classes of digits, words and spaces of ASCII.
         choice: texts, one of which is the output.
         grammar: in Lark, or in GBNF (EBNF with `::=`) as llama.cpp has it.
         json_object: any JSON object.

@@ -104,21 +104,26 @@ def test_a_lone_decode_with_a_long_context_is_told_of_the_small_cache():
 
 
 @pytest.mark.parametrize(
-    ("reason", "words"),
+    ("reason", "words", "flags"),
     [
-        (MissReason.DIVERGED, "at token 32 the prompt leaves the cached ones"),
-        (MissReason.BLOCK_GRANULARITY, "less than a block"),
-        (MissReason.SALT, "cache_salt"),
-        (MissReason.EVICTED, "had to make room"),
-        (MissReason.NEVER_SEEN, "no full block"),
-        (MissReason.DISABLED, "prefix cache is off"),
+        (MissReason.DIVERGED, "at token 32 the prompt leaves the cached ones", ["prompt"]),
+        (MissReason.BLOCK_GRANULARITY, "less than a block", []),
+        (MissReason.SALT, "cache_salt", []),
+        (MissReason.EVICTED, "had to make room", ["--num-kv-blocks"]),
+        (MissReason.NEVER_SEEN, "no full block", []),
+        (MissReason.DISABLED, "prefix cache is off", ["--enable-prefix-caching"]),
     ],
 )
-def test_a_missed_prefix_says_why(reason, words):
+def test_a_missed_prefix_says_why(reason, words, flags):
     request = make_request(prefix_miss=PrefixMiss(reason, 32), num_cached_tokens=32)
     found = explain(request, lived(decode_steps=0), make_machine())
     assert any(words in sentence for sentence in found.sentences)
-    assert found.levers[0].flag in ("prompt", "--num-kv-blocks", "--enable-prefix-caching")
+    assert [lever.flag for lever in found.levers] == flags
+
+
+def test_what_every_chat_begins_with_is_no_prefix_to_move():
+    request = make_request(prefix_miss=PrefixMiss(MissReason.DIVERGED, 4))
+    assert not explain(request, lived(decode_steps=0), make_machine()).levers
 
 
 def test_recompute_counts_what_was_lost():

@@ -144,7 +144,7 @@ def _prefix(request: Request) -> list[str]:
     why = {
         MissReason.DIVERGED: f"at token {miss.token_index} the prompt leaves the cached ones",
         MissReason.BLOCK_GRANULARITY: f"from token {miss.token_index} on less than a block is left to share",
-        MissReason.SALT: "nothing is cached under this cache_salt, and nothing is shared across salts",
+        MissReason.SALT: "nothing is cached under its cache_salt (or API key) yet, and nothing is shared across them",
         MissReason.EVICTED: f"from token {miss.token_index} on it was cached and had to make room",
         MissReason.NEVER_SEEN: f"from token {miss.token_index} on no full block of it was seen before",
     }
@@ -186,14 +186,14 @@ def _queue(request: Request, timeline: RequestTimeline, spent: float, machine: M
 def _prefill(request: Request, timeline: RequestTimeline, spent: float, machine: Machine) -> tuple[str, Lever | None]:
     computed, miss = len(request.prompt_token_ids) - request.num_cached_tokens, request.prefix_miss
     sentence = f"Reading {computed} prompt tokens took {_time(spent)} of its own."
-    if miss is None or miss.reason in (MissReason.BLOCK_GRANULARITY, MissReason.NEVER_SEEN):
-        advice = "A prompt whose beginning was sent before needs only what is new; a first one costs its arithmetic."
-        return sentence, Lever("prompt", advice)
+    if miss is None or miss.reason in (MissReason.BLOCK_GRANULARITY, MissReason.NEVER_SEEN, MissReason.SALT):
+        return sentence, None  # what is new costs its arithmetic
+    if miss.reason is MissReason.DIVERGED and miss.token_index < machine.config.block_size:
+        return sentence, None  # every chat begins with the template's first tokens
     last = machine.cost_model.seconds(StepWork.of_chunk(len(request.prompt_token_ids) - 1, 1, True))
     saved = max(0.0, spent - last)
     advice = {
         MissReason.DIVERGED: f"Put what changes (from token {miss.token_index} on) behind what stays the same.",
-        MissReason.SALT: "Use the same cache_salt for requests that may share.",
         MissReason.EVICTED: f"--num-kv-blocks {2 * (machine.config.num_kv_blocks or 0)} would keep twice as much.",
         MissReason.DISABLED: "--enable-prefix-caching would share the beginnings that prompts have in common.",
     }[miss.reason]
@@ -269,6 +269,8 @@ def _decode(request: Request, timeline: RequestTimeline, spent: float, machine: 
             f"--kv-cache-dtype int8 would read {small / full:.0%} of the KV bytes, which saves about {_time(saved)}."
         )
         return sentence, Lever("--kv-cache-dtype", advice, saved)
+    if _bound(timeline.decode, machine) != "memory":
+        return sentence, None
     return sentence, Lever("model", "A file of the model with fewer bits a weight is read faster in each step.")
 
 

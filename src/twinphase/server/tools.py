@@ -36,11 +36,11 @@ SpecialToken = Callable[[str], int | None]
 
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"  # a regular expression
 _MARKERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")  # what may be a control token
+_OPEN = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties"}  # may declare more
 # As models write JSON. Free whitespace would let a small model write nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = '{"name": "'  # of every call
 _ANY = "(?s:.*)"
-_NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,11 @@ def _chosen(tool_choice: Mapping[str, Any]) -> object:
 
 def _call(function: Mapping[str, Any], format: ToolFormat) -> str:
     # The parameters are a schema of their own, not part of one for the call: their "$ref"s count from their root.
-    parameters = _without_prose(function.get("parameters") or _NO_PARAMETERS)
+    parameters = _without_prose(function.get("parameters") or {"properties": {}})
     schema = {"type": "object", **parameters, "x-guidance": _JSON_STYLE}
+    if "properties" in schema and not schema.keys() & _OPEN:
+        # What is not declared is closed off unless it is said to be welcome: a small model would go on inventing.
+        schema.setdefault("additionalProperties", False)
     head = f'{_HEAD}{function["name"]}", "{format.arguments}": '
     return f'{json.dumps(head)} %json {json.dumps(schema)} "}}"'
 
