@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 0))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + EXAMPLES)]
 KEY = {"Authorization": "Bearer secret"}
 LIMITS = ("--max-model-len", "128", "--max-num-seqs", "8", "--num-kv-blocks", "32")
 # Of values that are within these, many get past the first checks.
