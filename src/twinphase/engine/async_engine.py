@@ -97,6 +97,7 @@ class AsyncEngine:
         self.stats: StepStats | None = None
         self.on_step = on_step
         self._streams: dict[str, weakref.ref[RequestStream]] = {}  # of unfinished requests
+        self._accepted: set[str] = set()  # of those, the ones that the engine has
         self._waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}  # for an answer
         self._numbers = count()
         host.start(self._receive, self._died)
@@ -121,8 +122,8 @@ class AsyncEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that the engine has or is about to get."""
-        return len(self._streams)
+        """Requests that the engine has; those whose grammar is still being compiled are not among them."""
+        return len(self._accepted & self._streams.keys())
 
     async def encode(self, prompt: Prompt, arrival: float | None = None) -> EncodedPrompt:
         """Token ids of a prompt.
@@ -280,6 +281,7 @@ class AsyncEngine:
             if message.stats is not None and self.on_step is not None:
                 self.on_step(message.stats)
         elif isinstance(message, Accepted):
+            self._accepted.add(message.request_id)
             self._answer(message.request_id, None)
         elif isinstance(message, Refused):
             self._answer(message.request_id, _error(message))
@@ -300,6 +302,7 @@ class AsyncEngine:
             stream = reference() if reference is not None else None
             if news.finished is not None:
                 self._streams.pop(news.request_id, None)
+                self._accepted.discard(news.request_id)
             if stream is None:
                 continue
             if stream.loop is here:
@@ -314,6 +317,7 @@ class AsyncEngine:
         for number in list(self._waiting):
             self._answer(number, error)
         streams, self._streams = self._streams, {}
+        self._accepted.clear()
         for reference in streams.values():
             stream = reference()
             if stream is not None:

@@ -166,6 +166,8 @@ class ProcessHost:
             self._writer.write(encode(Stop()))
         if process is None:
             return
+        if not self._was_ready:
+            process.kill()  # it reads no message before it has loaded
         try:
             process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -191,11 +193,18 @@ class ProcessHost:
         self._born = time.monotonic()
         loop = asyncio.get_running_loop()
         self._writer, _ = await loop.create_connection(lambda: _Link(self), sock=link)
-        self._writer.write(encode(self._load))
+        self._writer.write(encode(self._load_message()))
+
+    def _load_message(self) -> Load:
+        """A log of steps is of one process: each has its own, the first the name that was asked for."""
+        config = dict(self._load.config)
+        if config.get("trace_file") and self.num_restarts:
+            config["trace_file"] += f".{self.num_restarts}"
+        return Load(self._load.model, config)
 
     def _spawn_later(self) -> None:
-        self._delay = min(2 * self._delay, LONGEST_DELAY)
         self._spawn(self._delay)
+        self._delay = min(2 * self._delay, LONGEST_DELAY)
 
     def take(self, message: FromEngine) -> None:
         """A message came from the process."""
@@ -224,11 +233,10 @@ class ProcessHost:
         if self.failure is not None:
             return
         self.num_restarts += 1
-        if self._was_ready or time.monotonic() - self._born > HEALTHY_AFTER:
-            self._was_ready, self._delay = False, FIRST_DELAY
-            self._spawn(FIRST_DELAY)
-        else:
-            self._spawn_later()
+        if self._was_ready and time.monotonic() - self._born > HEALTHY_AFTER:
+            self._delay = FIRST_DELAY
+        self._was_ready = False
+        self._spawn_later()
 
 
 def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:

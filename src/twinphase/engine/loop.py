@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class EngineLoop:
         self._compiling: set[str] = set()  # ids; one that ended meanwhile is taken out
         self._lock = threading.Lock()
         self._timelines: dict[str, RequestTimeline] = {}  # of unfinished requests that came by message
+        self._looks: deque[LookAt] = deque()  # one is answered between two steps: looking must not slow others
         self._stopped = False
 
     def put(self, message: ToEngine | Callable[[Engine], None]) -> None:
@@ -103,6 +105,8 @@ class EngineLoop:
         try:
             while not self._stopped:
                 self._drain(engine)
+                if self._looks:
+                    self._look(engine, self._looks.popleft())
                 if engine.has_work and not self._stopped:
                     result = engine.step()
                     self._send(StepNews(self._news(engine, result), _stats(engine, result)))
@@ -115,7 +119,7 @@ class EngineLoop:
         """Take all waiting messages; without work, wait for one."""
         while not self._stopped:
             try:
-                message = self._inbox.get(block=not engine.has_work)
+                message = self._inbox.get(block=not (engine.has_work or self._looks))
             except queue.Empty:
                 return
             self._take(engine, message)
@@ -132,10 +136,7 @@ class EngineLoop:
         elif isinstance(message, End):
             self._end(engine, message)
         elif isinstance(message, LookAt):
-            try:
-                self._send(self._look(engine, message))
-            except Exception as error:  # an explanation that fails must not cost anybody an answer
-                self._send(Refused(message.number, "TwinphaseError", f"It could not be explained: {error}.", ""))
+            self._looks.append(message)
         elif isinstance(message, Stop):
             self._stopped = True
         elif callable(message):
@@ -183,7 +184,13 @@ class EngineLoop:
         news = News(message.request_id, [], num_prefilled, request.num_cached_tokens, finished=finished)
         self._send(StepNews([news]))
 
-    def _look(self, engine: Engine, message: LookAt) -> Seen:
+    def _look(self, engine: Engine, message: LookAt) -> None:
+        try:
+            self._send(self._seen(engine, message))
+        except Exception as error:  # an explanation that fails must not cost anybody an answer
+            self._send(Refused(message.number, "TwinphaseError", f"It could not be explained: {error}.", ""))
+
+    def _seen(self, engine: Engine, message: LookAt) -> Seen:
         if message.timeline is not None:
             request = Request(message.request_id, [0] * message.num_prompt_tokens, _NO_PARAMS)
             request.output_token_ids = [0] * message.num_output_tokens
