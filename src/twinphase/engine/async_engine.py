@@ -42,7 +42,7 @@ from twinphase.engine.messages import (
 from twinphase.engine.outputs import Transcript
 from twinphase.engine.stream import RequestStream
 from twinphase.engine.text import ModelText, Prompt, is_plain
-from twinphase.errors import EngineDeadError, EngineUnavailableError, RequestNotFoundError, TwinphaseError
+from twinphase.errors import EngineDeadError, EngineUnavailableError, RequestNotFoundError
 from twinphase.phases.explain import Explanation
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
@@ -284,7 +284,7 @@ class AsyncEngine:
             self._accepted.add(message.request_id)
             self._answer(message.request_id, None)
         elif isinstance(message, Refused):
-            self._answer(message.request_id, _error(message))
+            self._answer(message.request_id, message.error())
         elif isinstance(message, Seen):
             self._answer(message.number, message)
         elif isinstance(message, Ready):
@@ -361,12 +361,6 @@ def _not_found(request_id: str) -> RequestNotFoundError:
     return RequestNotFoundError(
         f"No unfinished request has the id {request_id!r}.", "It was never added, or has finished already."
     )
-
-
-def _error(message: Refused) -> TwinphaseError:
-    kind = getattr(errors, message.kind, TwinphaseError)
-    error: TwinphaseError = kind(message.cause, message.fix)
-    return error
 
 
 def _resolve(future: asyncio.Future[Any], answer: Any) -> None:

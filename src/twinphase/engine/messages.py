@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from twinphase import errors
 from twinphase.batch import TokenLogprobs
 from twinphase.config import EngineConfig
+from twinphase.errors import TwinphaseError
 from twinphase.phases.explain import Explanation
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.timeline import RequestTimeline
@@ -160,6 +162,12 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     kind: str
     cause: str
     fix: str
+
+    def error(self) -> TwinphaseError:
+        """The error that the engine met."""
+        kind = getattr(errors, self.kind, TwinphaseError)
+        error: TwinphaseError = kind(self.cause, self.fix)
+        return error
 
 
 class Accepted(msgspec.Struct, tag=True, frozen=True):

@@ -6,7 +6,7 @@ Streamed and whole replies are made of the same deltas, so they cannot differ. N
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -88,7 +88,7 @@ class Choice:
     @property
     def stop_reason(self) -> int | str | None:
         """The stop string or token that ended the answer."""
-        return self.stream.transcript.output().outputs[0].stop_reason
+        return self.stream.transcript.stop_reason
 
     def take(self, update: StreamUpdate) -> Delta:
         """The next delta.
@@ -188,7 +188,9 @@ async def submit_all(engine: AsyncEngine, job: Job, cache_salt: str | None) -> l
     return choices
 
 
-async def run_job(choices: list[Choice], on_update: Callable[[Choice, StreamUpdate], None]) -> AsyncIterator[Delta]:
+async def run_job(
+    choices: list[Choice], on_update: Callable[[Choice, StreamUpdate], None]
+) -> AsyncGenerator[Delta, None]:
     """Deltas of all answers as they come. Leaving the iteration aborts what has not finished.
 
     Args:

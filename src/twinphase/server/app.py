@@ -214,6 +214,8 @@ def _add_problems(app: FastAPI, service: Service) -> None:
     async def http_problem(request: Request, error: HTTPException) -> Response:
         status = error.status_code
         message = UNREADABLE if error.detail == "There was an error parsing the body" else str(error.detail)
+        if status == 404:
+            message = problems.not_found(request.method, request.url.path)
         return refuse(problems.problem(message, status), status, "HTTPException", error.headers)
 
     @app.exception_handler(TwinphaseError)
@@ -245,7 +247,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope.setdefault("state", {}).update(arrival=perf_counter(), tenant="", abort=_abort(send))
+        scope.setdefault("state", {}).update(tenant="", abort=_abort(send))
         await self._serve(scope, receive, send)
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -264,6 +266,7 @@ class Gate:
                 state["tenant"] = self._service.access.tenant(authorization)
             body = await self._read(headers, receive)
             if body is not None:
+                state["arrival"] = perf_counter()  # what the client took to send it is not ours
                 await self.app(scope, _replayed(body, receive), watched)
         except TwinphaseError as error:
             self._service.metrics.refused(error.http_status, type(error).__name__)

@@ -67,7 +67,8 @@ class ServerConfig:
             raise InvalidRequestError(f"port is {self.port}.", "Use 0 to 65535.")
         for field in fields(self):
             value = getattr(self, field.name)
-            if (field.name.startswith("max_") or field.name.endswith("_timeout")) and not value > 0:
+            limit = field.name.startswith(("max_", "kept_")) or field.name.endswith("_timeout")
+            if limit and not value > 0:
                 raise InvalidRequestError(f"{field.name} is {value!r}.", "Use a value above 0.")
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import aclosing
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,7 @@ class Generation(Response):
             self.expire(RequestTimeoutError("The client did not read."))
         elif now - self._arrival > config.request_timeout:
             cause = f"The request took longer than {config.request_timeout:g} s."
-            self.expire(RequestTimeoutError(cause, "Ask for less, or try again."))
+            self.expire(RequestTimeoutError(cause, "Lower max_tokens, or serve with a longer --request-timeout."))
 
     def expire(self, error: TwinphaseError) -> None:
         """End it now; the client gets the error, or loses the connection if it has not taken what came before."""
@@ -154,11 +155,14 @@ class Generation(Response):
             if self._stream:
                 await self._send_events(job, choices, replies, on_update)
             else:
-                async for delta in run_job(choices, on_update):
-                    self._handed_over(delta)
+                async with aclosing(run_job(choices, on_update)) as deltas:
+                    async for delta in deltas:
+                        self._handed_over(delta)
                 spent = server_timing(choices[0].stream.transcript.timeline)
                 headers = [(b"content-type", b"application/json"), (b"server-timing", spent.encode())]
-                await self._send_body(200, msgspec.json.encode(replies.body()), headers, job)
+                # Long lists of log probabilities take a while: others' answers go on.
+                body = await asyncio.to_thread(lambda: msgspec.json.encode(replies.body()))
+                await self._send_body(200, body, headers, job)
         finally:
             for choice in choices:
                 service.observe_end(job, choice, self._request_headers)
@@ -171,11 +175,12 @@ class Generation(Response):
         on_update: Callable[[Choice, StreamUpdate], None],
     ) -> None:
         await self._start(200, [*EVENTS, (b"x-request-id", job.id.encode())])
-        async for delta in run_job(choices, on_update):
-            data = replies.chunk(delta)
-            if data:
-                await self._send(data)
-            self._handed_over(delta)
+        async with aclosing(run_job(choices, on_update)) as deltas:
+            async for delta in deltas:
+                data = replies.chunk(delta)
+                if data:
+                    await self._send(data)
+                self._handed_over(delta)
         await self._send(replies.end(), more=False)
 
     def _handed_over(self, delta: Delta) -> None:

@@ -276,6 +276,10 @@ class Metrics:
         for apart, counter in self._seconds_apart.items():
             counter.inc(seconds[apart])
 
+    def aborted(self) -> None:
+        """A request was given up before its end; only the engine knew where its time went."""
+        self._success[FinishReason.ABORT.value].inc()
+
     def refused(self, status: int, reason: str) -> None:
         """A request was answered with an error before it was queued.
 

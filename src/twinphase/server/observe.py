@@ -44,11 +44,11 @@ def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any
         "prompt_n": computed,
         "prompt_ms": _ms(prefill),
         "prompt_per_token_ms": _ms(prefill / computed) if computed else None,
-        "prompt_per_second": computed / prefill if prefill else None,
+        "prompt_per_second": round(computed / prefill, 3) if prefill else None,
         "predicted_n": num_output,
         "predicted_ms": _ms(decode),
         "predicted_per_token_ms": _ms(decode / timeline.decode.tokens) if timeline.decode.tokens else None,
-        "predicted_per_second": timeline.decode.tokens / decode if decode else None,
+        "predicted_per_second": round(timeline.decode.tokens / decode, 3) if decode else None,
         "ttft_ms": _ms(timeline.ttft),
         "tpot_ms": _ms(timeline.tpot),
         "e2e_ms": _ms(timeline.end - timeline.arrival),
@@ -149,11 +149,12 @@ class Timelines:
         Raises:
             RequestNotFoundError: it is not known, or another's, which is the same to who asks.
         """
-        kept, running = self._finished.get(request_id), self._running.get(request_id)
-        if kept is not None and kept.tenant == tenant:
-            return kept.unpack(request_id)
-        if running is not None and running[0] == tenant:
-            return running[1].stream.transcript.request, None
+        for name in (request_id, f"{request_id}-0"):  # a reply of several answers: the first
+            kept, running = self._finished.get(name), self._running.get(name)
+            if kept is not None and kept.tenant == tenant:
+                return kept.unpack(name)
+            if running is not None and running[0] == tenant:
+                return running[1].stream.transcript.request, None
         raise RequestNotFoundError(
             f"No request {request_id[:80]!r} is known.", f"The last {self._limit} finished ones are kept."
         )

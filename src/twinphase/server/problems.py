@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from twinphase.errors import EngineDeadError, EngineUnavailableError, OverloadedError, TwinphaseError
+from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest
 
 __all__ = [
     "RequestTimeoutError",
@@ -16,10 +18,16 @@ __all__ = [
     "body",
     "headers",
     "invalid_fields",
+    "not_found",
     "problem",
 ]
 
 LONGEST_PATH = 100  # characters of a field's name, which is the client's
+KNOWN_FIELDS = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
+# What other engines' users write.
+ALIASES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens", "n_predict": "max_tokens",
+           "regex": "structured_outputs.regex", "grammar": "structured_outputs.grammar",
+           "json_schema": "response_format", "guided_decoding": "structured_outputs"}  # fmt: skip
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -69,6 +77,8 @@ def headers(error: TwinphaseError) -> dict[str, str]:
     """Headers that go with a refusal."""
     if isinstance(error, EngineUnavailableError):
         return {"Retry-After": str(getattr(error, "retry_after", 1))}
+    if isinstance(error, RequestTimeoutError):  # OpenAI's clients would send it again, for as long
+        return {"X-Should-Retry": "false"}
     if isinstance(error, (SlowBodyError, TooLargeError)):  # more of the body may come
         return {"Connection": "close"}
     return {"WWW-Authenticate": "Bearer"} if error.http_status == 401 else {}
@@ -86,7 +96,7 @@ def invalid_fields(errors: Sequence[Any]) -> dict[str, Any]:
             continue
         first = first or (path[0][:LONGEST_PATH] if path else None)
         if kind in ("extra_forbidden", "none_required"):
-            sentences.append(f"The field `{where}` is not supported. Leave it out.")
+            sentences.append(f"The field `{where}` is not supported. {_instead(path[-1] if path else '')}")
         elif kind == "literal_error":
             sentences.append(f"`{where}`: {message.replace('Input should be', 'only this is supported:')}.")
         elif not path and kind != "value_error":
@@ -94,6 +104,22 @@ def invalid_fields(errors: Sequence[Any]) -> dict[str, Any]:
         else:
             sentences.append(f"`{where}`: {message}." if where else f"{message}.")
     return problem(" ".join(sentences), 400, param=first)
+
+
+def not_found(method: str, path: str) -> str:
+    """What to tell who asks for a route that is not there."""
+    if path.startswith("/api/"):
+        return f"There is no {path} here: this is OpenAI's API, not Ollama's. Use /v1/chat/completions."
+    if path in ("/chat/completions", "/completions", "/models"):
+        return f"There is no {path} here. Give clients a base_url that ends in /v1."
+    return f"There is no {method} {path[:LONGEST_PATH]} here. GET /openapi.json lists what there is."
+
+
+def _instead(name: str) -> str:
+    known = ALIASES.get(name)
+    if known is None:
+        known = next(iter(get_close_matches(name, KNOWN_FIELDS, 1, 0.8)), None)
+    return f"Did you mean `{known}`?" if known else "Leave it out."
 
 
 def _code(error: TwinphaseError) -> str | None:

@@ -16,7 +16,6 @@ from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.host import Host, ProcessHost
 from twinphase.engine.messages import EngineFacts, StepStats
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
-from twinphase.request import FinishReason
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
 from twinphase.server.config import ServerConfig
 from twinphase.server.metrics import Metrics
@@ -118,7 +117,7 @@ class Service:
     def failure(self) -> TwinphaseError | None:
         """Why the model could not be loaded at all."""
         refused = self.host.failure if isinstance(self.host, ProcessHost) else None
-        return TwinphaseError(refused.cause, refused.fix) if refused else None
+        return refused.error() if refused else None
 
     def require_engine(self) -> AsyncEngine:
         """The engine, if it takes requests.
@@ -172,19 +171,21 @@ class Service:
         self.timelines.end(choice)
         transcript = choice.stream.transcript
         request, timeline = transcript.request, transcript.timeline
-        reason = request.finish_reason or FinishReason.ABORT
+        if request.finish_reason is None:
+            self.metrics.aborted()
+            return
         counts = {
             "num_prompt_tokens": len(request.prompt_token_ids),
             "num_output_tokens": len(request.output_token_ids),
             "num_cached_tokens": request.num_cached_tokens,
             "num_reasoning_tokens": choice.num_reasoning_tokens,
         }
-        self.metrics.finished(timeline, finished_reason=reason, **counts)
+        self.metrics.finished(timeline, finished_reason=request.finish_reason, **counts)
         if self.tracer is not None:
             facts = RequestFacts(
                 job.model,
                 choice.stream.request_id,
-                reason,
+                request.finish_reason,
                 **counts,
                 prefix_miss=request.prefix_miss,
                 error=request.error,
