@@ -172,6 +172,14 @@ def test_starts_are_where_tokens_begin(text: str) -> None:
         assert other.encode_with_starts(text, control=[])[0] == plain
 
 
+def test_long_texts_are_encoded_as_short_ones() -> None:
+    text = " hello<|im_end|>"
+    for tokenizer in (byte_level("smollm"), sentencepiece(add_space_prefix=False, add_bos_token=False)):
+        for parse in (True, False):
+            once = tokenizer.encode(text, add_special_tokens=False, parse_special=parse)
+            assert tokenizer.encode(text * 500, add_special_tokens=False, parse_special=parse) == once * 500
+
+
 def test_some_control_tokens_are_read_and_others_are_not() -> None:
     tokenizer = byte_level("smollm")
     ids, starts = tokenizer.encode_with_starts("a<|im_end|>b<|im_end|>c", control=[(12, 2)])

@@ -40,6 +40,7 @@ _END_TOKENS = (
     "<eos>",
     "</s>",
 )
+_LONG_TEXT = 4096  # characters; `encode_batch` lets other threads run meanwhile, `encode` is quicker to begin
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -64,8 +65,8 @@ class Tokenizer:
             CheckpointError: a special id outside the vocabulary.
         """
         self._backend = backend
-        # The library keeps "parse special tokens" as state of the object, so each encode sets it.
-        self._lock = threading.Lock()
+        # The library keeps "parse special tokens" as state of the object, so there are two; they share the vocabulary.
+        self._plain = _without_special(backend)
         self._sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
         self._space_prefix = self._sentencepiece and bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
         self._added = backend.get_added_tokens_decoder()
@@ -222,10 +223,11 @@ class Tokenizer:
         return self._space_prefix
 
     def _run(self, text: str, parse_special: bool) -> tokenizers.Encoding:
+        backend = self._backend if parse_special else self._plain
         try:
-            with self._lock:
-                self._backend.encode_special_tokens = not parse_special
-                return self._backend.encode(text, add_special_tokens=False)
+            if len(text) > _LONG_TEXT:
+                return backend.encode_batch([text], add_special_tokens=False)[0]
+            return backend.encode(text, add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequestError("The text is not valid Unicode.", "Send it as UTF-8.") from None
 
@@ -260,6 +262,19 @@ class Tokenizer:
                 f"The prompt has {len(text)} characters, more than {max_tokens} tokens can hold.",
                 "Shorten it, or use a model with a longer context.",
             )
+
+
+def _without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """One that reads control tokens as the characters they are written in, of the same parts."""
+    plain = tokenizers.Tokenizer(backend.model)
+    plain.pre_tokenizer = backend.pre_tokenizer
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    # All are added, the control tokens too, so that a user-defined token that overlaps one is found as by `backend`.
+    for special, add in ((True, plain.add_special_tokens), (False, plain.add_tokens)):
+        add([token for token in backend.get_added_tokens_decoder().values() if token.special is special])
+    plain.encode_special_tokens = True
+    return plain
 
 
 def _store(backend: tokenizers.Tokenizer, path: Path) -> None:
