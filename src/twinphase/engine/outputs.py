@@ -120,6 +120,15 @@ class Transcript:
         """True once the request has ended and its last text is out."""
         return self.request.finish_reason is not None
 
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or stop token id that ended the text; None otherwise, so too at end of sequence."""
+        if self.stop_string is not None or self.request.finish_reason is not FinishReason.STOP:
+            return self.stop_string
+        last, params = self.request.output_token_ids[-1], self.request.sampling_params
+        ended_sequence = last in self.tokenizer.eos_token_ids and not params.ignore_eos
+        return None if ended_sequence else last
+
     def take_tokens(self, logprobs: Sequence[TokenLogprobs]) -> int:
         """Turn the tokens that the last step appended to the request into text.
 
@@ -177,7 +186,7 @@ class Transcript:
             cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if asked else None,
             logprobs=[self._by_token(entry) for entry in self.logprobs] if asked else None,
             finish_reason=request.finish_reason.value if request.finish_reason else None,
-            stop_reason=self._stop_reason(),
+            stop_reason=self.stop_reason,
         )
         return RequestOutput(
             request_id=request.request_id,
@@ -193,13 +202,6 @@ class Transcript:
             num_recomputed_tokens=request.num_recomputed_tokens,
             request=request,
         )
-
-    def _stop_reason(self) -> int | str | None:
-        if self.stop_string is not None or self.request.finish_reason is not FinishReason.STOP:
-            return self.stop_string
-        last, params = self.request.output_token_ids[-1], self.request.sampling_params
-        ended_sequence = last in self.tokenizer.eos_token_ids and not params.ignore_eos
-        return None if ended_sequence else last
 
     def _by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         ranked = [(entry.token_id, entry.logprob, entry.rank)]

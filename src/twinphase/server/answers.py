@@ -216,16 +216,19 @@ async def run_job(
 
 
 async def _merged(choices: list[Choice]) -> AsyncGenerator[tuple[Choice, StreamUpdate], None]:
-    # Of length 1: a reader that is slow makes the streams wait, each of which gathers its text meanwhile.
-    queue: asyncio.Queue[tuple[Choice, StreamUpdate] | Exception | None] = asyncio.Queue(1)
+    queue: asyncio.Queue[tuple[Choice, StreamUpdate, asyncio.Event] | Exception | None] = asyncio.Queue()
 
     async def read(choice: Choice) -> None:
+        # Asking a stream for more says that what it gave has been handed over; meanwhile it gathers text.
+        handed_over = asyncio.Event()
         try:
             async for update in choice.stream:
-                await queue.put((choice, update))
-            await queue.put(None)
+                handed_over.clear()
+                queue.put_nowait((choice, update, handed_over))
+                await handed_over.wait()
+            queue.put_nowait(None)
         except Exception as error:
-            await queue.put(error)
+            queue.put_nowait(error)
 
     tasks = [asyncio.create_task(read(choice)) for choice in choices]
     try:
@@ -237,7 +240,9 @@ async def _merged(choices: list[Choice]) -> AsyncGenerator[tuple[Choice, StreamU
             elif isinstance(item, Exception):
                 raise item
             else:
-                yield item
+                choice, update, handed_over = item
+                yield choice, update
+                handed_over.set()
     finally:
         for task in tasks:
             task.cancel()
