@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from twinphase.errors import InvalidRequestError
@@ -32,6 +33,7 @@ To call a function, write a JSON object with its name and arguments within <tool
 You then get its result within <tool_response></tool_response>."""
 
 
+@lru_cache(maxsize=4)
 def takes_tools(template_source: str) -> bool:
     """Whether a chat template renders `tools` itself."""
     return any(kind == "name" and value == "tools" for _, kind, value in ENVIRONMENT.lex(template_source))
