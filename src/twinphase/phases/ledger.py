@@ -22,7 +22,7 @@ from twinphase.phases.work import Cost, ModelShape, step_cost, weight_bytes_read
 
 __all__ = ["Ledger"]
 
-KEPT_RECORDS = 16384
+KEPT_RECORDS = 4096
 
 
 class Ledger:
