@@ -88,10 +88,13 @@ def test_texts_and_conversations_become_tokens_and_texts_again(server, tiny_path
         assert found["tokens"] == llm.tokenizer.encode(text, add_special_tokens=special)
         assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == 4096
         assert server.post("/detokenize", {"tokens": found["tokens"]})[1]["prompt"] == text
-    _, chat = server.post("/v1/chat/completions", {**CHAT, "return_token_ids": True})
-    assert (
-        server.post("/tokenize", {"messages": CHAT["messages"]})[1]["tokens"] == chat["choices"][0]["prompt_token_ids"]
-    )
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "b"}'}}
+    called = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "c", "tool_call_id": "1"}]
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    for body in ({}, {"tools": tools}, {"messages": CHAT["messages"] + called, "chat_template_kwargs": {"x": 1}}):
+        body = {"messages": CHAT["messages"], **body}
+        _, chat = server.post("/v1/chat/completions", {**body, "max_tokens": 2, "return_token_ids": True})
+        assert server.post("/tokenize", body)[1]["tokens"] == chat["choices"][0]["prompt_token_ids"]
     status, error = server.post("/tokenize", {"prompt": "A" * 1_000_000})
     assert status == 400 and "4096" in error["error"]["message"]
     status, error = server.post("/detokenize", {"tokens": [5, 320]})

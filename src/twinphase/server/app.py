@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from time import perf_counter, time
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -22,7 +23,7 @@ from twinphase.engine.async_engine import AsyncEngine
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server import problems
 from twinphase.server.generation import Generation, Receive, Scope, Send
-from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, template_messages
+from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, template_inputs
 from twinphase.server.observe import explanation_json, timeline_json
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
@@ -128,23 +129,25 @@ def _add_text(api: APIRouter, service: Service) -> None:
     started = int(time())
 
     @api.post("/tokenize", responses=ERRORS)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text, or of a conversation as the chat template writes it."""
         service.check_model(body.model)
         text, limit = service.host.text, max_model_len()
-        if body.messages is not None:
-            messages = template_messages(body.messages)
-            token_ids = (await asyncio.to_thread(text.encode_chat, messages, None, {}, limit)).token_ids
-        else:
-            special = body.add_special_tokens is not False
-            token_ids = await asyncio.to_thread(
-                text.tokenizer.encode, body.prompt or "", add_special_tokens=special, max_tokens=limit
-            )
-        found: dict[str, Any] = {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids}
-        if body.return_token_strs:
-            decode = text.tokenizer.decode
-            found["token_strs"] = [decode([i], skip_special_tokens=False, continuation=True) for i in token_ids]
-        return found
+
+        def read() -> dict[str, Any]:
+            if body.messages is not None:
+                inputs = template_inputs(text, body, service.config.tool_prompt)
+                token_ids = text.encode_chat(*inputs, limit).token_ids
+            else:
+                special = body.add_special_tokens is not False
+                token_ids = text.tokenizer.encode(body.prompt or "", add_special_tokens=special, max_tokens=limit)
+            found: dict[str, Any] = {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids}
+            if body.return_token_strs:
+                decode = text.tokenizer.decode
+                found["token_strs"] = [decode([i], skip_special_tokens=False, continuation=True) for i in token_ids]
+            return found
+
+        return Response(await asyncio.to_thread(lambda: msgspec.json.encode(read())), media_type="application/json")
 
     @api.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
@@ -156,7 +159,7 @@ def _add_text(api: APIRouter, service: Service) -> None:
             raise InvalidRequestError(
                 f"Token id {unknown} is not in the vocabulary.", f"Use 0 to {tokenizer.vocab_size - 1}."
             )
-        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)}
 
 
 def _add_requests(api: APIRouter, service: Service) -> None:

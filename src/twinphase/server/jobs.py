@@ -13,9 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from twinphase.engine.async_engine import AsyncEngine, EncodedPrompt
-from twinphase.errors import InvalidRequestError
+from twinphase.engine.text import ModelText
+from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.request import SamplingParams, StructuredOutputsParams, plain_json
-from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, GenerationRequest, NamedToolChoice
+from twinphase.server.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    NamedToolChoice,
+    TokenizeRequest,
+)
 from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import ToolCallParser
 from twinphase.server.tool_prompt import takes_tools, with_argument_objects, with_tool_prompt
@@ -23,9 +30,12 @@ from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_gr
 from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
 from twinphase.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Job", "Reader", "chat_job", "completion_job", "count_prompts", "template_messages"]
+__all__ = ["Job", "Reader", "chat_job", "completion_job", "count_prompts", "template_inputs"]
 
+READ_AT_ONCE = 64  # messages and their parts; more are read by a thread, so that others' answers go on
 NUM_SEEDS = 2**64  # that the engine's draws tell apart
+# Messages, tools and variables, as `AsyncEngine.encode_chat` takes them.
+TemplateInputs = tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]]
 # Variables of a template that are not the client's: they have fields of their own, or rendering takes these names.
 RESERVED = frozenset(
     ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"]
@@ -135,15 +145,19 @@ async def chat_job(
         InvalidRequestError: something in it cannot be honoured.
     """
     template, tokenizer = engine.text.chat_template, engine.text.tokenizer
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     choice: Any = body.tool_choice
     if isinstance(choice, NamedToolChoice):
         choice = choice.model_dump()
-    format = None
-    if tools:
-        check_tools(tools, choice)
-        format = tool_format(template.source)
-    prompt = await _encode_chat(engine, body, tools, arrival, tool_prompt)
+
+    def read() -> tuple[list[dict[str, Any]], TemplateInputs]:
+        tools = _plain_tools(body)
+        if tools:
+            check_tools(tools, choice)
+        return tools, template_inputs(engine.text, body, tool_prompt)
+
+    tools, inputs = read() if _is_short(body) else await asyncio.to_thread(read)
+    prompt = await engine.encode_chat(*inputs, arrival)
+    format = tool_format(template.source) if tools else None
     tags = think_tags(template.source)
     thinking = bool(tags and prompt.text and opens_thinking(prompt.text, tags))
     grammar = None
@@ -182,19 +196,25 @@ def count_prompts(body: CompletionRequest, limit: int) -> int:
     return count
 
 
-async def _encode_chat(
-    engine: AsyncEngine, body: ChatCompletionRequest, tools: list[dict[str, Any]], arrival: float, tool_prompt: bool
-) -> EncodedPrompt:
-    own_place = takes_tools(engine.text.chat_template.source)
+def template_inputs(
+    text: ModelText, body: ChatCompletionRequest | TokenizeRequest, tool_prompt: bool
+) -> TemplateInputs:
+    """What the model's chat template is given: messages, tools if it has a place for them, further variables.
+
+    Raises:
+        InvalidRequestError: it has no place for tools and may not be helped, or something in the body is wrong.
+    """
+    tools = _plain_tools(body)
+    own_place = takes_tools(text.chat_template.source)
     if tools and not own_place and not tool_prompt:
         raise InvalidRequestError("The model's chat template has no place for tools.", "Leave out `tools`.")
-    messages: Any = template_messages(body.messages)
+    messages: Any = _template_messages(body.messages or ())
     messages = with_argument_objects(messages) if own_place else with_tool_prompt(messages, tools)
     variables = plain_json("chat_template_kwargs", body.chat_template_kwargs or {})
     reserved = sorted(RESERVED & set(variables))
     if reserved:
         raise InvalidRequestError(f"chat_template_kwargs has the key {reserved[0]!r}.", "Use another name for it.")
-    return await engine.encode_chat(messages, tools if own_place and tools else None, variables, arrival)
+    return messages, tools if own_place and tools else None, variables
 
 
 async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float) -> Job:
@@ -203,8 +223,15 @@ async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: st
     Raises:
         InvalidRequestError: something in it cannot be honoured.
     """
+    prompts, limit = _prompt_list(body.prompt), engine.facts.config.max_model_len if engine.facts else None
+    longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
+    if limit is not None and longest > limit:  # before anything is done with that many
+        raise ContextLengthError(
+            f"The prompt has {longest} tokens; the context holds {limit}, the answer's first token included.",
+            f"Shorten the prompt by {longest - limit + 1} tokens or more.",
+        )
     encoded = []
-    for prompt in _prompt_list(body.prompt):
+    for prompt in prompts:
         encoded.append(await engine.encode(prompt, arrival))
         await asyncio.sleep(0)  # others' answers go on
     params = _params(body, 16 if body.max_tokens is None else body.max_tokens, body.logprobs, _one_constraint(body))
@@ -223,7 +250,7 @@ async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: st
     )
 
 
-def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def _template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages as chat templates know them: without what was not sent, "developer" as "system"."""
     plain = []
     for message in messages:
@@ -237,7 +264,16 @@ def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 def _prompt_list(prompt: Any) -> list[Any]:
     if isinstance(prompt, str):
         return [prompt]
-    return [prompt] if prompt and all(isinstance(item, int) for item in prompt) else list(prompt)
+    return [prompt] if prompt and isinstance(prompt[0], int) else list(prompt)
+
+
+def _plain_tools(body: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+
+
+def _is_short(body: ChatCompletionRequest) -> bool:
+    parts = sum(len(message.content) for message in body.messages if isinstance(message.content, list))
+    return not body.tools and len(body.messages) + parts <= READ_AT_ONCE
 
 
 def _extras(body: GenerationRequest) -> dict[str, Any]:

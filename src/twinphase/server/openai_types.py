@@ -288,6 +288,8 @@ class TokenizeRequest(_Strict):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Literal[True] = True
     return_token_strs: bool = False
 
@@ -302,7 +304,7 @@ class DetokenizeRequest(_Strict):
     """POST /detokenize."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    tokens: Annotated[TokenIds, Field(max_length=1 << 20)]
+    tokens: Annotated[TokenIds, Field(max_length=65536)]
 
 
 class Error(BaseModel):
