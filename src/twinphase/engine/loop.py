@@ -143,12 +143,17 @@ class EngineLoop:
             message(engine)
 
     def _compile(self, add: Add) -> None:
+        with self._lock:
+            if add.request_id not in self._compiling:  # its client left while it waited
+                return
         try:
             constraint = self.loaded.text.constraint(add.sampling_params, add.prompt_token_ids)
             self._inbox.put(_Queue(add, constraint))
         except TwinphaseError as error:
             self._inbox.put(_Queue(add, None, error))
-        except Exception as error:  # a compiler's bug is one request's misfortune
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a compiler's bug, a panic included, is one request's misfortune
             cause = f"The structured output could not be compiled: {type(error).__name__}: {error}."
             self._inbox.put(_Queue(add, None, TwinphaseError(" ".join(cause.split())[:300])))
 

@@ -1,0 +1,49 @@
+"""The loop's compiling of grammars, where what is compiled must be timed or fail; conversations are in test_process."""
+
+import queue
+import threading
+from types import SimpleNamespace
+
+from twinphase.engine.loop import GRAMMAR_THREADS, EngineLoop
+from twinphase.engine.messages import Add, End
+from twinphase.request import FinishReason, SamplingParams, StructuredOutputsParams
+
+PARAMS = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+
+
+def make_loop(constraint):
+    return EngineLoop(SimpleNamespace(text=SimpleNamespace(constraint=constraint)), lambda _: None)
+
+
+def add(request_id):
+    return Add(request_id, [1], PARAMS, 0.0, 0.0)
+
+
+def test_a_grammar_whose_client_left_in_the_queue_is_not_compiled():
+    go_on, compiled = threading.Event(), queue.SimpleQueue()
+
+    def constraint(params, prompt_token_ids):
+        compiled.put(params)
+        assert go_on.wait(60)
+
+    loop = make_loop(constraint)
+    for number in range(GRAMMAR_THREADS + 5):
+        loop.put(add(str(number)))
+    for number in range(GRAMMAR_THREADS, GRAMMAR_THREADS + 5):
+        loop.put(End(str(number), FinishReason.ABORT))
+    go_on.set()
+    loop._compilers.shutdown()
+    assert compiled.qsize() == GRAMMAR_THREADS
+
+
+def test_a_panic_of_the_compiler_fails_its_request():
+    class Panic(BaseException):
+        """As pyo3's."""
+
+    def constraint(params, prompt_token_ids):
+        raise Panic("boom")
+
+    loop = make_loop(constraint)
+    loop.put(add("a"))
+    assert "Panic: boom" in str(loop._inbox.get(timeout=60).error)
+    loop._compilers.shutdown()
