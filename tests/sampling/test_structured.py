@@ -310,6 +310,7 @@ def test_it_fails_alone_and_neighbours_keep_their_bits(compiler):
     assert output.token_ids["free"] == sample(logits[1:2], Batch([free], []), EOS).token_ids["free"]
     assert decode(output.token_ids["bound"]) in ("t", "the")
     assert list(output.errors) == ["broken"] and "doesn't satisfy the grammar" in output.errors["broken"]
+    assert output.errors["broken"].startswith("The structured output ends after 1 tokens")
 
 
 NESTED = {}
@@ -347,6 +348,11 @@ PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdef
         ({"json": {"type": "string", "format": "foo"}}, "foo"),
         ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "oneOf"),
         ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
+        ({"json": {"type": "string", "pattern": f"^{'a?' * 2100}$"}}, "a pattern of more than 4096 bytes: '^a?a?"),
+        ({"json": {"patternProperties": {"a" * 5000: {}}}}, "a pattern of more"),
+        ({"json": {}, "whitespace_pattern": " ?" * 2100}, "whitespace_pattern of more"),
+        ({"json": {"type": "object", "properties": {str(i): {} for i in range(1001)}}}, "1001 properties"),
+        ({"json": {"multipleOf": True}}, "true for multipleOf"),
         ({"json": {"multipleOf": 99999989}}, "multipleOf"),
         ({"json": {"multipleOf": -978511}}, "multipleOf"),
         ({"json": {"enum": [[-(2**63)]]}}, "-9223372036854775808"),
@@ -359,6 +365,7 @@ PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdef
         ({"regex": "\ud800"}, "Unicode"),
         ({"regex": "(" * 20000}, "regex"),
         ({"regex": "a" * 70000}, "bytes"),
+        ({"regex": r"\w?" * 400}, "more than 4096 bytes: '[A-Za-z0-9_]?"),
         ({"regex": "a", "disable_any_whitespace": True}, "whitespace"),
         ({"choice": []}, "choice"),
         ({"choice": ["a"] * 2000}, "choice"),
@@ -376,6 +383,12 @@ PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdef
         ({"grammar": "start: %json {"}, "%json"),
         ({"grammar": 'start: %json {"const": -9223372036854775808}'}, "-9223372036854775808"),
         ({"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000))}, "1000 rules"),
+        ({"grammar": "start: " + '"\\' * 30000}, "no end"),
+        ({"grammar": "start: " + "/\\" * 30000}, "no end"),
+        ({"grammar": f"start: /{'a?' * 2100}/"}, "a regular expression of more"),
+        ({"grammar": "start: T\nT: " + '"a"?' * 2100}, "terminal T"),
+        ({"grammar": f"start: T\nT: A A | B\nA: B /b/\nB: /{'a?' * 1500}/"}, "terminal T"),
+        ({"grammar": f"start: t\nt[lazy]: A A\nA: /{'a?' * 1500}/"}, "terminal t[lazy]"),
         ({"grammar": "start: <|no_such_token|>"}, "no_such_token"),
         ({"structural_tag": "[]"}, "list"),
     ],
@@ -421,6 +434,50 @@ def test_compiled_grammars_are_kept_up_to_a_number(monkeypatch):
         compiler.compile(StructuredOutputsParams(choice=[text]))
     assert len(compiler._compiled) == 3
     assert len(compiled) == 4 + 3
+
+
+def test_a_grammar_that_failed_somebody_is_not_kept():
+    compiler = make_compiler()
+    params = StructuredOutputsParams(json={"type": "string", "pattern": f"^{'a?' * 2000}$"})
+    constraint = compiler.compile(params)
+    assert compiler._compiled
+    with pytest.raises(ConstraintError, match=r"ends after 1 tokens: .*too many"):
+        allowed(constraint, encode('"'))
+    assert not compiler._compiled
+
+
+def test_an_object_of_many_optional_properties(compiler):
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
+    constraint = compiler.compile(StructuredOutputsParams(json=schema))
+    assert allowed(constraint, encode('{"p999": "a"')) >= set(encode("}"))
+
+
+def test_what_goes_wrong_unforeseen_is_the_requests_fault(compiler, monkeypatch):
+    def fail(*_):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr("twinphase.sampling.lark._check_schema", fail)
+    assert "json cannot be used: a bug" in refusal(compiler, json={})
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_a_panic_fails_one_request_and_an_interrupt_is_none(interrupt):
+    class Panic(BaseException):
+        """As pyo3's, whose exceptions for Rust's panics are no Exception."""
+
+    class Broken:
+        def __init__(self, error):
+            self.error = error
+
+        def restrict(self, *_):
+            raise self.error
+
+    logits = np.zeros((2, NUM_LOGITS), np.float32)
+    free, broken = make_share(None, [], "free"), make_share(Broken(Panic("boom")), [], "broken")
+    output = sample(logits, Batch([broken, free], []), EOS)
+    assert output.errors == {"broken": "Sampling failed: Panic: boom"} and "free" in output.token_ids
+    with pytest.raises(interrupt):
+        sample(logits, Batch([make_share(Broken(interrupt()), []), free], []), EOS)
 
 
 def test_several_threads_compile_and_write_at_once():

@@ -30,16 +30,27 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 MAX_GBNF_RULES = 300  # conversion takes time with the square
 MAX_COMBINED_PATTERNS = 10  # each of the patterns that one text must match doubles the work of a step
 MAX_COMMON_MULTIPLE = 10_000  # states needed for divisibility
+# A step takes time and memory with the square of one regular expression: 60 ms and 12 MB at worst for this many bytes.
+MAX_REGEX = 4096
+MAX_PROPERTIES = 1000  # of one object; a step takes time with the square
 # llguidance goes from rule to rule by recursion. Some three times as many fill a stack of 8 MB, which ends the process.
 MAX_RULES, MAX_REFS = 1000, 500
 LOWEST_NUMBER = -9e18  # at the lowest integer of 64 bits its recursion has no end
 
+# A slash ends a regular expression in Lark. Classes are those of ASCII, as in JSON Schema: who asks for digits wants
+# 0 to 9, of which Unicode has hundreds. Within brackets they are classes in a class, whose union is meant.
+_ESCAPES = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[A-Za-z0-9_]", r"\W": "[^A-Za-z0-9_]",
+            r"\s": r"[\t-\r ]", r"\S": r"[^\t-\r ]"}  # fmt: skip
 _ANNOTATIONS = {"$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
                 "discriminator", "examples", "id", "readOnly", "title", "writeOnly"}  # fmt: skip
 _COMBINING = ("$ref", "anyOf", "oneOf")
-# Strings, regular expressions and comments are passed over; what is looked for outside of them comes last.
-_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|//[^\n]*|#[^\n]*|(?P<schema>%json\b\s*)|(?P<and>&)')
-_LARK_RULE = re.compile(r'(?m)^[ \t]*[?!]*\w[^\n:"/]*:')
+# One that has no end matches all the same, so that no text is searched twice.
+_LARK_TOKEN = re.compile(
+    r'(?P<string>"(?:\\.|[^"\\\n])*(?:"|(?P<no_end>)))|//[^\n]*|(?P<regex>/(?:\\.|[^/\\])*(?:/|(?P<open>)))'
+    r"|#[^\n]*|(?P<schema>%json\b\s*)|(?P<and>&)"
+)
+_LARK_RULE = re.compile(r"(?m)^[ \t]*[?!]*(\w[^\n:]*):")
+_LARK_TERMINAL = re.compile(r"\b_*[A-Z]\w*")
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")
 
@@ -54,9 +65,19 @@ def to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) 
     Raises:
         InvalidRequestError: what cannot be honoured, or would cost too much.
     """
+    try:
+        return _to_lark(params, special_tokens)
+    except InvalidRequestError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        _refuse(params.kind, f"cannot be used: {' '.join(str(error).split())[:200]}.", "Correct it.")
+
+
+def _to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     if params.regex is not None:
-        # A slash ends a regular expression in Lark.
-        body = "start: /" + re.sub(r"(?s)\\.|/", lambda m: m[0] if m[0] != "/" else r"\/", params.regex) + "/\n"
+        regex = re.sub(r"(?s)\\.|/", lambda m: _ESCAPES.get(m[0], m[0]), params.regex)
+        _check_size("regex", "a regular expression", regex)
+        body = f"start: /{regex}/\n"
     elif params.choice is not None:
         body = "start: CHOICE\nCHOICE: " + " | ".join(map(_literal, params.choice)) + "\n"
     elif params.grammar is not None:
@@ -74,6 +95,7 @@ def _schema(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
     if "x-guidance" in schema:
         _refuse(params.kind, "has the key x-guidance.", "Use whitespace_pattern or disable_any_whitespace.")
     _check_schema(params.kind, schema)
+    _check_size(params.kind, "a whitespace_pattern", params.whitespace_pattern or "")
     options: dict[str, object] = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
@@ -148,13 +170,20 @@ def _gbnf_character(match: re.Match[str]) -> str:
 
 def _check_lark(text: str) -> None:
     """Refuse what llguidance's limits do not cover, outside of strings and comments."""
-    if len(_LARK_RULE.findall(text)) > MAX_RULES:
-        _refuse("grammar", f"has more than {MAX_RULES} rules.", "Use fewer.")
+    outline = []  # the grammar without schemas and comments, each string as one character
     at = 0
     while found := _LARK_TOKEN.search(text, at):
+        outline.append(text[at : found.start()])
         at = found.end()
+        if found["no_end"] is not None or found["open"] is not None:
+            _refuse("grammar", f"has no end for {found[0][:40]!r}.", "Write the closing character on the same line.")
         if found["and"]:
             _refuse("grammar", "uses the operator &.", "Write the terminal without it.")
+        if found["string"]:
+            outline.append('"')
+        if found["regex"]:
+            _check_size("grammar", "a regular expression", found[0][1:-1])
+            outline.append("/" * len(found[0].encode("utf-8", "replace")))
         if found["schema"]:
             try:
                 schema, at = json.JSONDecoder().raw_decode(text, at)
@@ -162,11 +191,42 @@ def _check_lark(text: str) -> None:
                 _refuse("grammar", f"has a %json that is not JSON: {error}.", "Correct it.")
             if isinstance(schema, dict):
                 _check_schema("grammar", plain_json("structured_outputs.grammar", schema))
+    _check_terminals("".join([*outline, text[at:]]))
+
+
+def _check_terminals(outline: str) -> None:
+    """Refuse too many rules, and a terminal that is too large with the others put in place: it is one regex."""
+    heads = list(_LARK_RULE.finditer(outline))
+    if len(heads) > MAX_RULES:
+        _refuse("grammar", f"has more than {MAX_RULES} rules.", "Use fewer.")
+    bodies: dict[str, str] = {}
+    ends = [head.start() for head in heads[1:]] + [len(outline)]
+    for head, end in zip(heads, ends, strict=True):
+        name = head[1].strip() if "[" in head[1] else head[1].split(".")[0].strip()  # attributes make a rule a terminal
+        bodies[name] = bodies.get(name, "") + outline[head.end() : end]
+    sizes: dict[str, int] = {}
+
+    def size(name: str) -> int:
+        if name not in sizes:
+            sizes[name] = 1  # for a circle, which llguidance refuses
+            inner = [inner for inner in _LARK_TERMINAL.findall(bodies.get(name, "")) if inner in bodies]
+            own = len("".join(bodies[name].split())) - sum(map(len, inner))
+            sizes[name] = own + sum(map(size, inner))
+        return sizes[name]
+
+    for name in bodies:
+        if ("[" in name or _LARK_TERMINAL.match(name)) and size(name) > MAX_REGEX:
+            _refuse("grammar", f"has the terminal {name[:40]}, which is too large.", "Make rules of its parts.")
+
+
+def _check_size(kind: str, what: str, regex: str) -> None:
+    if len(regex.encode("utf-8", "replace")) > MAX_REGEX:
+        _refuse(kind, f"has {what} of more than {MAX_REGEX} bytes: {regex[:40]!r}...", "Use a shorter one.")
 
 
 def _check_schema(kind: str, schema: dict[str, Any]) -> None:
     """Refuse a schema that would make one text match many patterns at once, count modulo a large number, or crash."""
-    patterns: set[object] = set()
+    patterns: set[str] = set()
     targets: set[str] = set()
     multiples: set[Fraction] = set()
     combines = False
@@ -180,12 +240,21 @@ def _check_schema(kind: str, schema: dict[str, Any]) -> None:
         if not isinstance(node, dict):
             continue
         nodes += node.values()
-        patterns |= {value for key in ("pattern", "format") if isinstance(value := node.get(key), str)}
+        texts = {value for key in ("pattern", "format") if isinstance(value := node.get(key), str)}
         if isinstance(named := node.get("patternProperties"), dict):
-            patterns |= named.keys()
+            texts |= named.keys()
+        patterns |= texts
+        if isinstance(blank := node.get("whitespace_pattern"), str):  # of x-guidance
+            texts.add(blank)
+        for text in texts:
+            _check_size(kind, "a pattern", text)
+        if isinstance(named := node.get("properties"), dict) and len(named) > MAX_PROPERTIES:
+            _refuse(kind, f"has an object of {len(named)} properties.", f"Use {MAX_PROPERTIES} at most.")
         if isinstance(target := node.get("$ref"), str):
             targets.add(target)
-        if isinstance(value := node.get("multipleOf"), (int, float)) and value:
+        if isinstance(value := node.get("multipleOf"), bool):
+            _refuse(kind, f"has {json.dumps(value)} for multipleOf.", "Use a number.")
+        if isinstance(value, (int, float)) and value:
             multiples.add(abs(Fraction(repr(value))))
         parts = node.get("allOf")
         others = any(key not in _ANNOTATIONS and key not in _COMBINING and key != "allOf" for key in node)

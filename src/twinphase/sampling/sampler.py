@@ -17,13 +17,25 @@ from twinphase.request import SamplingParams
 from twinphase.sampling.logits import candidates, log_normalizer, process, threshold
 from twinphase.sampling.rng import uniform
 
-__all__ = ["NON_FINITE_LOGITS", "NonFiniteLogitsError", "draw", "sample", "sample_row", "token_logprobs"]
+__all__ = [
+    "NON_FINITE_LOGITS",
+    "ConstraintError",
+    "NonFiniteLogitsError",
+    "draw",
+    "sample",
+    "sample_row",
+    "token_logprobs",
+]
 
 F32 = NDArray[np.float32]
 
 NON_FINITE_LOGITS = "The model's logits were not finite (NaN or infinite), so no token could be chosen."
 _GREEDY_BELOW = 1e-5  # as vLLM: colder than this is greedy, and the division below stays in range
 _DRAW_BLOCK = 256
+
+
+class ConstraintError(RuntimeError):
+    """A constraint that cannot go on, such as a grammar that turned out too complex; it fails its own request only."""
 
 
 class NonFiniteLogitsError(ArithmeticError):
@@ -49,10 +61,12 @@ def sample(logits: F32, batch: Batch, eos_token_ids: Collection[int]) -> StepOut
             token_id = sample_row(row, share, eos_token_ids)
             num_top = share.sampling_params.logprobs
             logprobs = None if num_top is None else [token_logprobs(row, token_id, num_top)]
-        except NonFiniteLogitsError as error:
+        except (NonFiniteLogitsError, ConstraintError) as error:
             output.errors[share.request_id] = str(error)
             continue
-        except Exception as error:  # whatever one request's values did, the others get their tokens
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # whatever one request's values did, even a panic: the others get their tokens
             output.errors[share.request_id] = f"Sampling failed: {type(error).__name__}: {error}"
             continue
         output.token_ids[share.request_id] = [token_id]

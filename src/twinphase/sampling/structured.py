@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -20,15 +20,17 @@ from numpy.typing import NDArray
 from twinphase.errors import InvalidRequestError
 from twinphase.request import StructuredOutputsParams
 from twinphase.sampling.lark import to_lark
+from twinphase.sampling.sampler import ConstraintError
 
 __all__ = ["ConstraintError", "GrammarCompiler", "GrammarConstraint", "num_in_common"]
 
 F32 = NDArray[np.float32]
 
-MAX_COMPILED = 32  # grammars kept; a usual one takes some 100 KB
+MAX_COMPILED = 16  # grammars kept; a usual one takes some 100 KB, one made to be large 50 MB
 # Bounds of what was measured for grammars made to be slow: 0.5 s to compile, 15 ms for a token (50 where tables grow),
 # and 50 MB for a request. A usual one takes 2 ms, 0.01 ms and 20 KB.
 _LIMITS = LLParserLimits(
+    max_items_in_row=10_000,  # four for a property that may be left out
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=500_000,
     step_max_items=50_000,
@@ -44,10 +46,6 @@ _BOUNDS = np.where(
 )
 _SOURCE_LINE = re.compile(r" *\d+ \| ")
 _SPECIAL_TOKEN = b"\xff"  # llguidance's mark of what is no text; no UTF-8 has this byte
-
-
-class ConstraintError(RuntimeError):
-    """A grammar that cannot go on, such as one that turned out too complex; it fails its own request only."""
 
 
 class GrammarCompiler:
@@ -96,7 +94,12 @@ class GrammarCompiler:
                 self._compiled[lark] = compiled
                 while len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
-        return GrammarConstraint(compiled)
+        return GrammarConstraint(compiled, lambda: self._forget(lark))
+
+    def _forget(self, lark: str) -> None:
+        """Drop a grammar that failed somebody, with the tables it shares with its copies."""
+        with self._lock:
+            self._compiled.pop(lark, None)
 
     def _compile(self, lark: str, kind: str) -> LLMatcher:
         if not self.eos_token_ids:
@@ -145,9 +148,10 @@ class GrammarConstraint:
     The matcher is a cache of what the grammar makes of the tokens seen; it follows when tokens come or are taken back.
     """
 
-    def __init__(self, compiled: LLMatcher) -> None:
-        """Begin at the start of a compiled grammar, which stays as it is."""
+    def __init__(self, compiled: LLMatcher, forget: Callable[[], None]) -> None:
+        """Begin at the start of a compiled grammar, which stays as it is; `forget` is called if it fails."""
         self._compiled = compiled
+        self._forget = forget
         self._matcher = compiled.deep_copy()
         self._seen: list[int] = []
 
@@ -157,10 +161,15 @@ class GrammarConstraint:
         Raises:
             ConstraintError: the grammar refuses the output, or reached a limit.
         """
-        self._follow(output_token_ids)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            raise ConstraintError(f"The grammar ends after {len(self._seen)} tokens: {_one_line(self._matcher)}")
+        try:
+            self._follow(output_token_ids)
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            if self._matcher.is_error():
+                reason = _one_line(self._matcher)
+                raise ConstraintError(f"The structured output ends after {len(self._seen)} tokens: {reason}.")
+        except BaseException:
+            self._forget()
+            raise
         return np.minimum(logits, _BOUNDS.take(bits, axis=0).ravel()[: len(logits)])
 
     def _follow(self, token_ids: Sequence[int]) -> None:
