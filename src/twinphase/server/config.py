@@ -6,10 +6,14 @@ Not for the engine's settings (`twinphase.config`).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from twinphase.errors import InvalidRequestError
+from twinphase.request import SamplingParams
 
 __all__ = ["ServerConfig"]
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class ServerConfig:
         drain_timeout: seconds that running requests have to finish after SIGTERM.
         kept_timelines: finished requests whose timelines can be asked for.
         tool_prompt: describe tools in a system message where the model's template has no place for them.
+        override_generation_config: sampling values for requests that do not give them, by vLLM's names; OpenAI's
+            otherwise: temperature 1, top_p 1.
+        log_stats: write a line every ten seconds in which there was work.
         vllm_metrics: give metrics under vLLM's names too.
         otlp_endpoint: where to send OpenTelemetry traces, if anywhere.
 
@@ -59,6 +66,8 @@ class ServerConfig:
     drain_timeout: float = 60.0
     kept_timelines: int = 1024
     tool_prompt: bool = True
+    override_generation_config: dict[str, Any] | None = None
+    log_stats: bool = True
     vllm_metrics: bool = False
     otlp_endpoint: str | None = None
 
@@ -70,6 +79,13 @@ class ServerConfig:
             limit = field.name.startswith(("max_", "kept_")) or field.name.endswith("_timeout")
             if limit and not value > 0:
                 raise InvalidRequestError(f"{field.name} is {value!r}.", "Use a value above 0.")
+        for name, value in (self.override_generation_config or {}).items():
+            if name not in SAMPLING_DEFAULTS or isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise InvalidRequestError(
+                    f"override_generation_config has {name}: {value!r}.",
+                    f"Use numbers for {', '.join(SAMPLING_DEFAULTS)}.",
+                )
+        SamplingParams(**(self.override_generation_config or {}))  # refuses what is out of range
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
                 raise InvalidRequestError("An API key is empty or not plain ASCII.", "Use letters, digits and - _ .")

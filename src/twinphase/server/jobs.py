@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from twinphase.engine.async_engine import AsyncEngine, EncodedPrompt
 from twinphase.engine.text import ModelText
@@ -29,6 +29,8 @@ from twinphase.server.tool_prompt import takes_tools, with_argument_objects, wit
 from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_grammar
 from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
 from twinphase.tokenizer.tokenizer import Tokenizer
+
+Body = TypeVar("Body", bound=GenerationRequest)
 
 __all__ = ["Job", "Reader", "chat_job", "completion_job", "count_prompts", "template_inputs"]
 
@@ -248,6 +250,14 @@ async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: st
         echo=bool(body.echo),
         **_extras(body),
     )
+
+
+def with_defaults(body: Body, defaults: Mapping[str, float] | None) -> Body:
+    """The request with the server's sampling values where it gives none."""
+    missing = {name: value for name, value in (defaults or {}).items() if getattr(body, name) is None}
+    if getattr(body, "max_completion_tokens", None) is not None:
+        missing.pop("max_tokens", None)
+    return body.model_copy(update=missing) if missing else body
 
 
 def _template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:

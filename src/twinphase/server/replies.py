@@ -63,13 +63,17 @@ class Replies:
         self.job, self.choices, self.tokenizer, self.shape = job, choices, tokenizer, shape
         head = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
         self._head = head
+        self._read: set[int] = set()  # answers whose prompt was told to be read
         self._plain = _JSON.encode(head)[:-1]  # of a chunk that brings nothing but text, the most common kind
 
     def chunk(self, delta: Delta) -> bytes:
         """The event of a delta; empty for one that brings nothing."""
-        if delta.num_prefilled is not None:
-            return self._progress(delta) if self.job.return_progress else b""
-        if delta.is_empty:
+        if self.job.return_progress and delta.choice.index not in self._read:
+            return self._progress(delta) + self._chunk(delta)
+        return self._chunk(delta)
+
+    def _chunk(self, delta: Delta) -> bytes:
+        if delta.num_prefilled is not None or delta.is_empty:
             return b""
         choice = self.chunk_choice(delta)
         if self.job.return_token_ids:
@@ -120,12 +124,15 @@ class Replies:
         raise NotImplementedError
 
     def _progress(self, delta: Delta) -> bytes:
-        choice = delta.choice
+        choice, processed = delta.choice, delta.num_prefilled
         prompt, request = self.job.prompt_of(choice.index), choice.stream.transcript.request
+        if processed is None:  # the step that read the prompt's end brought the first token
+            self._read.add(choice.index)
+            processed = len(prompt.token_ids)
         progress = {
             "total": len(prompt.token_ids),
             "cache": request.num_cached_tokens,
-            "processed": delta.num_prefilled,
+            "processed": processed,
             "time_ms": round(1e3 * (choice.stream.last_news - prompt.arrival), 3),
         }
         return event({**self._head, "choices": [], "prompt_progress": {"index": choice.index, **progress}})

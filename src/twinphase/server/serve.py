@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from types import FrameType
@@ -32,6 +33,8 @@ def serve(model: str, engine_config: dict[str, Any], config: ServerConfig) -> in
     Raises:
         TwinphaseError: the model cannot be found or loaded, or the address is taken.
     """
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("twinphase").setLevel(logging.INFO)
     host = ProcessHost(model, engine_config)
     service = Service(host, model, config)
     listener = _listen(config)
@@ -59,7 +62,7 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
     capacity = (config.num_kv_blocks or 0) * config.block_size
     length = config.max_model_len or 1
     return [
-        f"model      {service.model_names[0]} ({kind})",
+        f"model      {', '.join(service.model_names)} ({text.checkpoint.path.name}, {kind})",
         f"KV cache   {capacity:,} tokens: {capacity / length:.1f} requests of the full {length:,}, "
         f"{config.max_num_seqs} run at once; {terminal.describe_bytes(capacity * facts.shape.kv_token_bytes)}",
         f"predicted  TTFT {1e3 * facts.ttft_1000:,.0f} ms for 1,000 prompt tokens, TPOT {1e3 * facts.tpot:.1f} ms",
@@ -77,7 +80,8 @@ def _listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StorageError(
-            f"Cannot listen on {config.host}:{config.port}: {error.strerror or error}.", "Choose another --port."
+            f"Cannot listen on {config.host}:{config.port}: {error.strerror or error}.",
+            "Choose another --port or --host.",
         ) from None
     listener.set_inheritable(False)
     return listener
@@ -120,18 +124,23 @@ class _Server(uvicorn.Server):
 
     async def _announce(self) -> None:
         """Show how loading goes, then what was loaded."""
-        service = self._service
-        bars: dict[str, terminal.Bar] = {}
+        service, stage = self._service, ""
+        bar = terminal.Bar("", "")
         while service.facts is None or not service.host.is_running:
             if service.failure is not None:
                 self.should_exit = True
-                return
+                break
             progress = service.engine.progress if service.engine else None
+            if progress is not None and progress.stage != stage:
+                stage = progress.stage
+                bar.clear()
+                bar = terminal.Bar(stage.capitalize(), "", patience=0)
+                terminal.transient(f"{stage.capitalize()} ...")
             if progress is not None and progress.total:
-                bar = bars.setdefault(progress.stage, terminal.Bar(progress.stage.capitalize(), ""))
                 bar.update(progress.done, progress.total)
             await asyncio.sleep(POLL_SECONDS)
-        for bar in bars.values():
-            bar.clear()
+        terminal.transient("")
+        if service.facts is None:
+            return
         for line in facts_lines(service.facts, service, self._url):
             terminal.note(line)

@@ -30,7 +30,39 @@ if TYPE_CHECKING:
 __all__ = ["Service"]
 
 WATCH_SECONDS = 0.1
+LOG_SECONDS = 10.0
 LOG = logging.getLogger("twinphase.server")
+
+
+class StatsLog:
+    """A line about the steps of the last seconds, if there were any."""
+
+    def __init__(self) -> None:
+        """Nothing has happened."""
+        self._since: float | None = None
+        self._prefill = self._decode = 0
+        self._last: StepStats | None = None
+
+    def add(self, stats: StepStats) -> None:
+        """A step."""
+        self._since = self._since if self._since is not None else stats.start
+        self._prefill += stats.prefill_tokens
+        self._decode += stats.decode_tokens
+        self._last = stats
+
+    def line(self, now: float) -> str | None:
+        """What there is to say, every `LOG_SECONDS`."""
+        if self._since is None or self._last is None or now - self._since < LOG_SECONDS:
+            return None
+        seconds, stats = now - self._since, self._last
+        hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+        line = (
+            f"prefill {self._prefill / seconds:,.0f} tok/s, decode {self._decode / seconds:,.0f} tok/s; "
+            f"{stats.num_running} running, {stats.num_waiting} waiting; KV cache {stats.kv_cache_usage:.0%}, "
+            f"prefix hits {hits:.0%}"
+        )
+        self._since, self._prefill, self._decode = None, 0, 0
+        return line
 
 
 class Service:
@@ -38,6 +70,7 @@ class Service:
 
     Attributes:
         config: limits and names.
+        model: as it was asked for.
         model_names: that clients may ask for; the first is the one replies have.
         engine: None before `start`.
         access, admission: who may ask, and how much.
@@ -55,7 +88,7 @@ class Service:
             InvalidRequestError: traces are asked for and their package is missing.
         """
         self.config, self.host = config, host
-        self.model_names = list(config.served_model_name) or [model]
+        self.model, self.model_names = model, list(config.served_model_name) or [model]
         self.engine: AsyncEngine | None = None
         self.access, self.admission = Access(config.api_keys), Admission(config)
         self.metrics = Metrics(self.model_names[0], vllm_aliases=config.vllm_metrics)
@@ -66,6 +99,7 @@ class Service:
         self.drained = asyncio.Event()
         self._busy_since: float | None = None
         self._num_restarts = 0
+        self._log = StatsLog()
         self._drain_until: float | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -202,6 +236,8 @@ class Service:
 
     def _on_step(self, stats: StepStats) -> None:
         self.metrics.step(stats)
+        if self.config.log_stats:
+            self._log.add(stats)
 
     async def _watch(self) -> None:
         while True:
@@ -240,6 +276,8 @@ class Service:
         self.metrics.engine_up(engine.is_running and not self.stalled)
         if not busy:
             self.metrics.idle()
+        if (line := self._log.line(now)) is not None:
+            LOG.info(line)
 
     def state(self) -> dict[str, Any]:
         """For health checks."""

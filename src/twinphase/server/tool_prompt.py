@@ -68,7 +68,8 @@ def with_tool_prompt(messages: Sequence[Message], tools: Sequence[Tool]) -> list
             if results is None:
                 results = []
                 written.append({"role": "user", "content": results})
-            results += [_text("<tool_response>"), *_texts(message), _text("</tool_response>")]
+            texts = [_text("<tool_response>"), *_texts(message), _text("</tool_response>")]
+            results += [{"part": "tool result", **text} for text in texts]
             continue
         results = None
         if message.get("tool_calls"):

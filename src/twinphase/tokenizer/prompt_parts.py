@@ -159,8 +159,8 @@ def find_parts(
 
 
 def _marked(name: str) -> PromptPart:
-    """What a client calls "tools" is what a template's own tools are: the server describes them so if it must."""
-    return TOOLS if name == TOOLS.name else PromptPart("marked", name)
+    """A part by the name it was given; tools and their results are so named where a template has no place for them."""
+    return next((part for part in (TOOLS, TOOL_RESULT) if part.name == name), PromptPart("marked", name))
 
 
 def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[PromptPart]:
