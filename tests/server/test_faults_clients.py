@@ -280,3 +280,23 @@ def test_two_hundred_silent_connections_keep_nobody_from_being_served(server):
         assert server.post(PATH, PROBE)[0] == 200
         for client in clients:
             client.close()
+
+
+def test_many_large_bodies_at_once_are_bounded_together(start):
+    head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 60000\r\n\r\n"
+    with start("--max-body-bytes", "60000") as server, surviving(server):
+        clients = [connect(server) for _ in range(34)]
+        for client in clients:
+            client.sendall(head.encode() + b" " * 59_000)
+        refused = [client for client in clients if is_refused(client)]
+        assert 1 <= len(refused) <= 3
+        for client in clients:
+            client.close()
+
+
+def is_refused(client):
+    client.settimeout(0.1)
+    try:
+        return client.recv(100).startswith(b"HTTP/1.1 429")
+    except TimeoutError:
+        return False

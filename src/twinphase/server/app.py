@@ -40,6 +40,7 @@ __all__ = ["make_app"]
 
 LOG = logging.getLogger("twinphase.server")
 OPEN_PATHS = re.compile(r"/(health(/live|/ready)?|metrics|version|docs|openapi\.json)?")  # no API key is asked for
+BODIES = 32  # times the limit that all bodies together may have while they come
 PATIENCE = 8  # times the limit that a body may have and still be read, and thrown away, for its client to see the error
 Responses = dict[int | str, dict[str, Any]]  # as the OpenAPI document has them, by status
 FAILED = TwinphaseError("The server failed on this request.", "Others are not concerned.")
@@ -242,6 +243,7 @@ class Gate:
     def __init__(self, app: FastAPI, service: Service) -> None:
         """Guard `app`."""
         self.app, self._service = app, service
+        self._num_bytes = 0  # of bodies that are still coming
         self._serve: Any = self._check
         origins = service.config.allowed_origins
         if origins:  # around everything, so that a page can read refusals too
@@ -304,19 +306,22 @@ class Gate:
                     return None
                 piece = message.get("body", b"")
                 size += len(piece)
+                if self._num_bytes > BODIES * limit:
+                    raise self._service.admission.overloaded("too many requests are being sent at once")
                 if size <= limit:
                     body.extend(piece)
+                    self._num_bytes += len(piece)
                 if size > longest or not message.get("more_body", False):
                     if size > limit:
                         raise error
                     return bytes(body)
 
-        if not length and b"transfer-encoding" not in headers:
-            return await read()
         try:
             return await asyncio.wait_for(read(), self._service.config.body_timeout)
         except TimeoutError:
             raise SlowBodyError("The body came too slowly.", "Send it again.") from None
+        finally:
+            self._num_bytes -= len(body)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
