@@ -1,8 +1,8 @@
 """`kill -9` of the engine's process under load: how soon everybody knows, and how soon the server serves again.
 
-A reply says that the request can be sent again with status 503, or with an error event of that code in a stream that
-had begun. Served again is the first small request that succeeds, tried every few milliseconds; beside it, how long a
-process of its own takes to load the model and warm up.
+A client is told that it can send its request again by status 503, or by an error event in a stream that had begun.
+Served again is the first small request that succeeds, tried every few milliseconds; beside it, how long a process of
+its own takes to load the model and warm up.
 Not for: an engine that hangs (`stall_timeout`).
 """
 
@@ -76,7 +76,7 @@ def kind_of_error(reply: Reply) -> str:
     error = events[-1].data.get("error") if events else None
     if error is None:
         return "no error event"
-    return f"error event {error['code']}" + ("" if reply.is_whole else ", cut off")
+    return f"error event {error['type']}" + ("" if reply.is_whole else ", cut off")
 
 
 def run(bench: Any) -> Report:

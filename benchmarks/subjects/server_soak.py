@@ -3,7 +3,7 @@
 Chats and completions, streams and whole replies, short and long prompts, shared prefixes, greedy and seeded, n = 2,
 stop strings, schemas; on a KV cache so small that requests lose their blocks to others. Every answer that came to its
 end must have the tokens, the text and the reason that the engine alone gave before. In rounds: after each the server
-must hold nothing.
+must hold nothing. What the server keeps of the past is bounded, and is filled first, so that what grows later is a leak.
 Not for: speed.
 """
 
@@ -22,14 +22,17 @@ from typing import Any
 
 import uvloop
 from loads import Report
-from sse_client import Plan, Reply, ask, post
+from sse_client import Plan, Reply, ask, load, post
 
 from subjects.server_pool import Sample, answers_of, fill, make_pool
 from subjects.server_process import Others, ProcessState, Server, process_state
+from twinphase.phases.ledger import KEPT_RECORDS
+from twinphase.server.config import ServerConfig
 
 SUBJECT = "soak"
 METHOD = "closed loop; each client picks requests from the pool at random; both processes sampled all the while"
 IDLE_SECONDS = 30.0
+FILL_TOKENS = 1024  # of each of the requests that fill the record of steps
 METRICS = ("num_preemptions_total", "prefix_cache_hits_total", "prefix_cache_queries_total", "engine_restarts_total")
 
 
@@ -37,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options."""
     parser.add_argument("--minutes", type=float, default=10, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--clients", type=int, default=24, help="(default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=20, help="(default: %(default)s)")
     parser.add_argument("--seats", type=int, default=16, help="max_num_seqs (default: %(default)s)")
     parser.add_argument("--queued", type=int, default=8, help="max_queued_requests (default: %(default)s)")
-    parser.add_argument("--blocks", type=int, default=320, help="num_kv_blocks (default: %(default)s)")
+    parser.add_argument("--blocks", type=int, default=160, help="num_kv_blocks (default: %(default)s)")
     parser.add_argument("--leavers", type=float, default=0.2, help="share that leaves (default: %(default)s)")
     parser.add_argument("--every", type=float, default=2, help="seconds between samples (default: %(default)s)")
 
@@ -108,6 +111,15 @@ def count(reply: Reply, sample: Sample, stream: bool, tally: Tally) -> None:
             tally.wrong.append([sample.kind, stream, [asdict(a) for a in answers], [asdict(a) for a in sample.answers]])
 
 
+async def fill_histories(server: Server) -> None:
+    """Make so many steps, and finish so many requests, that the server forgets the first ones."""
+    body = {"prompt": [100] * 8, "temperature": 0.0, "ignore_eos": True}
+    for _ in range(-(-KEPT_RECORDS // FILL_TOKENS)):
+        await ask(server.port, Plan(post("/v1/completions", {**body, "max_tokens": FILL_TOKENS})))
+    for _ in range(ServerConfig.kept_timelines // 16 + 1):
+        await load(server.port, [Plan(post("/v1/completions", {**body, "max_tokens": 1}))] * 16)
+
+
 async def watch(server: Server, tally: Tally, every: float, begin: float) -> None:
     """Sample both processes until cancelled."""
     while True:
@@ -123,6 +135,7 @@ def look(server: Server, begin: float) -> tuple[float, ProcessState, ProcessStat
 
 async def soak(server: Server, pool: list[Sample], args: argparse.Namespace) -> Tally:
     """All rounds."""
+    await fill_histories(server)
     tally, begin, seconds = Tally(), time.perf_counter(), 60 * args.minutes / args.rounds
     watcher = asyncio.create_task(watch(server, tally, args.every, begin))
     for number in range(args.rounds):
