@@ -3,7 +3,7 @@
 Chats and completions, streams and whole replies, short and long prompts, shared prefixes, greedy and seeded, n = 2,
 stop strings, schemas; on a KV cache so small that requests lose their blocks to others. Every answer that came to its
 end must have the tokens, the text and the reason that the engine alone gave before. In rounds: after each the server
-must hold nothing. What the server keeps of the past is bounded, and is filled first, so that what grows later is a leak.
+must hold nothing. What the server keeps of the past is bounded; it is filled first, so that what grows later is a leak.
 Not for: speed.
 """
 
@@ -209,7 +209,7 @@ def make_report(bench: Any, tally: Tally, metrics: dict[str, float], code: int, 
         f"{metrics['num_preemptions_total']:,.0f} preemptions; prefix cache hit "
         f"{metrics['prefix_cache_hits_total'] / max(1.0, metrics['prefix_cache_queries_total']):.0%} of the tokens; "
         f"engine restarts {metrics['engine_restarts_total']:.0f}; exit code {code}; "
-        f"log lines after the start: {max(0, len(log.splitlines()) - 4)}",
+        f"tracebacks in the log: {log.count('Traceback')}",
         "resident memory, MiB; slope: by Theil and Sen over the second half, MiB/h (95 % interval)",
         "threads and descriptors: idle after each round, and the most under load",
     ]
