@@ -37,6 +37,14 @@ def test_the_first_chunk_is_never_starved_and_the_second_is():
     assert make_budget(2, 1.0).take(0, 40) == 2
 
 
+def test_a_rest_that_ends_no_block_is_no_chunk():
+    budget = make_budget(10, None)
+    assert budget.take(0, 7) == 7
+    assert budget.take(2, 40) == 2  # up to the block's end
+    assert budget.take(2, 40) == 0  # one token is left, the block needs two
+    assert budget.num_tokens == 1
+
+
 @given(
     num_tokens=st.integers(1, 100),
     limit=st.floats(0, 80),

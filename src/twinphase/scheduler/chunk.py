@@ -49,9 +49,9 @@ class ChunkBudget:
         if self._limit is not None:
             most = self._fitting(start, most, remaining)
         if most < remaining:
-            aligned = most - (start + most) % self._block_size
+            aligned = max(0, most - (start + most) % self._block_size)
             # Less than a block is not worth beginning: off a boundary, the request could share nothing until the next.
-            most = aligned if aligned > 0 or self._given else most
+            most = aligned if aligned or self._given else most
         if most > 0:
             self._work = self._work.plus(StepWork.of_chunk(start, most, most == remaining))
             self.num_tokens -= most
