@@ -256,6 +256,9 @@ EXPENSIVE = {
     "automaton": {"guided_regex": "(a|b)*a(a|b){400}"},
     "options": {"guided_regex": "(?i)" + "".join(f"({chr(97 + i % 26)})?" for i in range(3000))},
     "ambiguous": {"guided_grammar": 'start: start start start | "a" | ""'},
+    "alternatives": {
+        "guided_grammar": "start: x\nx: " + " | ".join(f'"a" x "{i}"' for i in range(500)) + ' | "a"',
+    },
     "doubling rules": {
         "guided_grammar": "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(200)) + 'a200: "x"'
     },

@@ -27,17 +27,24 @@ __all__ = ["ConstraintError", "GrammarCompiler", "GrammarConstraint", "num_in_co
 F32 = NDArray[np.float32]
 
 MAX_COMPILED = 16  # grammars kept; a usual one takes some 100 KB, one made to be large 50 MB
+
+
 # Bounds of what was measured for grammars made to be slow: 0.5 s to compile, 15 ms for a token (50 where tables grow),
 # and 50 MB for a request. A usual one takes 2 ms, 0.01 ms and 20 KB.
-_LIMITS = LLParserLimits(
-    max_items_in_row=10_000,  # four for a property that may be left out
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=500_000,
-    step_max_items=50_000,
-    max_lexer_states=50_000,
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
+def _limits(items_in_row: int, step_items: int) -> LLParserLimits:
+    return LLParserLimits(
+        max_items_in_row=items_in_row,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=500_000,
+        step_max_items=step_items,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+# A step takes time with the square of the items; a schema needs four for each property that may be left out.
+_SCHEMA_LIMITS, _GRAMMAR_LIMITS = _limits(10_000, 50_000), _limits(1_000, 5_000)
 # By a byte of a mask: what its eight tokens' logits are bounded by. A look-up costs half of unpacking the bits.
 _BOUNDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.bool_),
@@ -105,7 +112,8 @@ class GrammarCompiler:
         if not self.eos_token_ids:
             raise InvalidRequestError("The model has no token that ends a text.", "Leave structured_outputs out.")
         grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
-        compiled = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=_LIMITS)
+        limits = _SCHEMA_LIMITS if kind in ("json", "json_object") else _GRAMMAR_LIMITS
+        compiled = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
         trial = compiled.deep_copy()
         if not trial.is_error():
             trial.compute_bitmask()  # shows a grammar that allows no token at all
