@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 from twinphase.errors import InvalidRequestError
 
 __all__ = [
+    "CONSTRAINT_FAILURE",
     "Constraint",
     "FinishReason",
     "MissReason",
@@ -33,6 +34,7 @@ MAX_SALT_BYTES = 1024
 MAX_GRAMMAR_SIZE = 65536  # bytes, or characters of JSON
 MAX_JSON_DEPTH = 32
 MAX_CHOICES = 1024
+CONSTRAINT_FAILURE = "The structured output ends"  # how the error of a request begins whose own grammar failed it
 
 
 class RequestStatus(enum.Enum):

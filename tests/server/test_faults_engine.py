@@ -64,7 +64,7 @@ def test_a_grammar_that_cannot_go_on_fails_one_request(server):
     with surviving(server):
         alone = tokens(server.post(PATH, sound)[1])
         (status, body), (_, other) = at_once(server, [bad, sound])
-        assert status == 500 and "no token can follow" in body["error"]["message"]
+        assert status == 400 and "no token can follow" in body["error"]["message"]
         assert tokens(other) == alone
 
 

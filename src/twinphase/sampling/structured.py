@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from twinphase.errors import InvalidRequestError
-from twinphase.request import StructuredOutputsParams
+from twinphase.request import CONSTRAINT_FAILURE, StructuredOutputsParams
 from twinphase.sampling.lark import to_lark
 from twinphase.sampling.sampler import ConstraintError
 
@@ -174,7 +174,7 @@ class GrammarConstraint:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             if self._matcher.is_error():
                 reason = _one_line(self._matcher)
-                raise ConstraintError(f"The structured output ends after {len(self._seen)} tokens: {reason}.")
+                raise ConstraintError(f"{CONSTRAINT_FAILURE} after {len(self._seen)} tokens: {reason}.")
         except BaseException:
             self._forget()
             raise

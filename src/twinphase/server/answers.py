@@ -14,7 +14,8 @@ from twinphase.batch import Phase, TokenLogprobs
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.outputs import StreamUpdate
 from twinphase.engine.stream import RequestStream
-from twinphase.errors import EngineUnavailableError, TwinphaseError
+from twinphase.errors import EngineUnavailableError, InvalidRequestError, TwinphaseError
+from twinphase.request import CONSTRAINT_FAILURE
 from twinphase.server.jobs import Job
 from twinphase.server.tool_calls import ToolCall, ToolCallDelta, join_deltas
 from twinphase.tokenizer.detokenizer import Detokenizer
@@ -131,6 +132,8 @@ class Choice:
     def _finish(self) -> None:
         request = self.stream.transcript.request
         reason = request.finish_reason.value if request.finish_reason else None
+        if reason == "error" and (request.error or "").startswith(CONSTRAINT_FAILURE):
+            raise InvalidRequestError(f"{request.error}.".replace("..", "."), "Use a simpler form.")
         if reason == "error":
             raise TwinphaseError(f"The request failed: {str(request.error).rstrip('.')}.", "Others are not concerned.")
         if reason == "abort":
