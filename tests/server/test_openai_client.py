@@ -338,9 +338,10 @@ def test_parsed_answers_go_back_into_the_conversation(client, model):
         message = stream.get_final_completion().choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in message.tool_calls]
     for sent_back in (message, message.model_dump()):
-        reply = client.chat.completions.create(model=model, messages=[*USER, sent_back, *results], max_tokens=2)
+        messages, endless = [*USER, sent_back, *results], {"ignore_eos": True}
+        reply = client.chat.completions.create(model=model, messages=messages, max_tokens=2, extra_body=endless)
         assert reply.usage.completion_tokens == 2
-    parsed = client.chat.completions.parse(model=model, messages=USER, response_format=Trip, max_tokens=2000)
+    parsed = client.chat.completions.parse(model=model, messages=USER, response_format=Trip, max_tokens=2000, seed=1)
     assert parsed.choices[0].message.parsed.city in ("Rome", "Oslo")
     again = [*USER, parsed.choices[0].message.model_dump(), *USER]
     assert client.chat.completions.create(model=model, messages=again, max_tokens=1).choices
