@@ -146,7 +146,8 @@ def test_no_pickle_no_code_from_outside_no_fetching():
             for module in modules:
                 package = module.partition(".")[0]
                 assert package not in NEVER, f"{path}:{node.lineno}"
-                assert package not in NETWORK or folder == "weights", f"{path}:{node.lineno}"  # fetches models
+                # Models are fetched by weights; bench and explain ask the server they are given.
+                assert package not in NETWORK or folder in ("weights", "bench", "commands"), f"{path}:{node.lineno}"
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 # Kernels are made of the backend's own text.

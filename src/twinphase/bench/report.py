@@ -1,0 +1,128 @@
+"""What a measurement tells, as data: verdicts first, then conditions, noise, numbers and plots.
+
+Every command that measures (`bench`, `lab`, `roofline`, `bench compare`) ends in a `Report`. Not for drawing
+(`plots.py`) nor for writing files (`render.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Column", "Metric", "Plot", "Report", "Section", "Status", "Table", "Verdict"]
+
+
+class Status(str, enum.Enum):
+    """What a verdict says of its claim."""
+
+    HOLDS = "holds"
+    FAILS = "fails"  # does not hold here
+    UNKNOWN = "unknown"  # the measurement cannot tell
+    INFO = "info"  # a finding, not a claim
+    VOID = "void"  # the measurement itself is not to be used
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One sentence with its number.
+
+    Attributes:
+        status: whether it holds.
+        text: the sentence.
+        reason: why it does not hold, or cannot be told; "" where nothing need be said.
+    """
+
+    status: Status
+    text: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's head, and how its numbers are defined: the formula, printed beside the table."""
+
+    name: str
+    definition: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text, as many cells each as there are columns; the first column names the row."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A Vega-Lite chart (https://vega.github.io/vega-lite), its data inside.
+
+    Attributes:
+        name: unique in its report: the stem of its PNG file.
+        title: one line that says what is to be seen.
+        spec: without size, theme and title, which the page adds.
+        caption: how it was measured.
+    """
+
+    name: str
+    title: str
+    spec: Mapping[str, Any]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report: verdicts, then text, tables and plots."""
+
+    title: str
+    verdicts: tuple[Verdict, ...] = ()
+    paragraphs: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    plots: tuple[Plot, ...] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A measured quantity with every repetition's value, for comparing two results.
+
+    Attributes:
+        name: unique in its report, with its point: "prefill_seconds[n=512]".
+        unit: "s", "tok/s", "req/s", ...
+        better: "lower" or "higher".
+        values: one a repetition, or one a request.
+        definition: the formula.
+    """
+
+    name: str
+    unit: str
+    better: str
+    values: tuple[float, ...]
+    definition: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a reader needs to judge a measurement, and to repeat it.
+
+    Attributes:
+        kind: the command: "bench", "lab", "roofline", "compare".
+        title: one line.
+        verdicts: the findings, most important first.
+        conditions: machine, model and its hash, versions, flags, date (`conditions.py`).
+        noise: how steady the machine was, and what was repeated or left out because it was not.
+        sections: the numbers.
+        metrics: what `bench compare` compares.
+        data: everything raw, plain values for JSON: timestamps of every token among them.
+    """
+
+    kind: str
+    title: str
+    verdicts: tuple[Verdict, ...]
+    conditions: Mapping[str, str]
+    noise: tuple[str, ...] = ()
+    sections: tuple[Section, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
