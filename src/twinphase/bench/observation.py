@@ -59,7 +59,7 @@ class Observation:
 
     @property
     def ttft(self) -> float | None:
-        """Client TTFT: first piece of output here - intended send. Not the server's TTFT, which has no network in it."""
+        """Client TTFT: first piece of output here - intended send. The server's own has no network in it."""
         return self.token_times[0] - self.intended if self.token_times else None
 
     @property
