@@ -38,13 +38,17 @@ def lines(
     """Measured points, and lines.
 
     Args:
-        name, title, caption: of the plot.
+        name: of the plot.
+        title: of the plot.
         rows: measured points. A row with the keys "low" and "high" gets an error bar.
-        x, y: (key of the row, title of the axis with its unit).
+        x: (key of the row, title of the axis with its unit).
+        y: the same.
         series: key that tells the series apart, by colour.
         fitted: a line through these instead of through the measured points; with "low" and "high" a band as well.
-        log_x, log_y: logarithmic axes.
+        log_x: a logarithmic axis.
+        log_y: the same.
         zero: a linear y axis begins at zero.
+        caption: of the plot.
     """
     colour = {"color": {"field": series, "type": "nominal", "title": None}} if series else {}
     x_axis, y_axis = axis(*x, log=log_x), axis(*y, log=log_y, zero=zero)

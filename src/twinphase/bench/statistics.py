@@ -39,8 +39,8 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 def summary(values: Sequence[float]) -> Summary:
     """Median, tail and range."""
-    points = (percentile(values, q) for q in (50, 90, 95, 99))
-    return Summary(len(values), *points, min(values, default=math.nan), max(values, default=math.nan))
+    median, p90, p95, p99 = (percentile(values, q) for q in (50, 90, 95, 99))
+    return Summary(len(values), median, p90, p95, p99, min(values, default=math.nan), max(values, default=math.nan))
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
