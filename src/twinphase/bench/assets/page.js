@@ -1,0 +1,133 @@
+"use strict";
+(() => {
+  const text = (id) => document.getElementById(id).textContent;
+  const result = JSON.parse(text("result"));
+  const themes = JSON.parse(text("themes"));
+  const plots = new Map(result.sections.flatMap((section) => section.plots).map((plot) => [plot.name, plot]));
+  const views = new Map();
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  let chosen = null; // a theme that the reader chose; otherwise the system's
+
+  const themeName = () => chosen ?? (prefersDark.matches ? "dark" : "light");
+
+  // A spec names roles; data ("values") may hold any text, and text is not a role.
+  const painted = (value, roles) => {
+    if (Array.isArray(value)) return value.map((item) => painted(item, roles));
+    if (value !== null && typeof value === "object") {
+      return Object.fromEntries(
+        Object.entries(value).map(([key, item]) => [key, key === "values" ? item : painted(item, roles)]),
+      );
+    }
+    return typeof value === "string" && value.startsWith("role:") ? roles[value.slice(5)] : value;
+  };
+
+  const sized = (spec, box) => {
+    if (!("layer" in spec || "mark" in spec)) return spec; // facets and rows of charts have sizes of their own
+    const height = box.clientWidth < 520 ? 280 : 340;
+    return { width: "container", height, autosize: { type: "fit-x", contains: "padding" }, ...spec };
+  };
+
+  const save = (name, blob) => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(blob);
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  };
+
+  const rowsOf = (spec) => {
+    const found = [];
+    const walk = (part) => {
+      if (Array.isArray(part?.data?.values) && !found.includes(part.data.values)) found.push(part.data.values);
+      for (const key of ["layer", "hconcat", "vconcat", "concat"]) (part[key] ?? []).forEach(walk);
+      if (part.spec) walk(part.spec);
+    };
+    walk(spec);
+    const seen = new Set();
+    return found.filter((rows) => rows.length && !seen.has(JSON.stringify(rows)) && seen.add(JSON.stringify(rows)));
+  };
+
+  const cell = (tag, value) => {
+    const element = document.createElement(tag);
+    element.textContent = typeof value === "number" ? String(Number(value.toPrecision(6))) : (value ?? "");
+    if (typeof value === "number") element.className = "number";
+    return element;
+  };
+
+  const dataTable = (rows) => {
+    const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
+    const table = document.createElement("table");
+    const head = table.createTHead().insertRow();
+    names.forEach((name) => head.append(Object.assign(cell("th", name), { scope: "col" })));
+    const body = table.createTBody();
+    rows.slice(0, 500).forEach((row) => body.insertRow().append(...names.map((name) => cell("td", row[name]))));
+    if (rows.length > 500) table.createCaption().textContent = `The first 500 of ${rows.length} rows.`;
+    return table;
+  };
+
+  const draw = async (figure) => {
+    const plot = plots.get(figure.dataset.plot);
+    const box = figure.querySelector(".chart");
+    const theme = themes[themeName()];
+    try {
+      const { view } = await vegaEmbed(box, sized(painted(plot.spec, theme.roles), box), {
+        mode: "vega-lite",
+        renderer: "svg",
+        actions: false,
+        ast: true, // expressions are interpreted: the page's policy allows no code made from text
+        config: theme.config,
+        defaultStyle: false,
+        tooltip: { disableDefaultStyle: true, theme: "page" },
+      });
+      views.get(figure)?.finalize();
+      views.set(figure, view);
+      figure.dataset.state = "drawn";
+      figure.querySelector(".tools").hidden = false;
+      figure.querySelector(".hint").hidden = !JSON.stringify(plot.spec).includes('"bind": "scales"'.replace(" ", ""));
+    } catch (error) {
+      figure.dataset.state = "failed";
+      box.textContent = `This chart could not be drawn: ${error.message}`;
+      console.error(plot.name, error);
+    }
+  };
+
+  const figures = [...document.querySelectorAll("figure[data-plot]")];
+  let drawing = Promise.resolve();
+  const drawAll = () => {
+    const dark = themeName() === "dark";
+    document.documentElement.style.colorScheme = themeName();
+    document.getElementById("theme").textContent = dark ? "Light" : "Dark";
+    drawing = drawing.then(async () => {
+      document.documentElement.dataset.state = "drawing";
+      for (const figure of figures) await draw(figure);
+      document.documentElement.dataset.state = "drawn";
+    });
+  };
+
+  for (const figure of figures) {
+    const plot = plots.get(figure.dataset.plot);
+    figure.querySelector("details").addEventListener("toggle", (event) => {
+      const place = event.target.querySelector(".scroll");
+      if (event.target.open && !place.childElementCount) place.append(...rowsOf(plot.spec).map(dataTable));
+    });
+    for (const button of figure.querySelectorAll("[data-save]")) {
+      button.addEventListener("click", async () => {
+        const view = views.get(figure);
+        if (button.dataset.save === "svg") {
+          save(`${plot.name}.svg`, new Blob([await view.toSVG()], { type: "image/svg+xml" }));
+        } else {
+          (await view.toCanvas(2)).toBlob((blob) => save(`${plot.name}.png`, blob));
+        }
+      });
+    }
+  }
+  document.getElementById("download").addEventListener("click", () => {
+    save("result.json", new Blob([text("result")], { type: "application/json" }));
+  });
+  document.getElementById("theme").addEventListener("click", () => {
+    chosen = themeName() === "dark" ? "light" : "dark";
+    drawAll();
+  });
+  prefersDark.addEventListener("change", drawAll);
+  drawAll();
+})();
