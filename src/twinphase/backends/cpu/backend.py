@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.storage import cache_root
+
+if TYPE_CHECKING:
+    from twinphase.backends.cpu.stamps import StampedProgram
 
 __all__ = ["CpuBackend"]
 
@@ -81,6 +85,7 @@ class CpuBackend:
         self._progress = progress
         self._pack_commands: list[Command] = []
         self._pool: ThreadPool | None = None
+        self._stamped: StampedProgram | None = None
 
     # Preparation and weights
     def prepare(self, checkpoint: Checkpoint, shape: ModelShape) -> None:
@@ -203,13 +208,27 @@ class CpuBackend:
         logits: F32 = self._logits[: len(inputs.logit_rows), : self._outputs]
         return logits
 
+    def execute_in_parts(self, forward: Forward, inputs: StepInputs) -> tuple[F32, Mapping[str, float]]:
+        """As `execute`, about two percent slower, with the seconds of each of `stamps.PARTS`."""
+        from twinphase.backends.cpu.stamps import StampedProgram  # what serves never needs it
+
+        if self._pool is None:
+            self._capture(forward)
+        if self._stamped is None:
+            self._stamped = StampedProgram(self._program, self.threads, self._scratch_bytes())
+        counts = self._step.fill(inputs)
+        self._program.cells.update(counts)
+        seconds = self._stamped.run()
+        return self._logits[: len(inputs.logit_rows), : self._outputs], seconds
+
+    def _scratch_bytes(self) -> int:
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        return kv_layout.attention_scratch_bytes(self.shape.head_dim, group)
+
     def _capture(self, forward: Forward) -> None:
         logits: Buffer = forward(self)
-        self._logits = logits.floats.arrays[0].view(np.float32).reshape(-1, logits.width)
-        scratch = kv_layout.attention_scratch_bytes(
-            self.shape.head_dim, self.shape.num_heads // self.shape.num_kv_heads
-        )
-        self._pool = ThreadPool(self._kernels["run_program"], self.threads, scratch)
+        self._logits: F32 = logits.floats.arrays[0].view(np.float32).reshape(-1, logits.width)
+        self._pool = ThreadPool(self._kernels["run_program"], self.threads, self._scratch_bytes())
         self._pool.load(self._program.commands)
 
     # Operations

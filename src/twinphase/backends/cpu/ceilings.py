@@ -10,13 +10,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twinphase.backends.cpu.isa import baseline_cpu, choose_isa
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 
-__all__ = ["CeilingsError", "Measurement", "measure"]
+__all__ = ["CeilingsError", "Measurement", "measure", "measure_sweep"]
 
 
 class CeilingsError(TwinphaseError):
@@ -39,8 +41,25 @@ class Measurement:
 def measure(threads: int, isa: str | None = None) -> Measurement:
     """All ceilings of `threads` threads on one instruction-set path, measured in a process of its own.
 
+    It takes about two seconds, half a second of which is measuring.
+
+    Raises:
+        InvalidRequestError: this processor cannot run `isa`.
+        CeilingsError: the measuring process failed.
+    """
+    return measure_sweep([threads], isa)[threads][0]
+
+
+def measure_sweep(
+    thread_counts: Sequence[int],
+    isa: str | None = None,
+    repetitions: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[int, list[Measurement]]:
+    """All ceilings by number of threads, `repetitions` times with the numbers in turn, in one process of its own.
+
     A process of its own keeps the compiler and 256 MiB of memory out of the caller's, and compiles for the path's
-    processor. It takes about two seconds, half a second of which is measuring.
+    processor.
 
     Raises:
         InvalidRequestError: this processor cannot run `isa`.
@@ -50,11 +69,26 @@ def measure(threads: int, isa: str | None = None) -> Measurement:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if path.cpu or path.name == "generic":
         environment |= {"NUMBA_CPU_NAME": baseline_cpu(path), "NUMBA_CPU_FEATURES": ""}
-    command = [*module_command("twinphase.backends.cpu.peaks"), str(threads), path.name]
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise CeilingsError(f"Measuring this machine's ceilings failed: {reason}")
-    found = json.loads(done.stdout)
-    found["bandwidth"] = tuple((int(size), float(rate)) for size, rate in found["bandwidth"])
-    return Measurement(**found)
+    counts = ",".join(map(str, thread_counts))
+    command = [*module_command("twinphase.backends.cpu.peaks"), path.name, counts, str(repetitions)]
+    found: list[Measurement] = []
+    total = len(thread_counts) * repetitions
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as run,
+    ):
+        try:
+            assert run.stdout is not None
+            for line in run.stdout:
+                values = json.loads(line)
+                values["bandwidth"] = tuple((int(size), float(rate)) for size, rate in values["bandwidth"])
+                found.append(Measurement(**values))
+                progress(len(found), total)
+        except BaseException:
+            run.kill()
+            raise
+        if run.wait() or len(found) < total:
+            log.seek(0)
+            reason = (log.read().decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+            raise CeilingsError(f"Measuring this machine's ceilings failed: {reason}")
+    return {threads: found[index :: len(thread_counts)] for index, threads in enumerate(thread_counts)}

@@ -9,6 +9,7 @@ registers, as a matrix product would. They are compiled anew in each process tha
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
@@ -65,6 +66,7 @@ def _dot(kind: str, emit: Emit, total: Value, weights: Value, inputs: Value) -> 
     return emit.fma(emit.b.bitcast(weights, total.type), emit.b.bitcast(inputs, total.type), total)
 
 
+@functools.cache
 def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
     """The loop that finds the peak of `kind` ("int8", "float32", "bfloat16"); None if `isa` has no such unit."""
     if kind == "bfloat16" and not isa.bf16_dot:
@@ -98,6 +100,7 @@ def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
     return PeakLoop(run, rows, columns, lanes, 2 * rows * columns * lanes * products)
 
 
+@functools.cache
 def read_loop(isa: Isa) -> Callable[..., Any]:
     """Compiled `read(memory, passes)`: xor of all 64-bit words of uint8 `memory`, `passes` times over.
 
@@ -212,5 +215,12 @@ def measure_here(threads: int, isa: Isa) -> dict[str, Any]:
     }
 
 
+def _main(isa: Isa, counts: list[int], repetitions: int) -> None:
+    """A line of JSON a measurement, all numbers of threads in turn, so that a disturbance does not meet one alone."""
+    for _ in range(repetitions):
+        for threads in counts:
+            print(json.dumps(measure_here(threads, isa)), flush=True)
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure_here(int(sys.argv[1]), ISAS[sys.argv[2]])))
+    _main(ISAS[sys.argv[1]], [int(count) for count in sys.argv[2].split(",")], int(sys.argv[3]))

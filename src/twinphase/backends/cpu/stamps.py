@@ -1,0 +1,111 @@
+"""Times the parts of a captured program from inside: the same commands on the same memory, with clock readings between.
+
+For measuring where a step's time goes (`twinphase roofline`). Not for serving: each reading waits until all earlier
+commands are done, which costs about a microsecond, so callers compare with the program without readings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numpy.typing import NDArray
+
+from twinphase.backends.cpu.emit import I32, I64
+from twinphase.backends.cpu.program import Program
+from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
+
+__all__ = ["PARTS", "StampedProgram", "part_of"]
+
+PARTS = ("linear", "attention", "other")  # other: norms, rotation and KV write, SwiGLU, quantizing, embedding
+
+
+def part_of(spec: str) -> str:
+    """The part of a step that a kernel belongs to, by its spec such as "quantized_linear:Q4_0"."""
+    name = spec.partition(":")[0]
+    if name in ("quantized_linear", "dense_linear"):
+        return "linear"
+    return "attention" if name.startswith("attention_") else "other"
+
+
+def _stamp_kernel() -> tuple[int, Any]:
+    """A kernel (in the convention of `kernels/program.py`) that reads the clock; and what keeps its code alive.
+
+    Its arguments: address of libc's clock_gettime, address of the timespec to write.
+    """
+    module, pointer = ir.Module("stamp"), ir.IntType(8).as_pointer()
+    module.triple = llvm.get_default_triple()
+    function = ir.Function(module, ir.FunctionType(I32, [pointer, pointer, I64, I64, I64]), "stamp")
+    b = ir.IRBuilder(function.append_basic_block())
+    args = b.inttoptr(function.args[2], I64.as_pointer())
+    clock, place = (b.load(b.gep(args, [ir.Constant(I64, i)]), typ=I64) for i in range(2))
+    clock_type = ir.FunctionType(I32, [I32, pointer])
+    b.call(
+        b.inttoptr(clock, clock_type.as_pointer()),
+        [ir.Constant(I32, time.CLOCK_MONOTONIC), b.inttoptr(place, pointer)],
+    )
+    b.ret(ir.Constant(I32, 0))
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), machine)
+    engine.finalize_object()
+    return engine.get_function_address("stamp"), engine
+
+
+class StampedProgram:
+    """A captured program with a clock reading wherever the part of the step changes.
+
+    Attributes:
+        num_stamps: readings a step.
+    """
+
+    def __init__(self, program: Program, threads: int, scratch_bytes: int) -> None:
+        """Put readings between the program's commands, which stay as they are.
+
+        Args:
+            program: captured.
+            threads: of a pool of its own.
+            scratch_bytes: private memory of each thread.
+        """
+        stamp, self._engine = _stamp_kernel()
+        clock = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0
+        commands = program.commands
+        specs = {address: spec for spec, address in program.kernels.items()}
+        parts = [part_of(specs[command.fn]) for command in commands]
+        ends = [i for i, part in enumerate(parts) if i + 1 == len(parts) or parts[i + 1] != part]
+        self.num_stamps = len(ends) + 1
+        self._times: NDArray[np.int64] = (
+            aligned(2 * self.num_stamps, np.int64).view(np.int64).reshape(-1, 2)
+        )  # timespec
+        self._parts = np.array([PARTS.index(parts[i]) for i in ends])
+        one, places = program.cells.constant(1), iter(self._times)
+
+        def reading() -> Command:
+            return Command(stamp, one, True, [clock, next(places).ctypes.data])
+
+        stamped, after = [reading()], True
+        for index, command in enumerate(commands):
+            # What follows a reading waits for it; the commands that it would have waited for are done then.
+            stamped.append(Command(command.fn, command.tiles, command.sync or after, command.args))
+            after = index in ends
+            if after:
+                stamped.append(reading())
+        self._pool = ThreadPool(program.kernels["run_program"], threads, scratch_bytes)
+        self._pool.load(stamped)
+
+    def run(self) -> Mapping[str, float]:
+        """One step; seconds of each of `PARTS`. The step's inputs must be in place, as for the program itself."""
+        self._pool.run()
+        moments = self._times @ np.array([1_000_000_000, 1])
+        spent = np.bincount(self._parts, np.diff(moments), minlength=len(PARTS)) / 1e9
+        return dict(zip(PARTS, spent.tolist(), strict=True))
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.close()
