@@ -142,8 +142,10 @@ class StepOutput:
     """What a step produced: per request a list of new tokens (one today, several with speculation).
 
     A request of the batch that should have sampled and has no tokens failed; `errors` says why, in one line.
+    `sampling_seconds` of the step went to choosing tokens.
     """
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    sampling_seconds: float = 0.0

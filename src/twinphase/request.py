@@ -68,10 +68,14 @@ class MissReason(str, enum.Enum):
 
 @dataclass(frozen=True)
 class PrefixMiss:
-    """The first prompt token that had to be computed although a longer cached prefix would have spared it, and why."""
+    """The first prompt token that had to be computed although a longer cached prefix would have spared it, and why.
+
+    `part` is the kind of prompt part it lies in ("system", "question", ...), where a front end knows the parts.
+    """
 
     reason: MissReason
     token_index: int
+    part: str = ""
 
 
 def _reject(name: str, value: object, allowed: str) -> NoReturn:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from twinphase.batch import Batch, StepOutput
+from twinphase.engine.cpu_wait import thread_cpu_wait
 from twinphase.engine.executor import Executor
 from twinphase.engine.trace import TraceWriter
 from twinphase.errors import ContextLengthError, InvalidRequestError, RequestNotFoundError
@@ -87,6 +88,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.seed = seed
         self.clock = clock
+        self.cpu_wait: Callable[[], float] = thread_cpu_wait
         self.trace = trace
         self._num_seedless = 0
         self._last_end: float | None = None  # of the last step, while requests were running after it
@@ -139,13 +141,15 @@ class Engine:
         start = self.clock()
         batch = self.scheduler.schedule()
         scheduled = self.clock()
+        waited = self.cpu_wait()
         output, whole = self._execute(batch)
+        waited = self.cpu_wait() - waited
         executed = self.clock() - scheduled
         if self.trace:
             self.trace.step(batch, output)
         finished = self.scheduler.commit(batch, output)
         end = self.clock()
-        record = self.ledger.add_step(batch, start, end, executed)
+        record = self.ledger.add_step(batch, start, end, executed, output.sampling_seconds, waited)
         gap = start - self._last_end if self._last_end is not None else 0.0
         gap = gap if gap < LONGEST_GAP else 0.0
         if whole:  # a step that failed on the way did not take what its work takes

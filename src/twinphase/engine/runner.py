@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from time import perf_counter
 
 from twinphase.backends.base import Backend
 from twinphase.batch import Batch, StepOutput
@@ -33,4 +34,7 @@ class Runner:
     def execute(self, batch: Batch) -> StepOutput:
         """Compute and sample `batch`."""
         logits = self.backend.execute(self.model.forward, build(batch, self.block_size))
-        return sample(logits, batch, self.eos_token_ids)
+        start = perf_counter()
+        output = sample(logits, batch, self.eos_token_ids)
+        output.sampling_seconds = perf_counter() - start
+        return output

@@ -65,7 +65,9 @@ class Ledger:
         for kind, seconds in timeline.totals().items():
             self.seconds[kind] += seconds
 
-    def add_step(self, batch: Batch, start: float, end: float, executed: float) -> StepRecord:
+    def add_step(
+        self, batch: Batch, start: float, end: float, executed: float, sampling: float = 0.0, cpu_wait: float = 0.0
+    ) -> StepRecord:
         """Write a step into the timelines of all who run.
 
         Args:
@@ -73,6 +75,7 @@ class Ledger:
             start: when scheduling began, seconds.
             end: when the tokens were committed, seconds.
             executed: what the executor took of it, seconds.
+            sampling, cpu_wait: as in `StepRecord`.
         """
         settled = min(self._settled, start)
         for timeline in self._running.values():
@@ -81,7 +84,7 @@ class Ledger:
         for request_id in batch.preempted:
             if self._running.pop(request_id, None) is not None:
                 self._waits[request_id] = dict(self._held_back)
-        record = self._record(batch, start, end, executed)
+        record = self._record(batch, start, end, (executed, sampling, cpu_wait))
         self.records.append(record)
         self.num_steps += 1
         if batch.held_back:
@@ -152,7 +155,7 @@ class Ledger:
             again = min(count, max(0, share.most_computed_tokens - share.num_computed_tokens))
             timeline.add_prefill(record, count, own, own * again / count)
 
-    def _record(self, batch: Batch, start: float, end: float, executed: float) -> StepRecord:
+    def _record(self, batch: Batch, start: float, end: float, inside: tuple[float, float, float]) -> StepRecord:
         work = batch.work
         weights = Cost(bytes=weight_bytes_read(self.shape, work.logits))
         parts = []
@@ -167,5 +170,5 @@ class Ledger:
         return StepRecord(
             self.num_steps, start, end, batch.prefill_work.rows, batch.decode_work.rows, prefill, decode,
             tuple(share.request_id for share in batch.prefills), len(batch.decodes),
-            self._cost_model.seconds(work), executed,
+            self._cost_model.seconds(work), *inside,
         )  # fmt: skip

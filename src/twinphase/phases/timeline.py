@@ -51,6 +51,8 @@ class StepRecord:
         num_decodes: requests that decoded.
         predicted: what the cost model expected, seconds.
         executed: seconds of it that the executor took; the rest is scheduling and bookkeeping.
+        sampling: seconds of `executed` that choosing tokens took.
+        cpu_wait: seconds of it in which the engine's thread could run and had no processor; 0 where that is not known.
     """
 
     index: int
@@ -64,6 +66,8 @@ class StepRecord:
     num_decodes: int = 0
     predicted: float = 0.0
     executed: float = 0.0
+    sampling: float = 0.0
+    cpu_wait: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -104,6 +108,9 @@ class PhaseTotals:
     linear_flops: int = 0
     attention_flops: int = 0
     bytes: int = 0
+    executed: float = 0.0  # seconds; this and what follows as in `StepRecord`
+    sampling: float = 0.0
+    cpu_wait: float = 0.0
 
     @property
     def flops(self) -> int:
@@ -215,6 +222,9 @@ class RequestTimeline:
         totals.tokens += num_tokens
         totals.decodes += record.num_decodes
         totals.seconds += record.end - record.start
+        totals.executed += record.executed
+        totals.sampling += record.sampling
+        totals.cpu_wait += record.cpu_wait
         for cost in (record.prefill, record.decode):
             totals.linear_flops += cost.linear_flops
             totals.attention_flops += cost.attention_flops
