@@ -1,0 +1,288 @@
+"""A streaming HTTP client that measures: it stamps bytes as they come, keeps them, and reads them afterwards.
+
+Why not a ready-made client: server and client often share a machine, and a stamp is only as good as it is early. Here
+a moment is taken in the first line after the socket was read, and a token costs about 5 microseconds; a stream reader
+hands pieces on when its task is next scheduled, several joined into one.
+
+Each request has a connection of its own, opened before the moment at which the request is due: opening one is never
+part of a latency (it is kept apart, as `connect_seconds`), no connection is found closed by a server that was
+tired of it, and a load balancer spreads requests as it would those of many users.
+
+Not for: redirects, proxies, compression, HTTP/2. What a stream says is read by `sse.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import socket
+import ssl
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+import uvloop
+
+from twinphase.errors import InvalidRequestError
+
+__all__ = ["SEND_NOW", "Address", "Reply", "ServerUnreachableError", "exchange", "run", "wait_until"]
+
+SEND_NOW = math.nan  # for `intended`: as soon as the connection is there; that moment is then the intended one
+SPIN_SECONDS = 0.0015  # event loops sleep by the millisecond; the rest is waited for in turns of the loop
+DONE = b"[DONE]"
+Value = TypeVar("Value")
+
+
+class ServerUnreachableError(InvalidRequestError):
+    """The address given leads to no server, or to one that speaks something else."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is.
+
+    Attributes:
+        scheme: "http" or "https".
+        host, port: as given.
+        path: before every route, without a slash at its end; "" or "/v1", for instance.
+        ip: what the host's name means; looked up once, so that no request waits for it.
+    """
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+    ip: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Of a URL, with or without its scheme.
+
+        Raises:
+            InvalidRequestError: it is none.
+        """
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise InvalidRequestError(f"{url!r} is no URL: {error}.", "Give http://HOST:PORT.") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidRequestError(f"{url!r} is no URL of a server.", "Give http://HOST:PORT.")
+        return cls(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
+
+    @property
+    def url(self) -> str:
+        """Without a path."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+    async def resolve(self) -> Address:
+        """With the first address of the host that takes a connection.
+
+        Raises:
+            ServerUnreachableError: there is none.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError:
+            raise ServerUnreachableError(f"No host has the name {self.host!r}.", "Check the URL.") from None
+        reason = ""
+        for *_, sockaddr in found:
+            ip = str(sockaddr[0])
+            try:
+                transport, _ = await asyncio.wait_for(loop.create_connection(asyncio.Protocol, ip, self.port), 10)
+            except (OSError, asyncio.TimeoutError) as error:
+                reason = str(error) or "no answer in 10 seconds"
+                continue
+            transport.close()
+            return Address(self.scheme, self.host, self.port, self.path, ip)
+        raise ServerUnreachableError(
+            f"Nothing answers at {self.url}: {reason}.", "Start the server, or check the port."
+        )
+
+    def head(self, method: str, route: str, headers: Mapping[str, str], length: int) -> bytes:
+        """The first lines of a request; `route` goes behind the path."""
+        host = self.url.partition("://")[2]
+        lines = [f"{method} {route} HTTP/1.1", f"host: {host}", "connection: close", "accept-encoding: identity"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        if length or method == "POST":
+            lines += ["content-type: application/json", f"content-length: {length}"]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+@dataclass
+class Reply:
+    """What came back for one request, as it came.
+
+    Attributes:
+        intended: when the request was to be sent, seconds of `time.perf_counter`, as are all moments here.
+        connect_began, connected: the connection was asked for, and was there.
+        sent: its bytes were handed to the socket.
+        ended: the reply was complete, or broke.
+        status: of HTTP; 0 if nothing came.
+        headers: names in lower case.
+        pieces: parts of the body, each with the moment at which its bytes were read from the socket.
+        whole: the reply came to its end.
+        error: "KIND: details" if it did not; "" otherwise.
+    """
+
+    intended: float
+    connect_began: float = math.nan
+    connected: float = math.nan
+    sent: float = math.nan
+    ended: float = math.nan
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    whole: bool = False
+    error: str = ""
+
+    @property
+    def connect_seconds(self) -> float:
+        """What opening the connection took; no part of any latency."""
+        return self.connected - self.connect_began
+
+    @property
+    def body(self) -> bytes:
+        """As far as it came."""
+        return b"".join(data for _, data in self.pieces)
+
+    def json(self) -> Any:
+        """The body as JSON; None if it is none."""
+        try:
+            return msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+
+class _Exchange(asyncio.Protocol):
+    """One request's connection: sends when told, stamps what comes."""
+
+    def __init__(self, reply: Reply, done: asyncio.Future[None]) -> None:
+        self._reply, self._done = reply, done
+        self._parser = httptools.HttpResponseParser(self)
+        self._now = 0.0
+        self._has_length = False
+
+    def data_received(self, data: bytes) -> None:
+        self._now = time.perf_counter()  # before anything else
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.finish(f"bad reply: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._now = time.perf_counter()
+        reply = self._reply
+        if error is not None:
+            self.finish(f"connection broken: {type(error).__name__}: {error}")
+        elif not reply.status:
+            self.finish("no reply: the server closed the connection")
+        elif self._has_length:
+            self.finish("truncated: the connection was closed before the reply's end")
+        else:
+            reply.whole = True  # HTTP/1.0: the reply ends with its connection
+            self.finish()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key = name.decode("latin-1").lower()
+        self._reply.headers[key] = value.decode("latin-1")
+        self._has_length |= key in ("content-length", "transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self._reply.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._reply.pieces.append((self._now, body))
+        if DONE in body[-16:] and body.endswith(b"\n") and body.rstrip().endswith(b"data: [DONE]"):
+            self.on_message_complete()  # nothing follows; whether the server closes now is not waited for
+
+    def on_message_complete(self) -> None:
+        if 100 <= self._reply.status < 200:
+            return
+        self._reply.whole = True
+        self.finish()
+
+    def finish(self, error: str = "") -> None:
+        if not self._done.done():
+            self._reply.error, self._reply.ended = error, self._now or time.perf_counter()
+            self._done.set_result(None)
+
+    def time_out(self) -> None:
+        self._now = time.perf_counter()
+        self.finish("timeout: the reply did not end in time")
+
+
+async def wait_until(moment: float) -> None:
+    """Sleep until `time.perf_counter()` says so, within some 20 microseconds where the loop has nothing else to do."""
+    rest = moment - time.perf_counter()
+    if rest > SPIN_SECONDS:
+        await asyncio.sleep(rest - SPIN_SECONDS)
+    while time.perf_counter() < moment:
+        await asyncio.sleep(0)
+
+
+async def exchange(address: Address, request: bytes, *, intended: float = SEND_NOW, timeout: float = 600.0) -> Reply:
+    """Send a request when it is due, and take its whole reply.
+
+    Args:
+        address: resolved.
+        request: all its bytes.
+        intended: when to send it, if that is still to come. The connection is opened at once.
+        timeout: seconds from sending to the end of the reply.
+
+    Returns:
+        The reply; whatever went wrong is in its `error`.
+    """
+    loop = asyncio.get_running_loop()
+    reply, done = Reply(intended, connect_began=time.perf_counter()), loop.create_future()
+    secure: dict[str, Any] = {}
+    if address.scheme == "https":
+        secure = {"ssl": _tls(), "server_hostname": address.host}
+    opening = loop.create_connection(lambda: _Exchange(reply, done), address.ip or address.host, address.port, **secure)
+    try:
+        transport, protocol = await asyncio.wait_for(opening, min(timeout, 60.0))
+    except (OSError, asyncio.TimeoutError) as error:
+        reply.error = _connect_error(error)
+        await wait_until(intended)
+        reply.sent = reply.ended = time.perf_counter()
+        if math.isnan(intended):
+            reply.intended = reply.sent
+        return reply
+    try:
+        reply.connected = time.perf_counter()
+        await wait_until(intended)
+        reply.sent = time.perf_counter()
+        transport.write(request)
+        if math.isnan(intended):
+            reply.intended = reply.sent
+        timer = loop.call_later(timeout, protocol.time_out)
+        await done
+        timer.cancel()
+    finally:
+        transport.abort()
+    return reply
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()  # reads all certificates: once
+
+
+def _connect_error(error: Exception) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return f"connection refused: {error}"
+    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+        return "timeout: the connection was not opened in time"
+    return f"connection failed: {type(error).__name__}: {error}"
+
+
+def run(work: Coroutine[Any, Any, Value]) -> Value:
+    """Run asyncio code on the event loop that costs least."""
+    return uvloop.run(work)

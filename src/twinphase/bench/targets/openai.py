@@ -1,0 +1,265 @@
+"""Any server that speaks OpenAI's protocol, at a URL: a target for load.
+
+Tokens are the server's count (`usage`). Text is what every such server takes; ids are sent where they were given and
+the server is known to take them. Not for what a server claims of its own time (`foreign_claims.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from twinphase.bench.client import SEND_NOW, Address, Reply, ServerUnreachableError, exchange
+from twinphase.bench.observation import Observation
+from twinphase.bench.sse import SHOWN, observe
+from twinphase.bench.target import Prompt, TargetFacts
+from twinphase.bench.targets.servers import ACCEPTS_IGNORE_EOS, ACCEPTS_TOKEN_IDS, Server, detect
+from twinphase.bench.workload import Sizing, TextMaker
+from twinphase.errors import InvalidRequestError, TwinphaseError
+
+__all__ = ["Dialect", "OpenAITarget", "TargetFailedError"]
+
+LEAD_SECONDS = 0.1  # a connection is opened that long before its request is due
+ROUTES = {"completions": "/completions", "chat": "/chat/completions"}
+PROBE_WORDS = (40, 240)  # two lengths give tokens a word, and what a template adds
+PREFILL = "client TTFT of a request alone: intended send to first piece of output, server and network in it"
+DECODE = "gaps between pieces of output at the client, over the tokens that the server's usage counts"
+
+
+class TargetFailedError(TwinphaseError):
+    """The target refuses what a measurement needs, or does not answer."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How requests are put to this server.
+
+    Attributes:
+        endpoint: "completions" or "chat".
+        ignore_eos: ask to go on behind the end of text, so that outputs have the length asked for.
+        include_usage: ask for the token counts in the stream.
+        limit: the field that bounds the output.
+    """
+
+    endpoint: str
+    ignore_eos: bool = True
+    include_usage: bool = True
+    limit: str = "max_tokens"
+
+
+class OpenAITarget:
+    """A server at a URL; made by `OpenAITarget.open`.
+
+    Attributes:
+        facts: what a reader must know.
+        server: which one it is.
+        dialect: how it is asked.
+        notes: what had to be done without, for the report.
+        lead: seconds before its intended moment at which `send` and `start` are to be called.
+    """
+
+    lead = LEAD_SECONDS
+
+    def __init__(self, address: Address, model: str, *, api_key: str = "", timeout: float = 600.0) -> None:
+        """Nothing is asked yet; `address` is resolved and its path ends with the API's, "/v1" as a rule."""
+        self.address, self.model, self.timeout = address, model, timeout
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.dialect = Dialect("completions")
+        self.server = Server("unknown")
+        self.notes: list[str] = []
+        self.facts = TargetFacts(address.url, "openai", "unknown", model, "unknown", None, PREFILL, DECODE)
+        self._sizing: Sizing | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        endpoint: str = "auto",
+        timeout: float = 600.0,
+    ) -> OpenAITarget:
+        """Find the server, its model, and how it wants to be asked.
+
+        Args:
+            url: `http://host:port`, or that with the API's path, `.../v1`.
+            model: its name there; the first that the server lists if None.
+            api_key: OPENAI_API_KEY of the environment if None.
+            endpoint: "completions", "chat", or "auto": the first of these that answers.
+            timeout: seconds that a reply may take.
+
+        Raises:
+            ServerUnreachableError: nothing answers there.
+            InvalidRequestError: the URL, the key or the endpoint is not right.
+            TargetFailedError: the server cannot be measured.
+        """
+        if endpoint not in ("auto", *ROUTES):
+            raise InvalidRequestError(f"--endpoint {endpoint} is none.", "Use auto, completions or chat.")
+        key = os.environ.get("OPENAI_API_KEY", "") if api_key is None else api_key
+        if not key.isprintable() or not key.isascii():
+            raise InvalidRequestError("The API key has characters that no header can carry.", "Check --api-key.")
+        address = await Address.parse(url).resolve()
+        if not address.path.endswith("/v1"):
+            address = replace(address, path=f"{address.path}/v1")
+        target = cls(address, model or "", api_key=key, timeout=timeout)
+        entry = await target._find_model(model)
+        target.server = await detect(entry, target._root_json, target._root_text)
+        await target._agree(endpoint)
+        target.facts = target._make_facts(url)
+        return target
+
+    async def start(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Reply:
+        """Send a request when it is due and take what comes, unread: reading costs time that others' stamps need."""
+        return await self.post(ROUTES[self.dialect.endpoint], self.body(prompt, max_tokens), intended)
+
+    def read(self, reply: Reply) -> Observation:
+        """What became of a request that was started."""
+        return observe(reply)
+
+    async def send(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Observation:
+        """Send a request at `intended` and take its whole answer; failures are written into the observation.
+
+        Call it `lead` seconds early, or the opening of the connection makes it late. `SEND_NOW` means as soon as the
+        connection is there.
+        """
+        return observe(await self.start(prompt, max_tokens, intended))
+
+    def body(self, prompt: Prompt, max_tokens: int, dialect: Dialect | None = None) -> dict[str, Any]:
+        """The JSON of a request."""
+        how = dialect or self.dialect
+        body: dict[str, Any] = {"model": self.model, how.limit: max_tokens, "temperature": 0, "stream": True}
+        if how.endpoint == "chat":
+            body["messages"] = [{"role": "user", "content": prompt.text}]
+        else:
+            ids = prompt.token_ids and (self.server.kind in ACCEPTS_TOKEN_IDS or not prompt.text)
+            body["prompt"] = list(prompt.token_ids) if ids else prompt.text
+        if how.ignore_eos:
+            body["ignore_eos"] = True
+        if how.include_usage:
+            body["stream_options"] = {"include_usage": True}
+        return body
+
+    async def sizing(self) -> Sizing:
+        """How many tokens this server makes of our words: its own count of two prompts."""
+        if self._sizing is None:
+            maker, counts = TextMaker(seed=0x512E), []
+            for number, words in enumerate(PROBE_WORDS):
+                seen = await self.send(Prompt(maker.words(words, number)), 1)
+                if seen.error and not seen.error.startswith("no output"):
+                    raise TargetFailedError(f"{self.facts.name} failed on a short prompt: {seen.error}")
+                counts.append(seen.num_prompt_tokens)
+            if None in counts:
+                self.notes.append("the server does not count prompt tokens: prompt lengths are in words")
+                self._sizing = Sizing(1.0, 0.0, counted=False)
+            else:
+                a, b = (count or 0 for count in counts)
+                per_word = (b - a) / (PROBE_WORDS[1] - PROBE_WORDS[0])
+                if per_word <= 0:
+                    raise TargetFailedError(
+                        f"{self.facts.name} counts {a} and {b} tokens for prompts of {PROBE_WORDS}."
+                    )
+                self._sizing = Sizing(per_word, max(0.0, a - per_word * PROBE_WORDS[0]))
+        return self._sizing
+
+    async def get(self, route: str) -> Reply:
+        """Of a route at the server's root, not at the API's."""
+        root = replace(self.address, path=self.address.path.removesuffix("/v1"))
+        return await exchange(root, root.head("GET", f"{root.path}{route}", self._headers, 0), timeout=30)
+
+    async def post(self, route: str, body: Mapping[str, Any], intended: float = SEND_NOW) -> Reply:
+        """To a route of the API."""
+        data = msgspec.json.encode(body)
+        head = self.address.head("POST", f"{self.address.path}{route}", self._headers, len(data))
+        return await exchange(self.address, head + data, intended=intended, timeout=self.timeout)
+
+    async def post_root(self, route: str, body: Mapping[str, Any]) -> Reply:
+        """To a route at the server's root: the native API of some servers."""
+        data = msgspec.json.encode(body)
+        path = self.address.path.removesuffix("/v1")
+        head = self.address.head("POST", f"{path}{route}", self._headers, len(data))
+        return await exchange(self.address, head + data, timeout=self.timeout)
+
+    async def close(self) -> None:
+        """Nothing is held: each request has its own connection."""
+
+    async def _root_json(self, route: str) -> Any:
+        reply = await self.get(route)
+        return reply.json() if reply.status == 200 else None
+
+    async def _root_text(self, route: str) -> str:
+        reply = await self.get(route)
+        return reply.body.decode(errors="replace") if reply.status == 200 else ""
+
+    async def _find_model(self, model: str | None) -> Mapping[str, Any]:
+        reply = await self.get("/v1/models")
+        if reply.status in (401, 403):
+            raise InvalidRequestError("The server wants an API key.", "Give --api-key, or set OPENAI_API_KEY.")
+        if reply.error and not reply.status:
+            raise ServerUnreachableError(f"{self.address.url} gives no HTTP reply: {reply.error}.", "Check the URL.")
+        found = reply.json()
+        listed = found.get("data") if isinstance(found, dict) else None
+        entries = [entry for entry in listed or () if isinstance(entry, dict) and entry.get("id")]
+        if model is None and not entries:
+            raise InvalidRequestError(f"{self.address.url} lists no model (http {reply.status}).", "Give --model NAME.")
+        if model is None:
+            self.model = str(entries[0]["id"])
+            if len(entries) > 1:
+                self.notes.append(f"the server lists {len(entries)} models; the first was taken")
+            return entries[0]
+        return next((entry for entry in entries if entry["id"] == model), {})
+
+    async def _agree(self, endpoint: str) -> None:
+        """Find the dialect by asking for two tokens, with ever fewer fields that a server may not know."""
+        prompt, refusals = Prompt(TextMaker(seed=0xA63E).words(8, 0)), []
+        for name in ROUTES if endpoint == "auto" else (endpoint,):
+            for dialect in _dialects(name):
+                reply = await self.post(ROUTES[name], self.body(prompt, 2, dialect))
+                if reply.status in (401, 403):
+                    raise InvalidRequestError("The server wants an API key.", "Give --api-key, or set OPENAI_API_KEY.")
+                if reply.status == 200:
+                    self._note(dialect, endpoint, observe(reply))
+                    self.dialect = dialect
+                    return
+                refusals.append(f"{name}: {observe(reply).error}")
+                if reply.status not in (400, 422):  # not a field that it does not know
+                    break
+        raise TargetFailedError(
+            f"{self.address.url} does not answer a request of two tokens. {refusals[-1][:SHOWN]}.",
+            "Check the model's name and the server's log.",
+        )
+
+    def _note(self, dialect: Dialect, wanted: str, seen: Observation) -> None:
+        if wanted == "auto" and dialect.endpoint == "chat":
+            self.notes.append("the server has no /v1/completions: /v1/chat/completions was used")
+        if not dialect.ignore_eos:
+            self.notes.append("the server refuses `ignore_eos`: outputs may be shorter than asked for")
+        elif self.server.kind not in ACCEPTS_IGNORE_EOS:
+            self.notes.append("the server may ignore `ignore_eos`: outputs may be shorter than asked for")
+        if seen.num_output_tokens is None:
+            self.notes.append("the server's stream has no `usage`: no tokens are counted, TPOT is unknown")
+
+    def _make_facts(self, url: str) -> TargetFacts:
+        server = self.server
+        details = {"endpoint": f"/v1{ROUTES[self.dialect.endpoint]}", "recognised by": server.found_by or "nothing"}
+        details |= {**server.details, **({"notes": "; ".join(self.notes)} if self.notes else {})}
+        return replace(
+            self.facts,
+            name=url,
+            engine=server.title,
+            model=self.model,
+            context_length=server.context_length,
+            details=details,
+        )
+
+
+def _dialects(endpoint: str) -> list[Dialect]:
+    """From the most to the least asked for."""
+    both = [Dialect(endpoint, eos, usage) for usage in (True, False) for eos in (True, False)]
+    if endpoint == "chat":
+        both.append(Dialect(endpoint, False, True, "max_completion_tokens"))
+    return both
