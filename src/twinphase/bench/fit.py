@@ -285,23 +285,20 @@ def _reweighted(
 
 
 def _least_squares(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = np.linalg.lstsq(x, y, rcond=None)[0]
-    return found
+    return np.asarray(np.linalg.lstsq(x, y, rcond=None)[0], dtype=np.float64)
 
 
 def _non_negative(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = require("scipy.optimize").nnls(x, y)[0]
-    return found
+    return np.asarray(require("scipy.optimize").nnls(x, y)[0], dtype=np.float64)
 
 
 def _covariance(x: NDArray[np.float64], weights: NDArray[np.float64], used: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Inverse of the weighted normal matrix over the terms in use, zero elsewhere, [num_terms, num_terms]."""
-    size = np.abs(x).max(axis=0)
+    size: NDArray[np.float64] = np.abs(x).max(axis=0)
     scaled = (x / size * weights[:, None])[:, used]
     inverse = np.zeros((x.shape[1], x.shape[1]))
     inverse[np.ix_(used, used)] = np.linalg.pinv(scaled.T @ scaled)
-    found: NDArray[np.float64] = inverse / np.outer(size, size)
-    return found
+    return inverse / np.outer(size, size)
 
 
 def _coefficients(

@@ -1,0 +1,366 @@
+"""The phase sweep: prefill time against prompt length, decode time against position and batch, each point repeated.
+
+Rounds of all points in an order drawn anew each time, so that a machine that gets slower or faster meanwhile does not
+look like a law. Some points are held out of the fits, which must predict them. Not for what it means
+(`bench_report.py`), nor for load (`load.py`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinphase.bench.conditions import Bystanders
+from twinphase.bench.fit import DECODE_LAWS, PREFILL_LAW, Fit, Point, Prediction, best_fit, fit
+from twinphase.bench.statistics import percentile
+from twinphase.bench.target import DecodeSample, PrefillSample, Target, TargetFacts
+from twinphase.errors import TwinphaseError
+
+__all__ = ["HeldOut", "Measurement", "Place", "Plan", "SweepError", "SweepResult", "make_plan", "sweep"]
+
+QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
+FEWEST_TICKS = 2  # of the kernel's clock: one alone may have been anything
+CLOCK_TICK = 0.01  # seconds
+RETRIES = 2  # of a disturbed measurement
+ENOUGH_SECONDS = 0.06  # a prefill shorter than this is measured several times in a row, and their median taken
+MOST_IN_A_ROW = 8
+SHORTEST_PROMPT = 10
+DECODE_TOKENS = 24
+BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate
+WARM_UP = ((40, 1), (200, 2))
+
+Progress = Callable[[str, int, int], None]
+
+
+class SweepError(TwinphaseError):
+    """Nothing could be measured; the message carries the target's first failure."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A point of the sweep.
+
+    Attributes:
+        phase: "prefill" or "decode".
+        length: prompt tokens; in decode, those before the first decoded one.
+        batch: sequences that decode together; 1 in prefill.
+        held_out: not given to the fit, which must predict it.
+    """
+
+    phase: str
+    length: int
+    batch: int = 1
+    held_out: bool = False
+
+    def __str__(self) -> str:
+        at = f"{self.length:,} tokens"
+        return f"prefill of {at}" if self.phase == "prefill" else f"decode of {self.batch} behind {at}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        places: prefill first, from short to long.
+        repetitions: rounds over all of them.
+        decode_tokens: steps of one decode measurement.
+        max_seconds: of the whole sweep; None is no limit.
+        seed: of the order.
+    """
+
+    places: tuple[Place, ...]
+    repetitions: int = 5
+    decode_tokens: int = DECODE_TOKENS
+    max_seconds: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One repetition of one place.
+
+    Attributes:
+        place: where.
+        round: which repetition, from 0.
+        began: seconds since the sweep began.
+        samples: what the target gave: several for a short prefill.
+        foreign_cores: cores' worth of CPU time that others used meanwhile; None where it cannot be told.
+        disturbed: others used so much that it was measured again, or would have been.
+        kept: False for one that a less disturbed repetition replaced.
+    """
+
+    place: Place
+    round: int
+    began: float
+    samples: tuple[PrefillSample | DecodeSample, ...]
+    foreign_cores: float | None
+    disturbed: bool
+    kept: bool
+
+    @property
+    def x(self) -> tuple[float, float]:
+        """(prompt tokens, 1) by the target's count, or (mean position, batch)."""
+        first = self.samples[0]
+        if isinstance(first, PrefillSample):
+            return float(first.num_tokens), 1.0
+        return first.position, float(first.batch)
+
+    @property
+    def seconds(self) -> float:
+        """Of a prefill, or of a decode step: the median of the samples, or of the steps."""
+        first = self.samples[0]
+        if isinstance(first, DecodeSample):
+            return percentile(first.gaps, 50)
+        return percentile([sample.seconds for sample in self.samples if isinstance(sample, PrefillSample)], 50)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A point that the fit has not seen, and what it said of it."""
+
+    place: Place
+    x: tuple[float, float]
+    predicted: Prediction
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return (self.predicted.value - self.measured) / self.measured
+
+    @property
+    def inside(self) -> bool:
+        """Whether it lies within the claimed interval."""
+        return self.predicted.holds(self.measured)
+
+
+@dataclass
+class SweepResult:
+    """Everything measured, and the fits.
+
+    Attributes:
+        facts: of the target.
+        plan: what was to be measured.
+        measurements: all, replaced ones too, in the order in which they were made.
+        failures: why a place could not be measured.
+        seconds: the sweep took.
+        stopped: why it ended before all rounds were done; "" if it did not.
+        dropped: places that the time limit left no room for.
+    """
+
+    facts: TargetFacts
+    plan: Plan
+    measurements: list[Measurement] = field(default_factory=list)
+    failures: dict[Place, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    stopped: str = ""
+    dropped: tuple[Place, ...] = ()
+
+    def points(self, phase: str, held_out: bool | None = None) -> list[tuple[Place, Point]]:
+        """Places with their repetitions' seconds, in the plan's order; held-out ones, the others, or (None) all."""
+        found = []
+        for place in self.plan.places:
+            if place.phase != phase or held_out not in (None, place.held_out):
+                continue
+            kept = [one for one in self.measurements if one.place == place and one.kept]
+            if kept:
+                x = tuple(float(sum(one.x[axis] for one in kept)) / len(kept) for axis in (0, 1))
+                found.append((place, Point((x[0], x[1]), tuple(one.seconds for one in kept))))
+        return found
+
+    def fit(self, phase: str) -> Fit | None:
+        """The law of a phase through all points but the held-out ones; None: too few of them."""
+        points = [point for _, point in self.points(phase, held_out=False)]
+        return fit(PREFILL_LAW, points) if phase == "prefill" else best_fit(DECODE_LAWS, points)
+
+    def held_out(self, phase: str, found: Fit) -> list[HeldOut]:
+        """What the fit predicts for the held-out points, beside what was measured."""
+        return [
+            HeldOut(place, point.x, found.predict(point.x), point.median)
+            for place, point in self.points(phase, held_out=True)
+        ]
+
+
+def _spaced(low: int, high: int, count: int) -> list[int]:
+    """`count` whole numbers from low to high, equally far apart by ratio."""
+    if high <= low or count < 2:
+        return [low]
+    return sorted({round(low * (high / low) ** (index / (count - 1))) for index in range(count)})
+
+
+def make_plan(
+    context_length: int | None,
+    *,
+    batches: Sequence[int] = (1, 2, 4, 8),
+    quick: bool = False,
+    repetitions: int | None = None,
+    max_seconds: float | None = None,
+    max_length: int | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Places for a context: prompt lengths by ratio, every third held out; decode on a grid of positions and batches.
+
+    Args:
+        context_length: longest prompt + output; None (unknown) plans up to 2,048.
+        batches: sequences at once; of each neighbouring pair with room between them one size is added and held out.
+        quick: fewer places, three repetitions, shorter prompts: a look in about a minute, not a result.
+        repetitions: five unless told; three if `quick`.
+        max_seconds: limit of the sweep.
+        max_length: longest prompt to measure; the context's end unless told.
+        seed: of the order.
+    """
+    tokens = 12 if quick else DECODE_TOKENS
+    longest = min(context_length or 2048, max_length or (1024 if quick else 1 << 40))
+    longest = max(2, longest - tokens - 4)  # the decoded tokens need room behind the longest position too
+    lengths = _spaced(min(SHORTEST_PROMPT, longest), longest, 8 if quick else 14)
+    # Neither the first nor the last: a fit is asked about what lies within it.
+    places = [Place("prefill", n, 1, 0 < i < len(lengths) - 1 and i % 3 == 2) for i, n in enumerate(lengths)]
+    positions = [max(1, round(longest * share)) for share in ((0.02, 0.5, 1.0) if quick else (0.01, 0.25, 0.5, 1.0))]
+    held_position = max(1, round(longest * (0.25 if quick else 0.75)))
+    sizes = sorted(set(batches))
+    between = [(a + b) // 2 for a, b in zip(sizes, sizes[1:], strict=False) if b - a > 1]
+    grid = [(p, 1, False) for p in positions] + [(held_position, 1, True)]
+    # Batches at half of the longest position at most: their prompts are read anew for every repetition.
+    near = sorted({positions[0], min(positions[1], 512), min(positions[1], 1024)})
+    grid += [(p, b, False) for b in sizes if b > 1 for p in near]
+    grid += [(p, b, True) for b in between[-2:] for p in near[:2]]
+    seen: dict[tuple[int, int], bool] = {}
+    for p, b, out in grid:
+        seen.setdefault((p, b), out)
+    places += [Place("decode", p, b, out) for (p, b), out in sorted(seen.items(), key=lambda item: item[0][::-1])]
+    return Plan(tuple(places), repetitions or (3 if quick else 5), tokens, max_seconds, seed)
+
+
+def sweep(
+    target: Target,
+    plan: Plan,
+    progress: Progress = lambda what, done, total: None,
+    *,
+    watch_others: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> SweepResult:
+    """Measure every place of a plan, round after round; Ctrl-C ends it with what is complete.
+
+    Args:
+        target: idle.
+        plan: what to measure.
+        progress: told before each measurement.
+        watch_others: repeat what others' use of the CPU disturbed. Not for a server, whose own work would count.
+        clock: monotonic seconds.
+
+    Raises:
+        SweepError: not one place could be measured.
+    """
+    run = _Sweep(target, plan, progress, watch_others, clock)
+    try:
+        run.warm_up()
+        run.rounds()
+    except KeyboardInterrupt:
+        run.result.stopped = "interrupted"
+    run.result.seconds = clock() - run.start
+    if not run.result.measurements:
+        raise SweepError(
+            f"Nothing could be measured: {next(iter(run.result.failures.values()), run.result.stopped)}",
+            "See that the target answers a short prompt.",
+        )
+    return run.result
+
+
+class _Sweep:
+    """A sweep that is running."""
+
+    def __init__(
+        self, target: Target, plan: Plan, progress: Progress, watch_others: bool, clock: Callable[[], float]
+    ) -> None:
+        self.target, self.plan, self.progress, self.clock = target, plan, progress, clock
+        self.watch_others = watch_others
+        self.result = SweepResult(target.facts, plan)
+        self.start = clock()
+        self.random = random.Random(plan.seed)
+
+    def warm_up(self) -> None:
+        """Unmeasured requests, and the places that the time limit leaves room for by what they took."""
+        rate = 0.0
+        shortest = min((place.length for place in self.plan.places), default=1)
+        longest = max((place.length for place in self.plan.places), default=1)
+        for length, batch in WARM_UP:
+            self.progress("warm-up", 0, len(self.plan.places) * self.plan.repetitions)
+            try:
+                sample = self.target.prefill(max(shortest, min(length, longest)))
+                step = percentile(self.target.decode(sample.num_tokens, batch, 4).gaps, 50)
+            except TwinphaseError as error:
+                self.result.failures.setdefault(Place("prefill", length, batch), str(error))
+                return
+            rate = sample.seconds / sample.num_tokens
+        limit = self.plan.max_seconds
+        if limit is None:
+            return
+        room = BUDGET_SHARE * limit - (self.clock() - self.start)
+        places = list(self.plan.places)
+
+        def cost(place: Place) -> float:
+            # Half as much again: attention grows with the prompt, and what is disturbed is repeated.
+            return 1.5 * place.length * place.batch * rate + (place.phase == "decode") * self.plan.decode_tokens * step
+
+        while len(places) > 1 and sum(map(cost, places)) * self.plan.repetitions > room:
+            places.remove(max(places, key=cost))
+        self.result.dropped = tuple(place for place in self.plan.places if place not in places)
+
+    def rounds(self) -> None:
+        """All places, as often as the plan says or the time allows."""
+        done, total = 0, (len(self.plan.places) - len(self.result.dropped)) * self.plan.repetitions
+        for number in range(self.plan.repetitions):
+            places = [place for place in self.plan.places if place not in self.result.dropped]
+            self.random.shuffle(places)
+            for place in places:
+                if self.plan.max_seconds is not None and self.clock() - self.start > self.plan.max_seconds:
+                    self.result.stopped = f"the limit of {self.plan.max_seconds:g} s was reached"
+                    return
+                self.progress(f"{place}, {number + 1} of {self.plan.repetitions}", done, total)
+                done += 1
+                if place not in self.result.failures:
+                    self.measure(place, number)
+        self.progress("done", total, total)
+
+    def measure(self, place: Place, number: int) -> None:
+        """One repetition; again with fresh prompts where it was disturbed. Keeps the least disturbed one."""
+        found: list[Measurement] = []
+        for _ in range(RETRIES + 1):
+            began = self.clock()
+            watch = Bystanders()
+            try:
+                if self.watch_others:
+                    with watch:
+                        samples = tuple(self.samples(place))
+                else:
+                    samples = tuple(self.samples(place))
+            except TwinphaseError as error:
+                self.result.failures[place] = str(error)
+                break
+            seconds, cores = self.clock() - began, watch.cores
+            ticks = (cores or 0.0) * seconds / CLOCK_TICK
+            disturbed = cores is not None and cores > QUIET_CORES and ticks >= FEWEST_TICKS
+            found.append(Measurement(place, number, began - self.start, samples, cores, disturbed, kept=False))
+            if not disturbed:
+                break
+        best = min(found, key=lambda one: (one.disturbed, one.foreign_cores or 0.0), default=None)
+        for one in found:
+            values: dict[str, Any] = {**vars(one), "kept": one is best}
+            self.result.measurements.append(Measurement(**values))
+
+    def samples(self, place: Place) -> Iterator[PrefillSample | DecodeSample]:
+        """Ask the target: a decode once, a prefill as often as a short one needs."""
+        if place.phase == "decode":
+            yield self.target.decode(place.length, place.batch, self.plan.decode_tokens)
+            return
+        total = 0.0
+        for _ in range(MOST_IN_A_ROW):
+            sample = self.target.prefill(place.length)
+            total += sample.seconds
+            yield sample
+            if total >= ENOUGH_SECONDS:
+                return
