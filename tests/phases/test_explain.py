@@ -107,11 +107,11 @@ def test_a_lone_decode_with_a_long_context_is_told_of_the_small_cache():
     ("reason", "words", "flags"),
     [
         (MissReason.DIVERGED, "at token 32 the prompt leaves the cached ones", ["prompt"]),
-        (MissReason.BLOCK_GRANULARITY, "less than a block", []),
-        (MissReason.SALT, "cache_salt", []),
+        (MissReason.BLOCK_GRANULARITY, "less than a block", ["--block-size"]),
+        (MissReason.SALT, "cache_salt", ["cache_salt"]),
         (MissReason.EVICTED, "had to make room", ["--num-kv-blocks"]),
-        (MissReason.NEVER_SEEN, "no full block", []),
-        (MissReason.DISABLED, "prefix cache is off", ["--enable-prefix-caching"]),
+        (MissReason.NEVER_SEEN, "no full block", ["prompt"]),
+        (MissReason.DISABLED, "prefix cache is off", ["--enable-prefix-caching", "prompt"]),
     ],
 )
 def test_a_missed_prefix_says_why(reason, words, flags):
@@ -123,7 +123,9 @@ def test_a_missed_prefix_says_why(reason, words, flags):
 
 def test_what_every_chat_begins_with_is_no_prefix_to_move():
     request = make_request(prefix_miss=PrefixMiss(MissReason.DIVERGED, 4))
-    assert not explain(request, lived(decode_steps=0), make_machine()).levers
+    found = explain(request, lived(decode_steps=0), make_machine())
+    assert [diagnosis.cause for diagnosis in found.diagnoses] == ["prompt_length"]
+    assert not any("Put what changes" in lever.advice for lever in found.levers)
 
 
 def test_recompute_counts_what_was_lost():

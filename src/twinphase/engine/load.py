@@ -31,6 +31,7 @@ from twinphase.weights.hub import resolve_model
 
 __all__ = [
     "LoadedEngine",
+    "best_isa",
     "compute_units",
     "learn_ceilings",
     "make_backend",
@@ -94,7 +95,10 @@ class LoadedEngine:
     def explain(self, request: Request, timeline: RequestTimeline) -> Explanation:
         """Why a request took as long as it did, and what to change."""
         engine, units = self.engine, compute_units(self.checkpoint, self.config)
-        machine = Machine(self.config, engine.shape, engine.cost_model, measured_ceilings(self.config), units)
+        best = best_isa(self.config)
+        machine = Machine(
+            self.config, engine.shape, engine.cost_model, measured_ceilings(self.config), units, available_cores(), best
+        )
         return explain(request, timeline, machine)
 
 
@@ -220,6 +224,15 @@ def model_shape(checkpoint: Checkpoint, config: ModelConfig) -> ModelShape:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
+
+
+def best_isa(config: EngineConfig) -> str | None:
+    """The instruction-set path that this processor would get if none were forced."""
+    if config.backend != "cpu":
+        return None
+    from twinphase.backends.cpu.isa import choose_isa
+
+    return choose_isa(None).name
 
 
 def learn_ceilings(config: EngineConfig, known: Ceilings | None = None) -> tuple[Ceilings, OSError | None]:

@@ -75,7 +75,8 @@ class Ledger:
             start: when scheduling began, seconds.
             end: when the tokens were committed, seconds.
             executed: what the executor took of it, seconds.
-            sampling, cpu_wait: as in `StepRecord`.
+            sampling: as in `StepRecord`.
+            cpu_wait: as in `StepRecord`.
         """
         settled = min(self._settled, start)
         for timeline in self._running.values():

@@ -1,0 +1,86 @@
+"""Where a request's wall time went as bars that add up to all of it. Not for drawing, which is the terminal's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from twinphase.errors import TwinphaseError
+from twinphase.phases.timeline import IntervalKind, RequestTimeline
+
+__all__ = ["Bar", "Waterfall", "WaterfallError", "waterfall"]
+
+TOLERANCE = 1e-4  # of the wall time, and
+ROUNDING = 2e-5  # seconds: what a ledger written in thousandths of a millisecond may lose
+
+
+class WaterfallError(TwinphaseError):
+    """Parts that do not add up to their whole."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One kind of time.
+
+    Attributes:
+        name: of an `IntervalKind`, or of what came before the request arrived ("load", ...).
+        seconds: all of it.
+        share: of the wall time.
+        before_first_token: seconds of it that passed before the first output token was handed over.
+    """
+
+    name: str
+    seconds: float
+    share: float
+    before_first_token: float
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """Bars that partition a wall time, in the order in which a request lives through them.
+
+    Attributes:
+        wall_seconds: all of it.
+        first_token: seconds from the beginning to the first output token; None if there was none.
+        bars: only those that took time.
+    """
+
+    wall_seconds: float
+    first_token: float | None
+    bars: tuple[Bar, ...]
+
+    def __post_init__(self) -> None:
+        """Add up.
+
+        Raises:
+            WaterfallError: the bars are more or less than the wall time; nothing is scaled to make them fit.
+        """
+        found = sum(bar.seconds for bar in self.bars)
+        if abs(found - self.wall_seconds) > max(ROUNDING, TOLERANCE * self.wall_seconds):
+            raise WaterfallError(
+                f"The parts of the ledger add up to {1e3 * found:.3f} ms, but {1e3 * self.wall_seconds:.3f} ms passed.",
+                "The ledger is damaged, or was cut.",
+            )
+
+
+def waterfall(timeline: RequestTimeline, before: Mapping[str, float] | None = None) -> Waterfall:
+    """The bars of a timeline, `before` (seconds by name, of what came before the request) in front."""
+    earlier = {name: seconds for name, seconds in (before or {}).items() if seconds > 0}
+    lead = sum(earlier.values())
+    first, all_of_it = until_first_token(timeline), timeline.totals()
+    wall = lead + timeline.end - timeline.arrival
+    bars = [(name, seconds, seconds) for name, seconds in earlier.items()]
+    bars += [(kind.value, all_of_it[kind.value], first[kind]) for kind in IntervalKind if all_of_it[kind.value] > 0]
+    ttft = None if timeline.ttft is None else lead + timeline.ttft
+    return Waterfall(wall, ttft, tuple(Bar(name, spent, spent / wall, early) for name, spent, early in bars))
+
+
+def until_first_token(timeline: RequestTimeline) -> dict[IntervalKind, float]:
+    """Seconds by kind before the first output token was handed over, all of them if none was; they add up to TTFT."""
+    sums = dict.fromkeys(IntervalKind, 0.0)
+    cut = timeline.token_times[0] if timeline.token_times else timeline.end
+    for interval in timeline.intervals:
+        sums[interval.kind] += max(0.0, min(interval.end, cut) - interval.start)
+    return sums
