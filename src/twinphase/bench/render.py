@@ -15,10 +15,9 @@ from twinphase.bench.extras import require
 from twinphase.bench.markdown import markdown
 from twinphase.bench.page import page
 from twinphase.bench.report import Plot, Report
-from twinphase.bench.result import result_json
+from twinphase.bench.result import plain, result_json
 from twinphase.bench.theme import LIGHT, coloured, drawable
 from twinphase.errors import StorageError
-from twinphase.weights.storage import write_atomically
 
 __all__ = ["Written", "png", "write_report"]
 
@@ -83,7 +82,9 @@ def write_report(
 
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, data)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.replace(path)  # nobody sees half a file
 
 
 def _prepared(report: Report) -> Report:
@@ -105,8 +106,6 @@ def _prepared(report: Report) -> Report:
 
 def png(plot: Plot) -> bytes:
     """The chart with its title, on white."""
-    from twinphase.bench.result import plain
-
     spec: dict[str, Any] = drawable(plain(plot.spec), LIGHT)
     if "layer" in spec or "mark" in spec:
         spec = {"width": WIDTH, "height": HEIGHT, **spec}

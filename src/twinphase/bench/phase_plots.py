@@ -1,0 +1,143 @@
+"""Charts that only this subject has: a roofline, a waterfall of one request's time, many requests along time.
+
+Rows and colours as in `plots.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from twinphase.bench.plots import ROW_HEIGHT, ZOOM, axis, colour_by, faded, highlight, tooltips
+from twinphase.bench.report import Plot
+
+__all__ = ["roofline", "timeline", "waterfall"]
+
+Row = Mapping[str, Any]
+Spec = dict[str, Any]
+
+
+def roofline(
+    name: str,
+    title: str,
+    roofs: Sequence[Row],
+    points: Sequence[Row],
+    *,
+    balance: float | None = None,
+    caption: str = "",
+) -> Plot:
+    """Work under a machine's ceilings (Williams, Waterman, Patterson 2009), both axes logarithmic.
+
+    Args:
+        name: of the plot.
+        title: of the plot.
+        roofs: corners of the ceilings by rising intensity, each {"intensity": FLOP a byte, "rate": FLOP/s,
+            "roof": its name}.
+        points: measured work, each {"intensity", "rate", "phase": series, "label": what it was}, and what else a
+            reader is to see when pointing at it.
+        balance: intensity at which compute begins to bind.
+        caption: of the plot.
+    """
+    x_axis = axis("intensity", "arithmetic intensity (FLOP a byte)", log=True)
+    y_axis = {**axis("rate", "work done (FLOP/s)", log=True), "axis": {"format": "~s", "tickCount": 8}}
+    ends = [row for index, row in enumerate(roofs) if [r["roof"] for r in roofs[index + 1 :]].count(row["roof"]) == 0]
+    line = {"x": x_axis, "y": y_axis, "detail": {"field": "roof", "type": "nominal"}}
+    text = {"type": "text", "align": "right", "dy": -8, "color": "role:muted"}
+    shape = (
+        {"field": "label", "type": "nominal", "legend": None} if len({row.get("label") for row in points}) <= 6 else {}
+    )
+    layers: list[Spec] = [
+        {
+            "data": {"values": list(roofs)},
+            "mark": {"type": "line", "color": "role:muted", "strokeWidth": 1.5},
+            "encoding": line,
+            "params": [ZOOM, *highlight("phase")],
+        },
+        {"data": {"values": ends}, "mark": text, "encoding": {"x": x_axis, "y": y_axis, "text": {"field": "roof"}}},
+        {
+            "data": {"values": list(points)},
+            "mark": {"type": "point", "size": 70},
+            "encoding": {"x": x_axis, "y": y_axis, **colour_by("phase"), **faded("phase", 0.85)}
+            | ({"shape": shape} if shape else {})
+            | {"tooltip": tooltips(points)},
+        },
+    ]
+    if balance is not None:
+        rule = {"type": "rule", "strokeDash": [4, 4]}
+        layers.append({"data": {"values": [{"intensity": balance}]}, "mark": rule, "encoding": {"x": x_axis}})
+    return Plot(name, title, {"layer": layers}, caption)
+
+
+def waterfall(
+    name: str, title: str, parts: Sequence[tuple[str, float]], unit: str, *, caption: str = "", total: str = "total"
+) -> Plot:
+    """Parts one behind the other, each beginning where the one before ends, and their sum below.
+
+    Args:
+        name: of the plot.
+        title: of the plot.
+        parts: (name, size), in the order in which they are drawn.
+        unit: title of the axis, with the unit.
+        caption: of the plot.
+        total: name of the sum.
+    """
+    rows, start, whole = [], 0.0, math.fsum(size for _, size in parts)
+    for part, size in parts:
+        rows.append({"part": part, "from": start, "to": start + size, "size": size})
+        start += size
+    rows.append({"part": total, "from": 0.0, "to": whole, "size": whole})
+    for row in rows:
+        row["share"] = float(row["size"]) / whole if whole else 0.0  # type: ignore[arg-type]
+    order = [row["part"] for row in rows]
+    y_axis = {"field": "part", "type": "nominal", "title": None, "sort": order}
+    x_axis = {"field": "from", "type": "quantitative", "title": unit, "axis": {"grid": True}}
+    colour = {**colour_by("part", [str(part) for part in order])["color"], "legend": None}
+    label = {"type": "text", "align": "left", "dx": 5}
+    layers = [
+        {
+            "mark": "bar",
+            "encoding": {"y": y_axis, "x": x_axis, "x2": {"field": "to"}, "color": colour, "tooltip": tooltips(rows)},
+        },
+        {
+            "mark": label,
+            "encoding": {"y": y_axis, "x": {**x_axis, "field": "to"}, "text": {"field": "share", "format": ".1%"}},
+        },
+    ]
+    return Plot(name, title, {"data": {"values": rows}, "height": ROW_HEIGHT * len(rows), "layer": layers}, caption)
+
+
+def timeline(
+    name: str,
+    title: str,
+    rows: Sequence[Row],
+    *,
+    lane: tuple[str, str] = ("request", "request"),
+    kind: str = "kind",
+    unit: str = "seconds",
+    caption: str = "",
+) -> Plot:
+    """Intervals along time, a lane a request, coloured by kind.
+
+    Args:
+        name: of the plot.
+        title: of the plot.
+        rows: an interval each: {"start", "end" in the axis' unit, the lane's key, the kind's key}, and what else a
+            reader is to see when pointing at it.
+        lane: (key of the row, title).
+        kind: key of the row.
+        unit: title of the axis.
+        caption: of the plot.
+    """
+    lanes = list(dict.fromkeys(str(row[lane[0]]) for row in rows))
+    encoding = {
+        "y": {"field": lane[0], "type": "nominal", "title": lane[1] or None, "sort": lanes},
+        "x": {**axis("start", unit), "axis": {"grid": True}},
+        "x2": {"field": "end"},
+        **colour_by(kind),
+        **faded(kind),
+        "tooltip": tooltips(rows),
+    }
+    layer = {"mark": {"type": "bar", "cornerRadius": 1}, "encoding": encoding, "params": highlight(kind)}
+    height = (26 if len(lanes) <= 20 else 14) * len(lanes)
+    return Plot(name, title, {"data": {"values": list(rows)}, "height": height, "layer": [layer]}, caption)
