@@ -2,7 +2,8 @@
 
 Reads only what the formulas of `estimate.py` need, for more architectures than the engine runs. What a file does not
 say is an error that names the field, never a guess; a field that the model's published configuration class itself gives
-a default has that default. Not for the GGUF header itself (`gguf_shapes.py`) nor for running a model (`models/config.py`).
+a default has that default. Not for reading a GGUF header (`gguf_shapes.py`) nor for running a model
+(`models/config.py`).
 """
 
 from __future__ import annotations
@@ -148,9 +149,10 @@ def _from_cache(name: str) -> DecoderShape:
         path = cached_model(name)
     except ModelNotFoundError as error:
         close = difflib.get_close_matches(name.lower(), KNOWN_MODELS, n=4, cutoff=0.5)
-        if not close:
-            raise
-        raise ModelNotFoundError(error.cause, f"Did you mean {' or '.join(close)}? `--list-models` has all.") from None
+        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        raise ModelNotFoundError(
+            error.cause, f"{hint}`twinphase estimate --list-models` has the names; a config.json or a .gguf does too."
+        ) from None
     if path is None:
         raise ModelNotFoundError(f"{name} is not in the cache.", f"`twinphase pull {name}` fetches it.")
     return from_gguf(path, name)
@@ -214,6 +216,7 @@ class Fields:
         self._config, self._name = config, name
 
     def number(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number from `least` on; `default`, if there is one, where the field is missing or null."""
         value = self._config.get(key)
         if value is None and default is not None:
             return default
@@ -223,12 +226,14 @@ class Fields:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
+        """True or false; `default` where the field is missing."""
         value = self._config.get(key, default)
         if not isinstance(value, bool):
             raise CheckpointError(f"The configuration of {self._name} has {value!r} as {key}.", _FIX)
         return value
 
     def get(self, key: str) -> Any:
+        """Whatever the field holds; None where it is missing."""
         return self._config.get(key)
 
 
