@@ -19,7 +19,18 @@ from twinphase.bench.statistics import percentile
 from twinphase.bench.target import DecodeSample, PrefillSample, Target, TargetFacts
 from twinphase.errors import TwinphaseError
 
-__all__ = ["HeldOut", "Measurement", "Place", "Plan", "SweepError", "SweepResult", "make_plan", "sweep"]
+__all__ = [
+    "HeldOut",
+    "Measurement",
+    "Place",
+    "Pace",
+    "Plan",
+    "SweepError",
+    "SweepResult",
+    "calibrate",
+    "make_plan",
+    "sweep",
+]
 
 QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
 FEWEST_TICKS = 2  # of the kernel's clock: one alone may have been anything
@@ -28,9 +39,14 @@ RETRIES = 2  # of a disturbed measurement
 ENOUGH_SECONDS = 0.06  # a prefill shorter than this is measured several times in a row, and their median taken
 MOST_IN_A_ROW = 8
 SHORTEST_PROMPT = 10
+UNKNOWN_CONTEXT = 2048  # tokens planned for where the target does not say what it holds
+QUICK_LENGTH = 1024
+ROOM = 16  # tokens behind a warm-up's prompt
+FEWEST_TOKENS = 128  # a plan is not shortened below
 DECODE_TOKENS = 24
 BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate
-WARM_UP = ((40, 1), (200, 2))
+MARGIN = 1.3  # of the estimate: attention grows with the prompt, and what is disturbed is repeated
+WARM_UP = ((40, 1), (200, 2), (200, 1))
 
 Progress = Callable[[str, int, int], None]
 
@@ -68,8 +84,9 @@ class Plan:
         places: prefill first, from short to long.
         repetitions: rounds over all of them.
         decode_tokens: steps of one decode measurement.
-        max_seconds: of the whole sweep; None is no limit.
+        max_seconds: of the rounds; None is no limit.
         seed: of the order.
+        wanted_length: the longest prompt + output that was to be measured; the time limit may have allowed less.
     """
 
     places: tuple[Place, ...]
@@ -77,6 +94,28 @@ class Plan:
     decode_tokens: int = DECODE_TOKENS
     max_seconds: float | None = None
     seed: int = 0
+    wanted_length: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max((place.length for place in self.places), default=0)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """About how fast a target is, to plan by: seconds a prompt token, and a decode step."""
+
+    token: float
+    step: float
+
+    def estimate(self, plan: Plan) -> float:
+        """Seconds that a plan takes, about."""
+        tokens = sum(place.length * place.batch for place in plan.places)
+        decodes = sum(place.phase == "decode" for place in plan.places)
+        short = ENOUGH_SECONDS * (len(plan.places) - decodes)  # repeated in a row
+        once = tokens * self.token + decodes * plan.decode_tokens * self.step + short
+        return MARGIN * plan.repetitions * once
 
 
 @dataclass(frozen=True)
@@ -111,10 +150,10 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        """Of a prefill, or of a decode step: the median of the samples, or of the steps."""
+        """Of a prefill: the median of the samples. Of a decode step: the mean of the steps, as TPOT has it."""
         first = self.samples[0]
         if isinstance(first, DecodeSample):
-            return percentile(first.gaps, 50)
+            return sum(first.gaps) / len(first.gaps)
         return percentile([sample.seconds for sample in self.samples if isinstance(sample, PrefillSample)], 50)
 
 
@@ -149,7 +188,6 @@ class SweepResult:
         failures: why a place could not be measured.
         seconds: the sweep took.
         stopped: why it ended before all rounds were done; "" if it did not.
-        dropped: places that the time limit left no room for.
     """
 
     facts: TargetFacts
@@ -158,7 +196,6 @@ class SweepResult:
     failures: dict[Place, str] = field(default_factory=dict)
     seconds: float = 0.0
     stopped: str = ""
-    dropped: tuple[Place, ...] = ()
 
     def points(self, phase: str, held_out: bool | None = None) -> list[tuple[Place, Point]]:
         """Places with their repetitions' seconds, in the plan's order; held-out ones, the others, or (None) all."""
@@ -200,28 +237,45 @@ def make_plan(
     repetitions: int | None = None,
     max_seconds: float | None = None,
     max_length: int | None = None,
+    pace: Pace | None = None,
     seed: int = 0,
 ) -> Plan:
     """Places for a context: prompt lengths by ratio, every third held out; decode on a grid of positions and batches.
 
     Args:
-        context_length: longest prompt + output; None (unknown) plans up to 2,048.
+        context_length: longest prompt + output; None (unknown) plans up to `UNKNOWN_CONTEXT`.
         batches: sequences at once; of each neighbouring pair with room between them one size is added and held out.
         quick: fewer places, three repetitions, shorter prompts: a look in about a minute, not a result.
         repetitions: five unless told; three if `quick`.
         max_seconds: limit of the sweep.
-        max_length: longest prompt to measure; the context's end unless told.
+        max_length: longest prompt + output to measure; the context's end unless told.
+        pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`.
         seed: of the order.
     """
-    tokens = 12 if quick else DECODE_TOKENS
-    longest = min(context_length or 2048, max_length or (1024 if quick else 1 << 40))
-    longest = max(2, longest - tokens - 4)  # the decoded tokens need room behind the longest position too
+    wanted = min(context_length or UNKNOWN_CONTEXT, max_length or (QUICK_LENGTH if quick else 1 << 40))
+    rounds = repetitions or (3 if quick else 5)
+    length = wanted
+    while True:
+        places, tokens = _places(length, batches, quick)
+        plan = Plan(places, rounds, tokens, max_seconds, seed, wanted)
+        if pace is None or max_seconds is None or pace.estimate(plan) <= BUDGET_SHARE * max_seconds:
+            return plan
+        if length <= FEWEST_TOKENS:
+            return plan
+        length = max(FEWEST_TOKENS, length * 4 // 5)
+
+
+def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Place, ...], int]:
+    """Places for prompts + outputs up to a length, and the steps of a decode measurement."""
+    tokens = min(12 if quick else DECODE_TOKENS, max(1, length // 4))
+    sizes = sorted(set(batches))
+    # Behind the longest prompt there is room for the tokens of a batch whose prompts are read one after the other.
+    longest = max(2, length - tokens - 4)
     lengths = _spaced(min(SHORTEST_PROMPT, longest), longest, 8 if quick else 14)
     # Neither the first nor the last: a fit is asked about what lies within it.
     places = [Place("prefill", n, 1, 0 < i < len(lengths) - 1 and i % 3 == 2) for i, n in enumerate(lengths)]
     positions = [max(1, round(longest * share)) for share in ((0.02, 0.5, 1.0) if quick else (0.01, 0.25, 0.5, 1.0))]
     held_position = max(1, round(longest * (0.25 if quick else 0.75)))
-    sizes = sorted(set(batches))
     between = [(a + b) // 2 for a, b in zip(sizes, sizes[1:], strict=False) if b - a > 1]
     grid = [(p, 1, False) for p in positions] + [(held_position, 1, True)]
     # Batches at half of the longest position at most: their prompts are read anew for every repetition.
@@ -232,7 +286,29 @@ def make_plan(
     for p, b, out in grid:
         seen.setdefault((p, b), out)
     places += [Place("decode", p, b, out) for (p, b), out in sorted(seen.items(), key=lambda item: item[0][::-1])]
-    return Plan(tuple(places), repetitions or (3 if quick else 5), tokens, max_seconds, seed)
+    return tuple(places), tokens
+
+
+def calibrate(target: Target, progress: Progress = lambda what, done, total: None) -> Pace:
+    """Warm a target up with requests that are not measured, and see about how fast it is.
+
+    Raises:
+        TwinphaseError: the target failed.
+    """
+    longest = max(2, (target.facts.context_length or UNKNOWN_CONTEXT) - ROOM)
+    token = step = 0.0
+    for number, (length, batch) in enumerate(WARM_UP):
+        progress("warm-up", number, len(WARM_UP))
+        sample = target.prefill(min(length, longest))
+        token = sample.seconds / sample.num_tokens
+        try:
+            gaps = target.decode(min(length, longest), batch, 4).gaps
+        except TwinphaseError:
+            if batch == 1:
+                raise
+            continue  # it does not take two at once: the sweep will say so
+        step = sum(gaps) / len(gaps)
+    return Pace(token, step)
 
 
 def sweep(
@@ -246,7 +322,7 @@ def sweep(
     """Measure every place of a plan, round after round; Ctrl-C ends it with what is complete.
 
     Args:
-        target: idle.
+        target: idle and warm (`calibrate`).
         plan: what to measure.
         progress: told before each measurement.
         watch_others: repeat what others' use of the CPU disturbed. Not for a server, whose own work would count.
@@ -257,7 +333,6 @@ def sweep(
     """
     run = _Sweep(target, plan, progress, watch_others, clock)
     try:
-        run.warm_up()
         run.rounds()
     except KeyboardInterrupt:
         run.result.stopped = "interrupted"
@@ -282,39 +357,11 @@ class _Sweep:
         self.start = clock()
         self.random = random.Random(plan.seed)
 
-    def warm_up(self) -> None:
-        """Unmeasured requests, and the places that the time limit leaves room for by what they took."""
-        rate = 0.0
-        shortest = min((place.length for place in self.plan.places), default=1)
-        longest = max((place.length for place in self.plan.places), default=1)
-        for length, batch in WARM_UP:
-            self.progress("warm-up", 0, len(self.plan.places) * self.plan.repetitions)
-            try:
-                sample = self.target.prefill(max(shortest, min(length, longest)))
-                step = percentile(self.target.decode(sample.num_tokens, batch, 4).gaps, 50)
-            except TwinphaseError as error:
-                self.result.failures.setdefault(Place("prefill", length, batch), str(error))
-                return
-            rate = sample.seconds / sample.num_tokens
-        limit = self.plan.max_seconds
-        if limit is None:
-            return
-        room = BUDGET_SHARE * limit - (self.clock() - self.start)
-        places = list(self.plan.places)
-
-        def cost(place: Place) -> float:
-            # Half as much again: attention grows with the prompt, and what is disturbed is repeated.
-            return 1.5 * place.length * place.batch * rate + (place.phase == "decode") * self.plan.decode_tokens * step
-
-        while len(places) > 1 and sum(map(cost, places)) * self.plan.repetitions > room:
-            places.remove(max(places, key=cost))
-        self.result.dropped = tuple(place for place in self.plan.places if place not in places)
-
     def rounds(self) -> None:
         """All places, as often as the plan says or the time allows."""
-        done, total = 0, (len(self.plan.places) - len(self.result.dropped)) * self.plan.repetitions
+        done, total = 0, len(self.plan.places) * self.plan.repetitions
         for number in range(self.plan.repetitions):
-            places = [place for place in self.plan.places if place not in self.result.dropped]
+            places = list(self.plan.places)
             self.random.shuffle(places)
             for place in places:
                 if self.plan.max_seconds is not None and self.clock() - self.start > self.plan.max_seconds:

@@ -90,7 +90,7 @@ class EngineTarget:
         """
         config = self.loaded.config
         chunks = -(-position // max(1, config.max_num_batched_tokens - batch)) + 1
-        room = num_tokens + batch * chunks + 1  # steps in which only some of them decode come first
+        room = num_tokens + 1 + (batch - 1) * chunks  # the first ones decode while the others are read
         self._check_room(position + room, batch)
         try:
             requests = [self._submit(self._ids.take(position), room) for _ in range(batch)]

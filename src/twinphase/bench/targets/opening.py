@@ -1,0 +1,122 @@
+"""From the TARGET of the command line to something whose phases can be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinphase.bench.target import Target
+from twinphase.errors import InvalidRequestError
+
+__all__ = ["FORMS", "TargetOptions", "kind_of", "open_target"]
+
+FORMS = (
+    "Give a model (FILE.gguf, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of a server (http://HOST:PORT), "
+    "transformers:FOLDER or llama-cpp:FILE.gguf."
+)
+MODEL, URL, TRANSFORMERS, LLAMA_CPP = "model", "url", "transformers", "llama-cpp"
+ALLOWED = {  # options by kind; what a kind has no use for is refused, never ignored
+    MODEL: {"engine"},
+    URL: {"api_key", "model", "endpoint"},
+    TRANSFORMERS: {"threads"},
+    LLAMA_CPP: {"threads"},
+}
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """What was given on the command line beside the target; None or empty: not given.
+
+    Attributes:
+        engine: fields of `EngineConfig`, for a model.
+        api_key, model, endpoint: for a server.
+        seed: of the prompts.
+    """
+
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    api_key: str | None = None
+    model: str | None = None
+    endpoint: str | None = None
+    seed: int = 0
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Names of what was given, and the options' own names."""
+        names = {"api_key": "--api-key", "model": "--model", "endpoint": "--endpoint"}
+        found = {name: option for name, option in names.items() if getattr(self, name) is not None}
+        if set(self.engine) - {"threads"}:
+            others = sorted(set(self.engine) - {"threads"})
+            found["engine"] = ", ".join("--" + name.replace("_", "-") for name in others)
+        if "threads" in self.engine:
+            found["threads"] = "--threads"
+        return found
+
+
+def kind_of(text: str, is_model: Callable[[str], bool]) -> str:
+    """What a target is: "model", "url", "transformers" or "llama-cpp".
+
+    Args:
+        text: as given.
+        is_model: whether a text names a model of ours.
+
+    Raises:
+        InvalidRequestError: none of these.
+    """
+    if text.startswith(("http://", "https://")):
+        return URL
+    for kind in (TRANSFORMERS, LLAMA_CPP):
+        if text.startswith(f"{kind}:"):
+            if len(text) == len(kind) + 1:
+                raise InvalidRequestError(f"{text!r} names no model.", FORMS)
+            return kind
+    if is_model(text):
+        return MODEL
+    raise InvalidRequestError(f"{text!r} is nothing that can be measured.", FORMS)
+
+
+def open_target(
+    text: str,
+    kind: str,
+    options: TargetOptions,
+    compile_progress: Callable[[int, int, str], None] | None = None,
+) -> Target:
+    """Load or connect; slow. Imports only what this kind needs.
+
+    Args:
+        text: as given.
+        kind: of `kind_of`.
+        options: of the command line.
+        compile_progress: as for `LLM`, for a model.
+
+    Raises:
+        InvalidRequestError: an option that this kind has no use for.
+        TwinphaseError: it cannot be loaded or reached, or a package is missing.
+    """
+    allowed = ALLOWED[kind] | ({"threads"} if kind == MODEL else set())
+    for name, option in options.given.items():
+        if name not in allowed:
+            raise InvalidRequestError(f"{option} has no meaning for {text}.", "Leave it out.")
+    path = text.partition(":")[2]
+    if kind == MODEL:
+        from twinphase.bench.targets.engine import EngineTarget
+
+        return EngineTarget(text, seed=options.seed, compile_progress=compile_progress, **options.engine)
+    if kind == URL:
+        from twinphase.bench.targets.phases_of_url import PhasesOfUrl
+
+        return PhasesOfUrl(
+            text,
+            model=options.model,
+            api_key=options.api_key,
+            endpoint=options.endpoint or "auto",
+            seed=options.seed,
+        )
+    threads = options.engine.get("threads")
+    if kind == TRANSFORMERS:
+        from twinphase.bench.targets.transformers import TransformersTarget
+
+        return TransformersTarget(path, threads=threads, seed=options.seed)
+    from twinphase.bench.targets.llama_cpp import LlamaCppTarget
+
+    return LlamaCppTarget(path, threads=threads, seed=options.seed)
