@@ -111,8 +111,9 @@ def _take(seen: Observation, moment: float, data: bytes, text: list[str]) -> str
         _take_choice(seen, moment, choice, text)
     if isinstance(event.get("usage"), dict):
         _take_usage(seen, event["usage"])
-    if isinstance(event.get("timings"), dict):
-        seen.claims["timings"] = event["timings"]
+    for name in ("timings", "metrics"):  # llama.cpp and ourselves; vLLM with --enable-per-request-metrics
+        if isinstance(event.get(name), dict):
+            seen.claims[name] = event[name]
     return ""
 
 

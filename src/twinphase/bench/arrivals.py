@@ -1,0 +1,110 @@
+"""When requests are sent: open loop (whatever becomes of the others) or closed (when another has ended).
+
+An open loop is what independent users are, and the only one in which a slow server cannot slow its own load down. Not
+for what is sent (`workload.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twinphase.bench.workload import LoadRequest
+from twinphase.errors import InvalidRequestError
+
+__all__ = ["Arrivals", "Closed", "Constant", "Poisson", "Traced"]
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Independent users: exponential gaps of mean 1 / rate.
+
+    Attributes:
+        rate: requests a second.
+        seed: of the gaps.
+    """
+
+    rate: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_rate(self.rate)
+
+    def offsets(self, requests: Sequence[LoadRequest]) -> tuple[float, ...]:
+        """Seconds after the beginning; the first request comes at 0."""
+        draw, found, now = random.Random(f"poisson/{self.seed}"), [], 0.0
+        for _ in requests:
+            found.append(now)
+            now += draw.expovariate(self.rate)
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return f"open loop, Poisson at {self.rate:g} req/s"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Even gaps of 1 / rate."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        _check_rate(self.rate)
+
+    def offsets(self, requests: Sequence[LoadRequest]) -> tuple[float, ...]:
+        """Seconds after the beginning."""
+        return tuple(number / self.rate for number in range(len(requests)))
+
+    def __str__(self) -> str:
+        return f"open loop, every {1 / self.rate:g} s ({self.rate:g} req/s)"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """As the workload's timestamps say."""
+
+    def offsets(self, requests: Sequence[LoadRequest]) -> tuple[float, ...]:
+        """Seconds after the beginning.
+
+        Raises:
+            InvalidRequestError: the workload has no times.
+        """
+        times = [request.timestamp for request in requests]
+        known = [time for time in times if time is not None]
+        if len(known) < len(times):
+            raise InvalidRequestError("The workload has no timestamps.", "Give a rate, or a trace with times.")
+        return tuple(known)
+
+    def __str__(self) -> str:
+        return "open loop, at the times of the trace"
+
+
+@dataclass(frozen=True)
+class Closed:
+    """So many users who send again as soon as they are answered.
+
+    Its latencies are those of a load that waits for the server: the number of requests in flight never grows.
+    """
+
+    concurrency: int
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise InvalidRequestError(f"--concurrency is {self.concurrency}.", "Give at least 1.")
+
+    def offsets(self, requests: Sequence[LoadRequest]) -> None:
+        """None: each is sent when another has ended."""
+        return None
+
+    def __str__(self) -> str:
+        return f"closed loop, {self.concurrency} at once"
+
+
+Arrivals = Poisson | Constant | Traced | Closed
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 < rate < math.inf:
+        raise InvalidRequestError(f"--rate is {rate}.", "Give requests a second, above 0.")

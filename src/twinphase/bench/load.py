@@ -1,0 +1,378 @@
+"""Run a load against a target: send each request when it is due, watch the client itself, and keep everything raw.
+
+The run is void when the client was the limit; then the figures say how slow the client is. Its measures:
+
+- *Send lag*, sent - intended, is part of every latency, which count from the intended moment. Void above 10 ms at the
+  99th percentile, if that is also more than a tenth of the median TTFT: below either, the figures hardly change.
+- *Loop lag*, how late a heartbeat of 10 ms is, is how late a token may have been stamped. Void above 10 ms at the 99th
+  percentile of time, if that is also more than half the median gap between tokens: tokens would be told apart no more.
+- *CPU* of the thread that runs the client. Void above 0.9 of a core: near 1 requests queue inside the client.
+
+Not for what is sent and when (`workload.py`, `arrivals.py`), nor for reports (`load_report.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from twinphase.bench.arrivals import Arrivals, Closed
+from twinphase.bench.client import SEND_NOW
+from twinphase.bench.observation import Observation
+from twinphase.bench.slo import Goodput, Slos, goodput
+from twinphase.bench.sse import failure_kind
+from twinphase.bench.statistics import percentile
+from twinphase.bench.target import LoadTarget, TargetFacts
+from twinphase.bench.workload import LoadRequest, Workload
+from twinphase.errors import TwinphaseError
+
+__all__ = ["ClientHealth", "LoadFailedError", "LoadLimits", "LoadResult", "Progress", "run_load"]
+
+HEARTBEAT_SECONDS = 0.01
+LAG_SECONDS = 0.010
+LAG_OF_TTFT = 0.1
+LAG_OF_GAP = 0.5
+CPU_OF_CORE = 0.9
+Progress = Callable[[str, int, int], None]
+
+
+class LoadFailedError(TwinphaseError):
+    """The target fails before anything is measured."""
+
+
+class ClaimsReader(Protocol):
+    """Reads what a server says of itself, before and after a load (`foreign_claims.py`)."""
+
+    async def before(self) -> None:
+        """Right before the first measured request."""
+        ...
+
+    async def after(self) -> None:
+        """When the last one has ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadLimits:
+    """Where a load ends though it has not sent everything.
+
+    Attributes:
+        send_seconds: send nothing after so many seconds.
+        max_in_flight: of an open loop; what would be sent above it is not sent, and the run is void.
+    """
+
+    send_seconds: float = math.inf
+    max_in_flight: int = 4096
+
+
+@dataclass
+class ClientHealth:
+    """How well the client kept up.
+
+    Attributes:
+        send_lags: sent - intended, seconds, of each request.
+        loop_lags: how late a heartbeat would have been at each moment, seconds; a blocked loop counts for all the
+            heartbeats that it swallowed.
+        cpu: of the thread that ran the client, cores.
+        not_sent: requests that were due and not sent, because too many were in flight.
+    """
+
+    send_lags: list[float] = field(default_factory=list)
+    loop_lags: list[float] = field(default_factory=list)
+    cpu: float = 0.0
+    not_sent: int = 0
+
+    def faults(self, median_ttft: float, median_gap: float) -> tuple[str, ...]:
+        """Why the run is void; empty if it is not. A limit that nothing is known for is the fixed one."""
+        found = []
+        lag = percentile(self.send_lags, 99)
+        bound = max(LAG_SECONDS, LAG_OF_TTFT * median_ttft if median_ttft == median_ttft else 0.0)
+        if lag > bound:
+            found.append(
+                f"requests were sent late: p99 of sent - intended {1e3 * lag:.1f} ms, above {1e3 * bound:.1f} ms"
+            )
+        lag = percentile(self.loop_lags, 99)
+        bound = max(LAG_SECONDS, LAG_OF_GAP * median_gap if median_gap == median_gap else 0.0)
+        if lag > bound:
+            found.append(
+                f"tokens were stamped late: p99 of the loop's lag {1e3 * lag:.1f} ms, above {1e3 * bound:.1f} ms"
+            )
+        if self.cpu > CPU_OF_CORE:
+            found.append(f"the client used {self.cpu:.2f} of a core, above {CPU_OF_CORE}")
+        if self.not_sent:
+            found.append(f"{self.not_sent} requests were not sent: too many were in flight")
+        return tuple(found)
+
+
+@dataclass
+class LoadResult:
+    """Everything of one load.
+
+    Attributes:
+        facts: of the target.
+        workload, arrivals: as told in a line each.
+        rate: requests a second that were to be sent; None for a closed loop.
+        concurrency: of a closed loop; None for an open one.
+        observations: of the measured requests, in the order of their intended moments.
+        num_requests: in the workload; more than observations where a limit ended the load.
+        client: how well it kept up.
+        slos: service levels; without bounds if none were given.
+        conditions: of the workload.
+        notes: what a reader must know to judge it.
+        claims: the reader that saw the server before and after, for `foreign_claims.py`.
+    """
+
+    facts: TargetFacts
+    workload: str
+    arrivals: str
+    rate: float | None
+    concurrency: int | None
+    observations: list[Observation]
+    num_requests: int
+    client: ClientHealth
+    slos: Slos = field(default_factory=Slos)
+    conditions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    claims: Any = None
+
+    @property
+    def succeeded(self) -> list[Observation]:
+        """Requests with latencies."""
+        return [seen for seen in self.observations if seen.succeeded]
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Failed requests by kind, the most frequent first."""
+        return dict(
+            Counter(failure_kind(s.error) or "no output" for s in self.observations if not s.succeeded).most_common()
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Last end - first intended send."""
+        if not self.observations:
+            return 0.0
+        return max(seen.ended for seen in self.observations) - min(seen.intended for seen in self.observations)
+
+    @property
+    def ttft(self) -> list[float]:
+        """Client TTFT of each request that succeeded, seconds."""
+        return [seen.ttft for seen in self.succeeded if seen.ttft is not None]
+
+    @property
+    def tpot(self) -> list[float]:
+        """Of each request of two tokens or more that the target counted, seconds."""
+        return [seen.tpot for seen in self.succeeded if seen.tpot is not None]
+
+    @property
+    def itl(self) -> list[float]:
+        """All gaps between pieces of output, pooled, seconds."""
+        return [gap for seen in self.succeeded for gap in seen.itl]
+
+    @property
+    def e2e(self) -> list[float]:
+        """Of each request that succeeded, seconds."""
+        return [seen.e2e for seen in self.succeeded if seen.e2e is not None]
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        """By the target's count; None if it did not count all."""
+        return _sum(seen.num_output_tokens for seen in self.succeeded)
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        """By the target's count, cached ones included; None if it did not count all."""
+        return _sum(seen.num_prompt_tokens for seen in self.succeeded)
+
+    @property
+    def request_rate(self) -> float:
+        """Succeeded requests / seconds."""
+        return len(self.succeeded) / self.seconds if self.seconds > 0 else math.nan
+
+    @property
+    def output_rate(self) -> float | None:
+        """Output tokens of succeeded requests / seconds."""
+        return _rate(self.num_output_tokens, self.seconds)
+
+    @property
+    def total_rate(self) -> float | None:
+        """Prompt and output tokens of succeeded requests / seconds."""
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        return None if prompt is None or output is None else _rate(prompt + output, self.seconds)
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """None without service levels."""
+        return goodput(self.observations, self.slos, self.seconds) if self.slos.bounds else None
+
+    @property
+    def void(self) -> tuple[str, ...]:
+        """Why the figures are not to be used; empty if they are."""
+        return self.client.faults(percentile(self.ttft, 50), percentile(self.itl, 50))
+
+
+async def run_load(
+    target: LoadTarget,
+    workload: Workload,
+    arrivals: Arrivals,
+    limits: LoadLimits | None = None,
+    slos: Slos | None = None,
+    progress: Progress = lambda what, done, total: None,
+    claims: ClaimsReader | None = None,
+) -> LoadResult:
+    """Warm up, then send a workload.
+
+    Args:
+        target: takes it. One with a `lead` is given each request that long before it is due, and in a closed loop
+            `SEND_NOW` for its moment; one with `start` and `read` (`OpenAITarget`) is read when the load is over.
+        workload: what is sent.
+        arrivals: when.
+        limits: where to stop early.
+        slos: for goodput.
+        progress: told how many requests have ended.
+        claims: asks the server before and after.
+
+    Raises:
+        InvalidRequestError: the workload does not fit the target, or the arrivals need times that it has not.
+        LoadFailedError: a warm-up request failed.
+    """
+    workload.require_fit(target.facts.context_length)
+    offsets, limits = arrivals.offsets(workload.requests), limits or LoadLimits()
+    for number, request in enumerate(workload.warm_up):
+        progress("warm-up", number, len(workload.warm_up))
+        seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
+        if seen.error:
+            raise LoadFailedError(f"{target.facts.name} failed on a warm-up request: {seen.error}.", "See its log.")
+    if claims is not None:
+        await claims.before()
+    client = ClientHealth()
+    sender = _Sender(target, workload.requests, client, limits, progress)
+    with _quiet():
+        began, cpu = time.perf_counter(), time.thread_time()
+        heart = asyncio.ensure_future(_beat(client.loop_lags))
+        try:
+            await (sender.closed(arrivals.concurrency) if isinstance(arrivals, Closed) else sender.open(offsets or ()))
+        finally:
+            client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
+            heart.cancel()
+    if claims is not None:
+        await claims.after()
+    observations = sorted(sender.read(), key=lambda seen: seen.intended)
+    client.send_lags = [seen.lag for seen in observations]
+    return LoadResult(
+        facts=target.facts,
+        workload=workload.description,
+        arrivals=str(arrivals),
+        rate=_offered(arrivals, offsets),
+        concurrency=arrivals.concurrency if isinstance(arrivals, Closed) else None,
+        observations=observations,
+        num_requests=len(workload.requests),
+        client=client,
+        slos=slos or Slos(),
+        conditions={**workload.conditions, "arrivals": str(arrivals)},
+        notes=(*workload.notes, *getattr(target, "notes", ())),
+        claims=claims,
+    )
+
+
+class _Sender:
+    """Sends a workload and collects what came; replies are read afterwards, where the target can."""
+
+    def __init__(
+        self,
+        target: LoadTarget,
+        requests: Sequence[LoadRequest],
+        client: ClientHealth,
+        limits: LoadLimits,
+        progress: Progress,
+    ) -> None:
+        self._requests, self._client, self._limits, self._progress = requests, client, limits, progress
+        self._lead = float(getattr(target, "lead", 0.0))
+        self._read = getattr(target, "read", None)
+        self._send: Any = target.send if self._read is None else getattr(target, "start")  # noqa: B009
+        self._replies: list[Any] = []
+        self._in_flight = 0
+
+    async def open(self, offsets: Sequence[float]) -> None:
+        """Each at its moment, whatever becomes of the others."""
+        began, tasks = time.perf_counter() + 0.05 + self._lead, []
+        for request, offset in zip(self._requests, offsets, strict=True):
+            if offset > self._limits.send_seconds:
+                break
+            await asyncio.sleep(began + offset - self._lead - time.perf_counter())
+            if self._in_flight >= self._limits.max_in_flight:
+                self._client.not_sent += 1
+                continue
+            tasks.append(asyncio.ensure_future(self._one(request, began + offset)))
+        await asyncio.gather(*tasks)
+
+    async def closed(self, concurrency: int) -> None:
+        """The next one when one has ended."""
+        waiting, end = iter(self._requests), time.perf_counter() + self._limits.send_seconds
+
+        async def user() -> None:
+            for request in waiting:
+                if time.perf_counter() > end:
+                    return
+                await self._one(request, SEND_NOW if self._lead else time.perf_counter())
+
+        await asyncio.gather(*(user() for _ in range(min(concurrency, len(self._requests)))))
+
+    async def _one(self, request: LoadRequest, intended: float) -> None:
+        self._in_flight += 1
+        self._replies.append(await self._send(request.prompt, request.max_tokens, intended))
+        self._in_flight -= 1
+        self._progress("load", len(self._replies), len(self._requests))
+
+    def read(self) -> list[Observation]:
+        """What became of each."""
+        return [reply if self._read is None else self._read(reply) for reply in self._replies]
+
+
+async def _beat(lags: list[float]) -> None:
+    """Note how late each heartbeat comes, and how late those would have come that a blocked loop swallowed."""
+    while True:
+        due = time.perf_counter() + HEARTBEAT_SECONDS
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        lag = max(0.0, time.perf_counter() - due)
+        while lag >= 0:
+            lags.append(lag)
+            lag -= HEARTBEAT_SECONDS
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No garbage collection while it matters: a full one stops everything for longer than a token takes."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _offered(arrivals: Arrivals, offsets: Sequence[float] | None) -> float | None:
+    rate = getattr(arrivals, "rate", None)
+    if rate is None and offsets and offsets[-1] > 0:
+        return (len(offsets) - 1) / offsets[-1]
+    return rate
+
+
+def _sum(counts: Iterator[int | None] | Any) -> int | None:
+    found = list(counts)
+    return None if not found or None in found else sum(found)
+
+
+def _rate(count: int | None, seconds: float) -> float | None:
+    return None if count is None or seconds <= 0 else count / seconds
