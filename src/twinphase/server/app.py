@@ -166,14 +166,19 @@ def _add_text(api: APIRouter, service: Service) -> None:
 
 
 def _add_requests(api: APIRouter, service: Service) -> None:
+    @api.get("/v1/requests", responses=ERRORS)
+    async def list_requests(request: Request) -> dict[str, Any]:
+        """The asking key's own requests, running and lately finished, newest first."""
+        return {"object": "list", "data": service.timelines.newest(request.state.tenant)}
+
     @api.get("/v1/requests/{request_id}/timeline", responses=ERRORS)
     async def get_timeline(request_id: str, request: Request) -> dict[str, Any]:
         """Where a request's time went, interval by interval."""
         known, timeline = service.timelines.find(request.state.tenant, request_id)
         if timeline is not None:
-            return timeline_json(request_id, timeline, finished=True)
+            return timeline_json(known, timeline, finished=True)
         seen, _ = await service.require_engine().look(known, None)
-        return timeline_json(request_id, seen, finished=False)
+        return timeline_json(known, seen, finished=False)
 
     @api.get("/v1/requests/{request_id}/explain", responses=ERRORS)
     async def explain(request_id: str, request: Request) -> dict[str, Any]:

@@ -6,7 +6,9 @@ Times on the wire are in milliseconds, as in llama.cpp's `timings`, of which our
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -23,8 +25,11 @@ from twinphase.phases.work import ModelShape
 from twinphase.request import Request, SamplingParams
 from twinphase.server.answers import Choice
 from twinphase.server.jobs import Job
+from twinphase.tokenizer.prompt_parts import PromptPart
 
 __all__ = ["Kept", "Timelines", "explanation_json", "server_timing", "timeline_json", "timings"]
+
+LISTED = 100  # finished requests
 
 
 def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
@@ -96,6 +101,7 @@ class Kept:
         num_prompt_tokens, num_output_tokens: its lengths.
         outcome: what became of it.
         packed: its timeline.
+        summary: what a list says of it.
     """
 
     tenant: str
@@ -103,12 +109,24 @@ class Kept:
     num_output_tokens: int
     outcome: Outcome
     packed: bytes
+    summary: dict[str, Any]
 
     @classmethod
     def of(cls, tenant: str, request: Request, timeline: RequestTimeline) -> Kept:
         """Of a request that has finished."""
         lengths = len(request.prompt_token_ids), len(request.output_token_ids)
-        return cls(tenant, *lengths, Outcome.of(request), msgspec.msgpack.encode(timeline))
+        totals = timeline.totals()
+        summary = {
+            "id": request.request_id,
+            "finished": True,
+            "prompt_tokens": lengths[0],
+            "output_tokens": lengths[1],
+            "e2e_ms": _ms(timeline.end - timeline.arrival),
+            "ttft_ms": _ms(timeline.ttft),
+            "tpot_ms": _ms(timeline.tpot),
+            "dominant": max(totals, key=lambda kind: totals[kind]),
+        }
+        return cls(tenant, *lengths, Outcome.of(request), msgspec.msgpack.encode(timeline), summary)
 
     def unpack(self, request_id: str) -> tuple[Request, RequestTimeline]:
         """The request, with nothing for its tokens, and its timeline."""
@@ -131,17 +149,28 @@ class Timelines:
         """An answer was begun."""
         self._running[choice.stream.request_id] = (tenant, choice)
 
-    def end(self, choice: Choice) -> None:
-        """It has ended, finished or not."""
+    def end(self, choice: Choice, runs: Sequence[tuple[PromptPart, int, int]] = ()) -> None:
+        """It has ended, finished or not; `runs` are the parts of its prompt, where they are known."""
         tenant, _ = self._running.pop(choice.stream.request_id, ("", choice))
         transcript = choice.stream.transcript
         if not transcript.finished:
             return
-        timeline = transcript.timeline
+        timeline, miss = transcript.timeline, transcript.request.prefix_miss
+        part = part_at(runs, miss.token_index) if miss is not None and runs else None
+        if miss is not None and part is not None:
+            transcript.request.prefix_miss = replace(miss, part=part.kind)
         timeline.mark(IntervalKind.SEND, max(perf_counter(), timeline.end))
         self._finished[choice.stream.request_id] = Kept.of(tenant, transcript.request, timeline)
         while len(self._finished) > self._limit:
             self._finished.popitem(last=False)
+
+    def newest(self, tenant: str) -> list[dict[str, Any]]:
+        """That tenant's requests in short, the running ones and then the last finished ones, newest first."""
+        running = [
+            {"id": name, "finished": False} for name, (owner, _) in reversed(self._running.items()) if owner == tenant
+        ]
+        own = (kept.summary for kept in reversed(self._finished.values()) if kept.tenant == tenant)
+        return [*running, *islice(own, LISTED)]
 
     def find(self, tenant: str, request_id: str) -> tuple[Request, RequestTimeline | None]:
         """A request of that tenant, with its timeline if it has finished.
@@ -160,7 +189,7 @@ class Timelines:
         )
 
 
-def timeline_json(request_id: str, timeline: RequestTimeline, finished: bool) -> dict[str, Any]:
+def timeline_json(request: Request, timeline: RequestTimeline, finished: bool) -> dict[str, Any]:
     """A timeline as plain values; times in milliseconds from the request's arrival."""
 
     def since(moment: float) -> float:
@@ -181,8 +210,13 @@ def timeline_json(request_id: str, timeline: RequestTimeline, finished: bool) ->
             entry["reason"] = interval.reason
         intervals.append(entry)
     return {
-        "id": request_id,
+        "id": request.request_id,
         "finished": finished,
+        "request": {
+            "num_prompt_tokens": len(request.prompt_token_ids),
+            "num_output_tokens": len(request.output_token_ids),
+            **{name: msgspec.to_builtins(getattr(request, name)) for name in Outcome.__struct_fields__},
+        },
         "e2e_ms": since(timeline.end),
         "ttft_ms": _ms(timeline.ttft),
         "tpot_ms": _ms(timeline.tpot),
@@ -196,14 +230,8 @@ def timeline_json(request_id: str, timeline: RequestTimeline, finished: bool) ->
 
 
 def explanation_json(request_id: str, explanation: Explanation) -> dict[str, Any]:
-    """An explanation as plain values."""
-    return {
-        "id": request_id,
-        "dominant": explanation.dominant.value,
-        "bounds": explanation.bounds,
-        "sentences": list(explanation.sentences),
-        "levers": [asdict(lever) for lever in explanation.levers],
-    }
+    """An explanation as plain values; its times are seconds."""
+    return {"id": request_id, **explanation.as_dict()}
 
 
 def _phase_seconds(timeline: RequestTimeline) -> tuple[float, float]:

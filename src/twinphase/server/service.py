@@ -202,7 +202,7 @@ class Service:
 
     def observe_end(self, job: Job, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
         """An answer has ended, finished or not."""
-        self.timelines.end(choice)
+        self.timelines.end(choice, job.prompt_of(choice.index).runs)
         transcript = choice.stream.transcript
         request, timeline = transcript.request, transcript.timeline
         if request.finish_reason is None:
