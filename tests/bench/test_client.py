@@ -1,0 +1,276 @@
+"""What the client reports against what a stub server did and stamped."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+
+import pytest
+
+from bench.stub_server import RunningStub
+from twinphase.bench.client import SEND_NOW, Address, ServerUnreachableError, exchange, run
+from twinphase.bench.sse import EventReader, failure_kind, read_events
+from twinphase.bench.target import Prompt
+from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
+from twinphase.errors import InvalidRequestError
+
+PROMPT = Prompt("one two three")
+EVENTS = (
+    b'\xef\xbb\xbf: comment\r\ndata: {"a":1}\r\n\r\nevent: x\ndata:two\ndata: lines\nid: 7\n\n:\n\ndata: [DONE]\n\n'
+)
+READ = [b'{"a":1}', b"two\nlines", b"[DONE]"]
+
+
+@pytest.fixture(scope="module")
+def stub():
+    running = RunningStub()
+    yield running
+    running.stop()
+
+
+def ask(stub, *scripts, max_tokens=4, timeout=5.0, **options):
+    """Observations of requests one after another, one for each script, and the stub's log."""
+
+    async def work():
+        stub.script({})
+        target = await OpenAITarget.open(stub.url, timeout=timeout, **options)
+        stub.script(*scripts)
+        return [await target.send(PROMPT, max_tokens, SEND_NOW) for _ in scripts], target
+
+    seen, _ = run(work())
+    return seen, stub.log()
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r"])
+def test_events_cut_anywhere(newline):
+    data = EVENTS.replace(b"\r\n", b"\n").replace(b"\n", newline)
+    for first, second in itertools.combinations(range(len(data)), 2):
+        reader = EventReader()
+        parts = [data[:first], data[first:second], data[second:]]
+        assert [event for part in parts for event in reader.feed(part)] == READ
+
+
+def test_mixed_line_ends_byte_by_byte():
+    reader = EventReader()
+    assert [event for byte in EVENTS for event in reader.feed(bytes([byte]))] == READ
+
+
+def test_an_event_has_the_time_of_its_last_bytes():
+    pieces = [(1.0, b"data: a"), (2.0, b"\n"), (3.0, b"\ndata: b\n\ndata: c\n\nda"), (4.0, b"ta: never ended\n")]
+    assert list(read_events(pieces)) == [(3.0, b"a"), (3.0, b"b"), (3.0, b"c")]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"newline": "\r\n", "comments": True},
+        {"multiline": True, "split": 7},
+        {"split": 1},
+        {"join": True},
+        {"role": True},
+        {"newline": "\r", "multiline": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_every_form_of_stream_is_read(stub, form, endpoint):
+    (seen,), _ = ask(stub, {"gaps": [0.002, 0.002], "tokens": [1, 3, 2], **form}, endpoint=endpoint)
+    assert seen.error == "" and seen.succeeded
+    assert seen.text == " word" * 6
+    assert (seen.num_prompt_tokens, seen.num_output_tokens, seen.num_cached_tokens) == (3, 6, None)
+    assert (seen.request_id, seen.finish_reason, seen.status) == ("stub-0", "length", 200)
+    assert len(seen.token_times) == 3, "pieces with a token; the empty first chunk and the last have none"
+
+
+def test_every_moment_is_right_within_a_millisecond(stub):
+    draw = random.Random(1)
+    scripts = [
+        {
+            "queue": draw.uniform(0, 0.02),
+            "first": draw.uniform(0.005, 0.03),
+            "gaps": [draw.choice([0.002, 0.005, 0.01, 0.04]) for _ in range(12)],
+            "tokens": [draw.choice([1, 1, 1, 4]) for _ in range(13)],
+        }
+        for _ in range(6)
+    ]
+    best: dict[tuple[str, int], float] = {}  # of each figure over the attempts: a machine that does other things too
+    for _ in range(10):  # delays now this one, now that one, an error of the client is there each time
+        seen, log = ask(stub, *scripts)
+        errors = []
+        for one, true, script in zip(seen, log, scripts, strict=True):
+            assert one.succeeded and one.num_output_tokens == sum(script["tokens"]) > len(one.token_times)
+            assert all(b > a for a, b in zip(true["sent"], one.token_times, strict=True)), "one clock"
+            assert one.ttft >= script["queue"] + script["first"], "the stub's delays are no shorter than told"
+            errors += [("arrival", b - a) for a, b in zip(true["sent"], one.token_times, strict=True)]
+            errors.append(("sent", true["received"] - one.sent))
+            true_gaps = [b - a for a, b in itertools.pairwise(true["sent"])]
+            errors += [("gap", abs(a - b)) for a, b in zip(true_gaps, one.itl, strict=True)]
+            first, last = true["sent"][0], true["sent"][-1]
+            errors.append(("ttft", abs(one.ttft - (first - one.intended))))
+            errors.append(("e2e", abs(one.e2e - (last - one.intended))))
+            errors.append(("tpot", abs(one.tpot - (last - first) / (sum(script["tokens"]) - 1))))
+        for number, (name, error) in enumerate(errors):
+            best[name, number] = min(error, best.get((name, number), 1.0))
+        middle = statistics.median(error for _, error in errors)
+        if max(best.values()) < 1e-3 and middle < 1e-3:
+            return
+    raise AssertionError((middle, sorted(best.items(), key=lambda item: -item[1])[:10]))
+
+
+def test_opening_the_connection_is_no_part_of_a_latency(stub):
+    async def work():
+        target = await OpenAITarget.open(stub.url)
+        due = time.perf_counter() + target.lead
+        return due, await target.send(PROMPT, 4, due)
+
+    stub.script({})
+    due, seen = run(work())
+    assert seen.intended == due <= seen.sent
+    assert seen.claims["client_connect_seconds"] > 0
+    assert seen.sent - seen.claims["client_connect_seconds"] - due < 0, "it was open before the request was due"
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "detail"),
+    [
+        ({"status": 429, "message": "slow down"}, "http 429", "slow down"),
+        ({"status": 500}, "http 500", "script"),
+        ({"end": "truncated", "gaps": [0.001]}, "truncated", "before the reply's end"),
+        ({"end": "no_done"}, "truncated", "[DONE]"),
+        ({"end": "error", "message": "out of memory"}, "error in stream", "out of memory"),
+        ({"end": "garbage"}, "bad event", "{not json"),
+        ({"end": "hang"}, "timeout", ""),
+        ({"end": "reset"}, "no reply", ""),
+        ({"end": "message", "message": "no"}, "http 200 with an error", "no"),
+        ({"content_type": "text/html"}, "not a stream", "text/html"),
+        ({"tokens": [0]}, "no output", ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_failures_are_told_apart(stub, script, kind, detail):
+    (seen,), _ = ask(stub, script, timeout=0.5)
+    kinds = {kind, "connection broken"} if kind == "no reply" else {kind}  # a reset comes as either
+    assert failure_kind(seen.error) in kinds and detail in seen.error
+    assert not seen.succeeded and seen.ended >= seen.sent
+
+
+def test_a_server_that_is_gone_is_a_refused_connection():
+    stub = RunningStub()
+
+    async def work():
+        target = await OpenAITarget.open(stub.url)
+        stub.stop()
+        return await target.send(PROMPT, 4, time.perf_counter() + 0.01)
+
+    seen = run(work())
+    assert failure_kind(seen.error) == "connection refused" and seen.status == 0
+
+
+def test_bytes_that_are_no_http():
+    async def work():
+        async def shout(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"220 ready\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(shout, "127.0.0.1", 0)
+        address = Address("http", "127.0.0.1", server.sockets[0].getsockname()[1], "", "127.0.0.1")
+        reply = await exchange(address, address.head("GET", "/", {}, 0))
+        with pytest.raises(ServerUnreachableError, match="no HTTP reply"):
+            await OpenAITarget.open(address.url)
+        server.close()
+        return reply
+
+    assert failure_kind(run(work()).error) == "bad reply"
+
+
+def test_fields_that_a_server_refuses_are_left_out_and_told(stub):
+    async def work(*refuse, **options):
+        stub.script({}, refuse=refuse)
+        target = await OpenAITarget.open(stub.url, **options)
+        seen = await target.send(PROMPT, 4)
+        assert not seen.error
+        return target, stub.log()[-1]["body"]
+
+    target, body = run(work("ignore_eos"))
+    assert "ignore_eos" not in body and "refuses `ignore_eos`" in " ".join(target.notes)
+    target, body = run(work("ignore_eos", "stream_options"))
+    assert "stream_options" not in body and not target.dialect.include_usage
+    target, body = run(work("/v1/completions"))
+    assert target.dialect.endpoint == "chat" and "messages" in body and "/v1/chat" in " ".join(target.notes)
+    target, body = run(work("ignore_eos", "max_tokens", endpoint="chat"))
+    assert body["max_completion_tokens"] == 4
+    with pytest.raises(TargetFailedError, match="unknown prompt"):
+        run(work("prompt", endpoint="completions"))
+
+
+def test_a_stream_without_usage_has_no_counts(stub):
+    async def work():
+        stub.script({"usage": False, "gaps": [0.001]})
+        target = await OpenAITarget.open(stub.url)
+        return target, await target.send(PROMPT, 4), await target.sizing()
+
+    target, seen, sizing = run(work())
+    assert seen.succeeded and seen.num_output_tokens is None and seen.tpot is None
+    assert "TPOT is unknown" in " ".join(target.notes)
+    assert not sizing.counted
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://localhost:99999", "http://[::1"])
+def test_urls_that_are_none(url):
+    with pytest.raises(InvalidRequestError, match="no URL"):
+        Address.parse(url)
+
+
+def test_urls_that_are_some():
+    assert Address.parse("localhost:8000").url == "http://localhost:8000"
+    assert Address.parse("https://api.example.com/v1/").path == "/v1"
+    assert (
+        Address.parse("http://[::1]:80").head("GET", "/x", {}, 0).startswith(b"GET /x HTTP/1.1\r\nhost: [::1]:80\r\n")
+    )
+
+
+def test_nothing_listens():
+    with pytest.raises(ServerUnreachableError, match="Nothing answers"):
+        run(OpenAITarget.open("http://127.0.0.1:9"))
+
+
+PAGES = {
+    "vllm": {
+        "v1__models": {"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 4096}]},
+        "version": {"version": "0.11.0"},
+    },
+    "sglang": {"v1__models": {"data": [{"id": "m", "owned_by": "sglang"}]}, "get_server_info": {"version": "0.5.3"}},
+    "llama.cpp": {
+        "v1__models": {"data": [{"id": "m", "owned_by": "llamacpp"}]},
+        "props": {"default_generation_settings": {"n_ctx": 2048}, "build_info": "b6500-abc", "total_slots": 4},
+    },
+    "ollama": {"v1__models": {"data": [{"id": "m", "owned_by": "library"}]}, "api__version": {"version": "0.12.1"}},
+    "llama-cpp-python": {
+        "v1__models": {"data": [{"id": "m", "owned_by": "me"}]},
+        "openapi.json": {"info": {"title": "🦙 llama.cpp Python API", "version": "0.3.16"}},
+    },
+    "twinphase": {"v1__models": {"data": [{"id": "m", "owned_by": "twinphase"}]}, "version": {"version": "0.1.0"}},
+    "unknown": {"v1__models": {"data": [{"id": "m", "owned_by": "someone"}]}},
+}
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_servers_are_known_by_what_they_say(stub, kind):
+    stub.script({}, **PAGES[kind])
+    target = run(OpenAITarget.open(stub.url))
+    stub.script({}, v1__models={"data": [{"id": "stub", "owned_by": "tests"}]})
+    versions = {
+        "vllm": "vLLM 0.11.0",
+        "sglang": "SGLang 0.5.3",
+        "llama.cpp": "llama.cpp b6500-abc",
+        "ollama": "Ollama 0.12.1",
+    }
+    versions |= {"llama-cpp-python": "llama-cpp-python 0.3.16", "twinphase": "twinphase 0.1.0", "unknown": "unknown"}
+    assert (target.server.kind, target.facts.engine) == (kind, versions[kind])
+    assert target.facts.context_length == {"vllm": 4096, "llama.cpp": 2048}.get(kind)
+    assert target.facts.precision == "unknown"
