@@ -18,6 +18,8 @@ import typer
 
 from twinphase import __version__
 from twinphase.arguments import fields_of, is_model_name, parse_json, read_prompt, sampling_params
+from twinphase.commands.estimate import estimate
+from twinphase.commands.roofline import roofline
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server.config import ServerConfig
 
@@ -262,6 +264,12 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
     number, logged, new = found.difference
     print(f"{found.num_steps} steps were decided the same; line {number} differs:\n- {logged}\n+ {new}")
     raise typer.Exit(1)
+
+
+app.command()(roofline)
+
+
+app.command()(estimate)
 
 
 @functools.cache

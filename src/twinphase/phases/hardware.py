@@ -19,7 +19,17 @@ from pathlib import Path
 
 from twinphase.weights.storage import cache_root, write_atomically
 
-__all__ = ["Ceilings", "bound", "compute_seconds", "efficiency", "load_ceilings", "processor_name", "save_ceilings"]
+__all__ = [
+    "Ceilings",
+    "bound",
+    "cache_levels",
+    "compute_seconds",
+    "efficiency",
+    "load_ceilings",
+    "memory_seconds",
+    "processor_name",
+    "save_ceilings",
+]
 
 VERSION = 1  # of what is measured and how; another version is another file
 EXPLAINED = 0.5  # a ceiling that accounts for less of the time than this did not bind
@@ -160,3 +170,26 @@ def save_ceilings(ceilings: Ceilings) -> None:
     """
     data = json.dumps(asdict(ceilings), indent=1).encode()
     write_atomically(_path(ceilings.threads, ceilings.isa), data)
+
+
+def cache_levels(threads: int) -> tuple[tuple[str, int], ...]:
+    """(name, bytes) of the data caches that `threads` threads on cores of their own use, from the second level on.
+
+    Smallest first. Empty where the system does not tell.
+    """
+    levels: dict[int, int] = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            kind, level, size, sharers = (
+                (folder / name).read_text().strip() for name in ("type", "level", "size", "shared_cpu_list")
+            )
+            if kind != "Instruction" and int(level) > 1:
+                one = int(size[:-1]) * {"K": 1 << 10, "M": 1 << 20}[size[-1]]
+                levels[int(level)] = one * -(-threads // _count(sharers))
+    return tuple((f"L{level}", size) for level, size in sorted(levels.items()))
+
+
+def _count(cpus: str) -> int:
+    """How many there are in a list such as "0-3,8"."""
+    ends = [part.split("-") for part in cpus.split(",")]
+    return sum(int(part[-1]) - int(part[0]) + 1 for part in ends)

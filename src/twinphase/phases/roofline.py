@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from twinphase.batch import StepWork
+from twinphase.phases.datasheets import Datasheet
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
 from twinphase.phases.report import Units
 from twinphase.phases.work import ModelShape, kv_bytes_per_token, step_cost, weight_bytes_read
@@ -26,6 +27,7 @@ __all__ = [
     "Slope",
     "attention_part",
     "breakeven_batch",
+    "datasheet_roofline",
     "knee",
     "linear_part",
     "measured_roofline",
@@ -112,6 +114,17 @@ def _slopes(ceilings: Ceilings, caches: Sequence[tuple[str, int]]) -> tuple[Slop
         chosen[sets[-1]] = f"{sets[-1] // MIB} MiB"
     rates = dict(ceilings.bandwidth)
     return tuple(Slope(chosen[size], rates[size]) for size in sorted(chosen))
+
+
+def datasheet_roofline(sheet: Datasheet) -> Roofline:
+    """A datasheet's published peaks and its one bandwidth; what it does not publish is not drawn.
+
+    Precisions of one peak share a roof, "fp16, bf16".
+    """
+    rates = sorted(set(sheet.peaks.values()), reverse=True)
+    roofs = [Roof(", ".join(name for name, peak in sheet.peaks.items() if peak == rate), rate) for rate in rates]
+    slopes = () if sheet.bandwidth is None else (Slope("memory", sheet.bandwidth),)
+    return Roofline(sheet.title, "datasheet", tuple(roofs), slopes)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+"""A roofline on a terminal: verdicts, the drawing in characters, and tables. Not for files (`render.py`)."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from twinphase.bench.report import Status, Table, Verdict
+from twinphase.bench.roofline import Drawing
+from twinphase.bench.roofline_plots import canvas
+
+__all__ = ["show"]
+
+COLOURS = {
+    Status.HOLDS: "green",
+    Status.FAILS: "red",
+    Status.VOID: "red",
+    Status.UNKNOWN: "yellow",
+    Status.INFO: "cyan",
+}
+LEGEND = "/ bandwidth  - peak   P prefill, linear layers  p prefill, attention   D decode, linear layers  d attention"
+
+
+def show(drawing: Drawing, console: Console | None = None) -> None:
+    """Print a report, verdicts first.
+
+    Args:
+        drawing: what to show.
+        console: where to; stdout unless told.
+    """
+    console = console or Console(highlight=False)
+    report = drawing.report
+    console.print(Text(report.title, "bold"))
+    for verdict in report.verdicts:
+        console.print(_verdict(verdict))
+    if drawing.line.roofs and drawing.line.slopes:
+        console.print()
+        width = max(60, min(console.width, 100) - 12)
+        for line in canvas(drawing.line, drawing.marks, width):
+            console.print(Text(line), no_wrap=True, overflow="crop")
+        if drawing.marks:
+            console.print(Text(LEGEND, "dim"))
+        if drawing.line.source != "measured":
+            console.print(Text("Datasheet: published peaks, not measured.", "bold yellow"))
+    for section in report.sections:
+        for table in section.tables:
+            console.print()
+            console.print(_grid(table))
+    for line in report.noise:
+        console.print(Text(line, "dim"))
+
+
+def _verdict(verdict: Verdict) -> Text:
+    text = Text(f"{verdict.status.value:>7}  ", COLOURS[verdict.status])
+    text.append(verdict.text, "default")
+    if verdict.reason:
+        text.append(f" ({verdict.reason})", "dim")
+    return text
+
+
+def _grid(table: Table) -> Grid:
+    grid = Grid(
+        title=table.title, title_justify="left", title_style="bold", header_style="dim", pad_edge=False, box=None
+    )
+    for index, column in enumerate(table.columns):
+        grid.add_column(column.name, justify="left" if index == 0 else "right")
+    for row in table.rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    return grid

