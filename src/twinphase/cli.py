@@ -19,6 +19,8 @@ import typer
 from twinphase import __version__
 from twinphase.arguments import fields_of, is_model_name, parse_json, read_prompt, sampling_params
 from twinphase.commands.estimate import estimate
+from twinphase.commands.explain import explain as explain_command
+from twinphase.commands.lab import lab
 from twinphase.commands.roofline import roofline
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server.config import ServerConfig
@@ -267,9 +269,11 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
 
 
 app.command()(roofline)
+app.command()(lab)
 
 
 app.command()(estimate)
+app.command("explain")(explain_command)
 
 
 @functools.cache

@@ -185,7 +185,7 @@ def _request(entry: Any) -> ClientRequest | None:
         for name in ("prompt", "cached", "output")
     )
     computed = None if prompt is None else max(0, prompt - (cached or 0))
-    return ClientRequest(float(intended), tuple(map(float, times)), computed, output, _ledger(entry.get("claims")))
+    return ClientRequest(float(intended or 0.0), tuple(map(float, times)), computed, output, _ledger(entry.get("claims")))
 
 
 def _is_number(value: Any) -> bool:

@@ -299,13 +299,13 @@ def _step_overhead(evidence: Evidence) -> Found | None:
     unexplained = model if _by_bound(evidence, "overhead") else 0.0
     if seconds + unexplained <= 0:
         return None
-    near = evidence.efficiency("decode")
-    reached = f" (MBU {near.mbu:.0%})" if near.mbu is not None and unexplained else ""
-    sentence = (
-        f"{duration(seconds)} of its own decoding went to scheduling and bookkeeping"
-        + (f", and neither memory nor arithmetic explains {duration(unexplained)} of the rest{reached}." if unexplained
-           else ".")
-    )  # fmt: skip
+    near, parts = evidence.efficiency("decode"), []
+    if unexplained:
+        reached = f" (MBU {near.mbu:.0%})" if near.mbu is not None else ""
+        parts.append(f"Neither memory nor arithmetic explains {duration(unexplained)} of its own decoding{reached}.")
+    if seconds:
+        parts.append(f"Scheduling and bookkeeping took {duration(seconds)} of it.")
+    sentence = " ".join(parts)
     return seconds + unexplained, sentence, None
 
 

@@ -59,6 +59,7 @@ class Explanation:
         efficiency: of "prefill" and "decode".
         alone: None without a cost model.
         error: of the cost model, in everything that is predicted.
+        ttft, tpot: as measured; None where there were too few tokens.
     """
 
     dominant: IntervalKind
@@ -70,6 +71,8 @@ class Explanation:
     efficiency: dict[str, Efficiency] | None = None
     alone: Alone | None = None
     error: CostError | None = None
+    ttft: float | None = None
+    tpot: float | None = None
 
     def __str__(self) -> str:
         return "\n".join([*self.sentences, *(f"To change it: {lever.advice}" for lever in self.levers)])
@@ -122,7 +125,7 @@ def explain_evidence(evidence: Evidence) -> Explanation:
     bounds = {phase: found.bound for phase, found in near.items()}
     return Explanation(
         ranked[0], bounds, tuple(sentences), rank(levers), falls, diagnoses, near,
-        had_it_run_alone(evidence), error,
+        had_it_run_alone(evidence), error, timeline.ttft, timeline.tpot,
     )  # fmt: skip
 
 

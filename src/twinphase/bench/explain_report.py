@@ -1,0 +1,108 @@
+"""An explanation as a report: for `twinphase explain --out`. Not for finding it out (`phases/explain.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from twinphase.bench.conditions import conditions
+from twinphase.bench.plots import bars
+from twinphase.bench.report import Column, Plot, Report, Section, Status, Table, Verdict
+from twinphase.phases.levers import duration
+from twinphase.phases.report import FORMULAS
+from twinphase.terminal import percentages
+
+__all__ = ["explain_report"]
+
+SYMPTOM = {"prefill": "of the time to the first token", "decode": "of the time after the first token"}
+
+
+def explain_report(found: Mapping[str, Any]) -> Report:
+    """The report of an explanation as `commands/explain_source.py` gives it."""
+    falls = found["waterfall"]
+    verdicts = [_verdict(one) for one in found["diagnoses"]]
+    first = "" if falls["first_token"] is None else f", first token after {duration(falls['first_token'])}"
+    sections = [Section("Where the time went", tables=(_waterfall_table(falls),), plots=(_waterfall_plot(falls),))]
+    near = found.get("efficiency")
+    if near:
+        sections.append(Section("What bound each phase", tables=(_efficiency_table(near),)))
+    sections.append(Section("Had it run alone", paragraphs=(_alone(found),)))
+    if found["levers"]:
+        sections.append(Section("What to change", tables=(_lever_table(found["levers"]),)))
+    if found.get("unknown"):
+        sections.append(Section("Unknown from outside", paragraphs=tuple(found["unknown"])))
+    title = f"{found['id']}: {duration(falls['wall_seconds'])} in all{first}"
+    return Report("explain", title, tuple(verdicts), conditions(), sections=tuple(sections), data=dict(found))
+
+
+def _verdict(one: Mapping[str, Any]) -> Verdict:
+    share = "an unknown share" if one["share"] is None else f"{one['share']:.0%}".replace("%", " %")
+    cause = one["cause"].replace("_", " ")
+    status = Status.UNKNOWN if one["share"] is None else Status.INFO
+    return Verdict(status, f"{cause}: {share} {SYMPTOM[one['phase']]}. {one['evidence']}")
+
+
+def _waterfall_table(falls: Mapping[str, Any]) -> Table:
+    shares = percentages([bar["share"] for bar in falls["bars"]])
+    rows = [
+        (bar["name"], duration(bar["seconds"]), share, duration(bar["before_first_token"]))
+        for bar, share in zip(falls["bars"], shares, strict=True)
+    ]
+    whole = percentages([sum(bar["share"] for bar in falls["bars"])])[0]
+    rows.append(("all", duration(falls["wall_seconds"]), whole, ""))
+    columns = (
+        Column("part"),
+        Column("time", "seconds of the wall time; the parts add up to all of it"),
+        Column("share", "of the wall time"),
+        Column("before the first token"),
+    )
+    return Table("The ledger", columns, tuple(rows))
+
+
+def _waterfall_plot(falls: Mapping[str, Any]) -> Plot:
+    rows = []
+    for bar in falls["bars"]:
+        early = bar["before_first_token"]
+        parts = (("before the first token", early), ("after it", bar["seconds"] - early))
+        rows += [{"part": bar["name"], "when": when, "ms": round(1e3 * spent, 3)} for when, spent in parts if spent > 0]
+    order = [bar["name"] for bar in falls["bars"]]
+    return bars("waterfall", "The parts of the wall time", rows, ("part", "part"), ("ms", "time (ms)"), part="when",
+                order=order, caption="Shares of steps that several requests had come from the cost model.")  # fmt: skip
+
+
+def _efficiency_table(near: Mapping[str, Any]) -> Table:
+    def cell(value: float | None) -> str:
+        return "unknown" if value is None else f"{100 * value:.1f} %"
+
+    rows = tuple((phase, one["bound"], cell(one["mfu"]), cell(one["mbu"])) for phase, one in near.items())
+    columns = (Column("phase"), Column("bound by"), Column("MFU", FORMULAS["MFU"]), Column("MBU", FORMULAS["MBU"]))
+    return Table("Against the machine's ceilings", columns, rows)
+
+
+def _alone(found: Mapping[str, Any]) -> str:
+    alone, error = found.get("alone"), found.get("error") or {}
+    if not alone:
+        return "Unknown: there is no cost model of the engine that served it."
+    text = (
+        f"{duration(alone['seconds'])} by the cost model in place of {duration(found['waterfall']['wall_seconds'])}; "
+        f"first token after {duration(alone['ttft'])}."
+    )
+    if error.get("median") is not None:
+        text += (
+            f" The model's last {error['steps']} predictions were off by {error['median']:.0%} in the middle and "
+            f"{error['p95']:.0%} at the 95th percentile."
+        )
+    return text
+
+
+def _lever_table(levers: Any) -> Table:
+    rows = tuple(
+        (
+            "no prediction" if one["saved_seconds"] is None else duration(one["saved_seconds"]),
+            one["flag"],
+            one["advice"],
+        )
+        for one in levers
+    )
+    columns = (Column("would save", "of this request's wall time, by the cost model"), Column("lever"), Column("how"))
+    return Table("Levers", columns, rows)

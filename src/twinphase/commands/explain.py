@@ -1,0 +1,44 @@
+"""`twinphase explain`: where one request's time went, what bound it, why, and what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from twinphase.errors import InvalidRequestError
+
+__all__ = ["explain"]
+
+
+def explain(
+    what: str = typer.Argument(
+        None, help="Id of a request of the server, or a JSON file: a saved ledger, an answer, a bench result."
+    ),
+    url: str = typer.Option("http://127.0.0.1:8000", help="Of the server that has the request."),
+    api_key: str = typer.Option(None, envvar="TWINPHASE_API_KEY", help="That the request was sent with."),
+    last: bool = typer.Option(False, "--last", help="The last request that the server finished."),
+    json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+    out: Path = typer.Option(None, help="Write a report with plots into this folder."),
+) -> None:
+    """Explain one request: a waterfall of its time, what bound each phase, the causes, and what to change."""
+    if (what is None) is not last:
+        raise InvalidRequestError("explain needs one thing to explain.", "Give a request's id, a JSON file, or --last.")
+    from twinphase.commands import explain_source as source
+    from twinphase.commands import explain_view as view
+
+    file = source.as_file(what) if what is not None else None
+    found = source.from_file(file) if file else source.from_server(url, api_key, what)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(found, ensure_ascii=False, indent=1))
+    else:
+        print("\n".join(view.lines(found)))
+    if out is not None:
+        from twinphase.bench.explain_report import explain_report
+        from twinphase.bench.render import write_report
+        from twinphase.terminal import note
+
+        written = write_report(explain_report(found), out)
+        note(f"{written.html}")

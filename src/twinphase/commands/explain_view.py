@@ -1,0 +1,143 @@
+"""An explanation on a terminal: a waterfall of bars that sums to 100 %, then what it means. Computes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from twinphase.phases.levers import duration
+from twinphase.terminal import percentages
+
+__all__ = ["lines"]
+
+BOLD, DIM, YELLOW = "1", "2", "33"
+# Waiting red, prefill blue, decode green, others in the same steps yellow, text grey.
+COLOURS = {"queue": "31", "prefill": "34", "recompute": "35", "decode": "32", "prefill_wait": "33", "batching": "33",
+           "stall": "33", "until first token": "34", "tokens after it": "32"}  # fmt: skip
+NARROWEST, WIDEST = 20, 60  # of the bars, characters
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+TITLES = {"prefill": "Why the first token took {}", "decode": "Why each token after it took {}"}
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The whole explanation."""
+    yield _paint(f"{found['id']}: {_headline(found)}", BOLD)
+    yield ""
+    yield from _bars(found["waterfall"])
+    yield from _efficiency(found)
+    for phase, title in TITLES.items():
+        yield from _diagnoses(found, phase, title)
+    if found["kind"] == "client":
+        yield from _section("Unknown from outside", [f"- {line}" for line in found["unknown"]])
+    else:
+        yield from _alone(found)
+    yield from _levers(found)
+
+
+def _paint(text: str, *codes: str) -> str:
+    """Coloured text if stdout is a terminal that wants colour (https://no-color.org)."""
+    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain or not codes or not text else f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
+
+
+def _section(title: str, body: list[str]) -> Iterator[str]:
+    if body:
+        yield ""
+        yield _paint(title, BOLD)
+        yield from body
+
+
+def _maybe(seconds: float | None) -> str:
+    return "unknown" if seconds is None else duration(seconds)
+
+
+def _percent(fraction: float | None) -> str:
+    return "unknown" if fraction is None else f"{100 * fraction:.0f} %"
+
+
+def _headline(found: Mapping[str, Any]) -> str:
+    falls = found["waterfall"]
+    if found["kind"] == "client":
+        return f"{found['num_requests']} requests as a client saw them; {duration(falls['wall_seconds'])} in the mean"
+    tpot = found.get("tpot")
+    rate = f", {duration(tpot)} a token after it ({1 / tpot:,.1f} tok/s)" if tpot else ""
+    return f"{duration(falls['wall_seconds'])} in all, first token after {_maybe(falls['first_token'])}{rate}"
+
+
+def _bars(falls: Mapping[str, Any]) -> Iterator[str]:
+    """One bar a kind, each beginning where the one above ended."""
+    bars, wall = falls["bars"], falls["wall_seconds"]
+    width = max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns - 42))
+    shares = percentages([bar["share"] for bar in bars])
+    at = 0.0
+    for bar, share in zip(bars, shares, strict=True):
+        start, end = at / wall * width, min(width, (at + bar["seconds"]) / wall * width)
+        at += bar["seconds"]
+        blocks = _blocks(start, end)
+        drawn = " " * int(start) + _paint(blocks, COLOURS.get(bar["name"], DIM))
+        yield f"{bar['name']:<17} {duration(bar['seconds']):>10} {share:>8}  {drawn}".rstrip()
+    yield f"{'':<17} {duration(wall):>10} {percentages([sum(bar['share'] for bar in bars)])[0]:>8}"
+
+
+def _blocks(start: float, end: float) -> str:
+    """Characters from column `start` to `end`: whole ones, and an eighth at least so that nothing is invisible."""
+    eighths = max(1, round(8 * (end - int(start))) if int(start) == start else round(8 * (end - start)))
+    return EIGHTHS[8] * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+
+
+def _efficiency(found: Mapping[str, Any]) -> Iterator[str]:
+    near = found.get("efficiency")
+    if not near:
+        return
+    rows = []
+    for phase, one in near.items():
+        values = " ".join(f"{name.upper()} {_percent(one[name])}" for name in ("mfu", "mbu"))
+        wrong = any((one[name] or 0) > 1 for name in ("mfu", "mbu"))
+        warning = _paint("  above 100 %: a count or a ceiling is wrong", YELLOW) if wrong else ""
+        rows.append(f"{phase:<8} {one['bound']:<9} {values}{warning}")
+    yield from _section("What bound each phase", rows)
+
+
+def _diagnoses(found: Mapping[str, Any], phase: str, title: str) -> Iterator[str]:
+    falls = found["waterfall"]
+    measured = falls["first_token"] if phase == "prefill" else found.get("tpot")
+    rows = [
+        f"{_percent(one['share']) if one['share'] is not None else '?':>6}  "
+        f"{_paint(one['cause'].replace('_', ' '), BOLD)}: {one['evidence']}"
+        for one in found["diagnoses"]
+        if one["phase"] == phase
+    ]
+    name = "as long as it did" if measured is None else duration(measured)
+    yield from _section(title.format(name), rows)
+
+
+def _alone(found: Mapping[str, Any]) -> Iterator[str]:
+    alone, error = found.get("alone"), found.get("error") or {}
+    if not alone:
+        yield from _section("Had it run alone", ["unknown: there is no cost model of the engine that served it"])
+        return
+    rows = [
+        f"{duration(alone['seconds'])} in place of {duration(found['waterfall']['wall_seconds'])}; first token after "
+        f"{duration(alone['ttft'])}, {_maybe(alone['tpot'])} a token after it",
+        f"prefill {duration(alone['prefill_seconds'])}, decode {duration(alone['decode_seconds'])} by the cost model; "
+        f"its shares of the steps it was in were {duration(alone['own_shares'])} together",
+    ]
+    if error.get("median") is not None:
+        rows.append(
+            f"the model's last {error['steps']} predictions were off by {_percent(error['median'])} in the middle, "
+            f"{_percent(error['p95'])} at the 95th percentile"
+        )
+    yield from _section("Had it run alone", rows)
+
+
+def _levers(found: Mapping[str, Any]) -> Iterator[str]:
+    median, rows = (found.get("error") or {}).get("median"), []
+    for lever in found["levers"]:
+        saved = lever["saved_seconds"]
+        error = "" if median is None else f" ± {_percent(median)}"
+        gain = "no prediction" if saved is None else f"{duration(saved)}{error}"
+        rows.append(f"{gain:>16}  {_paint(lever['flag'], BOLD)}: {lever['advice']}")
+    yield from _section("What to change, by what it would save of this request", rows)
