@@ -317,6 +317,8 @@ def findings(result: Estimate) -> list[str]:
         found.append("A bound: the hardware at its peak (MFU and MBU 1). Real engines stay below it.")
     else:
         found.append(f"Assumed, not measured: MFU {scenario.mfu:g} and MBU {scenario.mbu:g}.")
+    if scenario.dtype.lower() == "int4":
+        found.append("int4 is half a byte a weight: real formats add scales (Q4_0 has 4.5 bits a weight).")
     if shape.num_experts:
         found.append("Experts are taken to be chosen evenly and apart; real routers prefer some.")
     if hardware.devices > 1:

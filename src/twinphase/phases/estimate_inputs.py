@@ -111,7 +111,9 @@ def datasheet_hardware(name: str) -> Hardware:
     """
     sheet = find_datasheet(name)
     computed = [f"{figure} = {formula}" for figure, formula in sheet.computed.items()]
-    notes = [f"Computed, not published: {'; '.join(computed)}."] if computed else []
+    titles = "; ".join(dict.fromkeys(source.title for source in sheet.sources))
+    notes = [f"Datasheet figures, from: {titles}. `--list-hardware` has the addresses."]
+    notes += [f"Computed, not published: {'; '.join(computed)}."] if computed else []
     notes += [sheet.note] if sheet.note else []
     return Hardware(sheet.title, "datasheet", sheet.peaks, sheet.bandwidth, sheet.memory, notes=tuple(notes))
 

@@ -1,0 +1,173 @@
+"""`twinphase estimate`: the arithmetic of both phases for a model, a machine and a request. Runs nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from twinphase.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from twinphase.phases.estimate_inputs import Hardware, Scenario
+    from twinphase.phases.report import Units
+    from twinphase.phases.shapes import DecoderShape
+
+__all__ = ["estimate"]
+
+HARDWARE, REQUEST, MODEL, OUTPUT = "Hardware", "Request", "Model", "Output"
+SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
+
+def estimate(
+    model: str = typer.Option(
+        None, help="A known name, a config.json or its folder, a .gguf file, or a model in the cache."
+    ),
+    hardware: str = typer.Option(None, help="A datasheet's name, or this: what `twinphase roofline` measured here."),
+    prompt_tokens: int = typer.Option(1000, "--prompt-tokens", "--input-len", rich_help_panel=REQUEST),
+    output_tokens: int = typer.Option(200, "--output-tokens", "--output-len", rich_help_panel=REQUEST),
+    batch_size: int = typer.Option(1, help="Requests that decode together.", rich_help_panel=REQUEST),
+    dtype: str = typer.Option(
+        None,
+        help="How weights are stored: fp16, fp8, int4, Q4_0, ...; as in the file if left out.",
+        rich_help_panel=MODEL,
+    ),
+    kv_cache_dtype: str = typer.Option(
+        "auto", help="fp32, fp16, bf16, fp8, int8; auto: 16 bits, here the engine's own.", rich_help_panel=MODEL
+    ),
+    compute_dtype: str = typer.Option(None, help="Precision of the arithmetic; by dtype if left out."),
+    mfu: float = typer.Option(1.0, help="Assumed share of peak FLOP/s; 1 is the bound.", rich_help_panel=HARDWARE),
+    mbu: float = typer.Option(1.0, help="Assumed share of the bandwidth; 1 is the bound.", rich_help_panel=HARDWARE),
+    flops: str = typer.Option(None, help="Peak FLOP/s instead, e.g. 312T.", rich_help_panel=HARDWARE),
+    bandwidth: str = typer.Option(None, help="Bytes/s instead, e.g. 2.039T.", rich_help_panel=HARDWARE),
+    memory: str = typer.Option(None, help="Bytes instead, e.g. 80G.", rich_help_panel=HARDWARE),
+    devices: int = typer.Option(1, help="Devices that share every layer.", rich_help_panel=HARDWARE),
+    price_per_hour: float = typer.Option(None, help="Of all devices together, for the cost of tokens."),
+    explain: bool = typer.Option(False, "--explain", help="Print each formula with its numbers."),
+    json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+    list_hardware: bool = typer.Option(False, "--list-hardware", help="The datasheets, each figure with its source."),
+    list_models: bool = typer.Option(False, "--list-models", help="The models known by name."),
+) -> None:
+    """Estimate both phases from first principles: TTFT, decode rate, memory, batch sizes, cost."""
+    given = locals()
+    from twinphase.commands import estimate_view as view
+
+    if list_hardware or list_models:
+        view.show_hardware(json) if list_hardware else view.show_models(json)
+        return
+    if model is None:
+        raise InvalidRequestError("estimate needs --model.", "`twinphase estimate --list-models` has known names.")
+    from twinphase.phases.estimate import estimate as compute
+    from twinphase.phases.shapes import read_shape
+
+    shape = read_shape(model)
+    result = compute(shape, _hardware(given), _scenario(shape, given))
+    if json:
+        view.print_json(result)
+    else:
+        view.show_estimate(result, explain)
+
+
+def _number(option: str, text: str | None) -> float | None:
+    """A positive number with an optional decimal suffix (k, M, G, T, P); None if it was not given."""
+    if text is None:
+        return None
+    factor = SUFFIXES.get(text[-1:], 0.0)
+    try:
+        value = float(text[:-1]) * factor if factor else float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise InvalidRequestError(f"{option} is {text!r}.", "Use a number above 0 such as 312T (k, M, G, T, P).")
+    return value
+
+
+def _hardware(given: dict[str, Any]) -> Hardware:
+    """What --hardware names, with the figures that were given in the place of its own."""
+    from dataclasses import replace
+
+    from twinphase.phases.datasheets import PRECISIONS
+    from twinphase.phases.estimate_inputs import Hardware, datasheet_hardware
+
+    name, devices = given["hardware"], given["devices"]
+    figures = {option: _number(f"--{option}", given[option]) for option in ("flops", "bandwidth", "memory")}
+    named = [f"--{option} {given[option]}" for option, value in figures.items() if value is not None]
+    if not 1 <= devices <= 1 << 20:
+        raise InvalidRequestError(f"--devices is {devices}.", "Use a number from 1.")
+    peaks = dict.fromkeys(PRECISIONS, figures["flops"]) if figures["flops"] else {}
+    if name is None:
+        if figures["flops"] is None or figures["bandwidth"] is None:
+            raise InvalidRequestError(
+                "estimate needs --hardware, or --flops with --bandwidth.",
+                "`twinphase estimate --list-hardware` has known names; `this` is this machine.",
+            )
+        title = ", ".join(named)
+        return Hardware(title, "given", peaks, figures["bandwidth"], figures["memory"], devices)
+    found = _this_machine() if name == "this" else datasheet_hardware(name)
+    notes = (*([f"Given in the place of its own figures: {', '.join(named)}."] if named else []), *found.notes)
+    return replace(
+        found,
+        peaks={**found.peaks, **peaks},
+        bandwidth=figures["bandwidth"] or found.bandwidth,
+        memory=figures["memory"] or found.memory,
+        devices=devices,
+        notes=notes,
+    )
+
+
+def _this_machine() -> Hardware:
+    from twinphase.config import EngineConfig, free_memory
+    from twinphase.engine.load import measured_ceilings
+    from twinphase.phases.estimate_inputs import Hardware
+
+    ceilings = measured_ceilings(EngineConfig())
+    if ceilings is None:
+        raise InvalidRequestError("This machine was never measured.", "Run `twinphase roofline` first.")
+    title = f"{ceilings.processor}, {ceilings.threads} threads, {ceilings.isa}"
+    notes = ("Measured here at its best; memory is what is free now.",)
+    return Hardware(title, "measured here", {}, None, free_memory(), ceilings=ceilings, notes=notes)
+
+
+def _scenario(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
+    from twinphase.phases.estimate_inputs import DTYPES, Scenario, bytes_per_weight
+
+    here, kv_dtype, dtype = given["hardware"] == "this", given["kv_cache_dtype"], given["dtype"] or ""
+    if dtype:
+        bytes_per_weight(dtype)  # refuses an unknown name before anything is computed
+    if kv_dtype not in ("auto", *DTYPES):
+        raise InvalidRequestError(f"--kv-cache-dtype is {kv_dtype!r}.", f"Use auto or one of: {', '.join(DTYPES)}.")
+    if here and kv_dtype in ("auto", "int8"):
+        from twinphase.backends.cpu.kv_layout import CELL, key_bytes, scale_bytes, value_bytes
+
+        cell = key_bytes(shape.head_dim) + scale_bytes(kv_dtype) + value_bytes(shape.head_dim, kv_dtype)
+        kv_head_bytes = cell / CELL
+    else:
+        kv_head_bytes = 2 * shape.head_dim * (2 if kv_dtype == "auto" else DTYPES[kv_dtype])
+    return Scenario(
+        prompt_tokens=given["prompt_tokens"],
+        output_tokens=given["output_tokens"],
+        batch_size=given["batch_size"],
+        units=_units(dtype or shape.dtype, given["compute_dtype"], here),
+        dtype=dtype,
+        kv_head_bytes=kv_head_bytes,
+        mfu=given["mfu"],
+        mbu=given["mbu"],
+        price_per_hour=given["price_per_hour"],
+    )
+
+
+def _units(dtype: str, compute_dtype: str | None, here: bool) -> Units:
+    from twinphase.phases.datasheets import PRECISIONS
+    from twinphase.phases.estimate_inputs import units_for
+    from twinphase.phases.report import Units
+
+    if compute_dtype is not None:
+        if compute_dtype not in PRECISIONS:
+            raise InvalidRequestError(f"--compute-dtype is {compute_dtype!r}.", f"Use one of: {', '.join(PRECISIONS)}.")
+        return Units(compute_dtype, compute_dtype, compute_dtype)
+    if not here:
+        return units_for(dtype)
+    from twinphase.backends.cpu.isa import choose_isa  # what our own kernels do
+
+    dense = dtype.lower() in ("fp32", "fp16", "bf16", "f32", "f16")
+    return Units("fp32" if dense else "int8", "int8", "bf16" if choose_isa(None).bf16_dot else "fp32")
