@@ -18,11 +18,12 @@ from jinja2 import Environment, StrictUndefined
 from twinphase import __version__
 from twinphase.bench.extras import require
 from twinphase.bench.markdown import STATUS_WORDS
-from twinphase.bench.report import Report
+from twinphase.bench.report import Report, Table
 from twinphase.bench.theme import DARK, LIGHT
 
 __all__ = ["page"]
 
+NO_NUMBER = ("", "-", "unknown", "none", "n/a")
 NUMBER = re.compile(r"[<>≤≥~≈±+−-]*\s*[\d.,]*\d")
 
 
@@ -34,7 +35,7 @@ def page(report: Report, result: str) -> str:
         result: the text of `result.json`, which it carries.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["is_number"] = lambda cell: NUMBER.match(cell) is not None
+    environment.filters["number_columns"] = _number_columns
     environment.filters["anchor"] = lambda number: f"section-{number}"
     program, style = _asset("page.js"), _asset("page.css")
     drawing = _drawing_program()
@@ -60,6 +61,13 @@ def page(report: Report, result: str) -> str:
         result=_Raw(_inert(result)),
         themes=_Raw(_inert(json.dumps(themes))),
     )
+
+
+def _number_columns(table: Table) -> list[bool]:
+    """Which columns hold numbers, and so are read from the right; cells that say that there is none do not count."""
+    columns = zip(*(row[1:] for row in table.rows), strict=True)
+    found = [all(NUMBER.match(cell) or cell in NO_NUMBER for cell in column) for column in columns]
+    return [False, *found] if found else [False for _ in table.columns]
 
 
 class _Raw(str):

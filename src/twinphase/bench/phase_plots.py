@@ -5,12 +5,14 @@ Rows and colours as in `plots.py`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinphase.bench.plots import ROW_HEIGHT, ZOOM, axis, colour_by, faded, highlight, tooltips
 from twinphase.bench.report import Plot
+from twinphase.terminal import percentages
 
 __all__ = ["roofline", "timeline", "waterfall"]
 
@@ -40,7 +42,7 @@ def roofline(
         caption: of the plot.
     """
     x_axis = axis("intensity", "arithmetic intensity (FLOP a byte)", log=True)
-    y_axis = {**axis("rate", "work done (FLOP/s)", log=True), "axis": {"format": "~s", "tickCount": 8}}
+    y_axis = {**axis("rate", "work done (FLOP/s)", log=True), "axis": {"format": "~s"}}
     ends = [row for index, row in enumerate(roofs) if [r["roof"] for r in roofs[index + 1 :]].count(row["roof"]) == 0]
     line = {"x": x_axis, "y": y_axis, "detail": {"field": "roof", "type": "nominal"}}
     text = {"type": "text", "align": "right", "dy": -8, "color": "role:muted"}
@@ -82,29 +84,29 @@ def waterfall(
         caption: of the plot.
         total: name of the sum.
     """
-    rows, start, whole = [], 0.0, math.fsum(size for _, size in parts)
-    for part, size in parts:
-        rows.append({"part": part, "from": start, "to": start + size, "size": size})
-        start += size
-    rows.append({"part": total, "from": 0.0, "to": whole, "size": whole})
-    for row in rows:
-        row["share"] = float(row["size"]) / whole if whole else 0.0  # type: ignore[arg-type]
-    order = [row["part"] for row in rows]
-    y_axis = {"field": "part", "type": "nominal", "title": None, "sort": order}
+    sizes = [size for _, size in parts]
+    whole, ends = math.fsum(sizes), list(itertools.accumulate(sizes))
+    shares = percentages([size / whole for size in sizes]) if whole else ["" for _ in sizes]
+    rows: list[Spec] = [
+        {"part": part, "from": end - size, "to": end, "size": size, "share": share}
+        for (part, size), end, share in zip(parts, ends, shares, strict=True)
+    ]
+    rows.append({"part": total, "from": 0.0, "to": whole, "size": whole, "share": "100.0 %" if whole else ""})
+    y_axis = {"field": "part", "type": "nominal", "title": None, "sort": [row["part"] for row in rows]}
     x_axis = {"field": "from", "type": "quantitative", "title": unit, "axis": {"grid": True}}
-    colour = {**colour_by("part", [str(part) for part in order])["color"], "legend": None}
-    label = {"type": "text", "align": "left", "dx": 5}
+    x_label = {**x_axis, "field": "to"}
+    colour = {**colour_by("part", [part for part, _ in parts])["color"], "legend": None}
+    bar = {"y": y_axis, "x": x_axis, "x2": {"field": "to"}, "tooltip": tooltips(rows)}
     layers = [
+        {"data": {"values": rows[:-1]}, "mark": "bar", "encoding": {**bar, "color": colour}},
+        {"data": {"values": rows[-1:]}, "mark": {"type": "bar", "color": "role:neutral"}, "encoding": bar},
         {
-            "mark": "bar",
-            "encoding": {"y": y_axis, "x": x_axis, "x2": {"field": "to"}, "color": colour, "tooltip": tooltips(rows)},
-        },
-        {
-            "mark": label,
-            "encoding": {"y": y_axis, "x": {**x_axis, "field": "to"}, "text": {"field": "share", "format": ".1%"}},
+            "data": {"values": rows},
+            "mark": {"type": "text", "align": "left", "dx": 5},
+            "encoding": {"y": y_axis, "x": x_label, "text": {"field": "share"}},
         },
     ]
-    return Plot(name, title, {"data": {"values": rows}, "height": ROW_HEIGHT * len(rows), "layer": layers}, caption)
+    return Plot(name, title, {"height": ROW_HEIGHT * len(rows), "layer": layers}, caption)
 
 
 def timeline(

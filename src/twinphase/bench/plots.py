@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinphase.bench.report import Plot
+from twinphase.bench.theme import PHASES
 
 __all__ = [
     "ROW_HEIGHT",
@@ -47,13 +48,11 @@ ZOOM: Spec = {
 
 
 def axis(field: str, title: str, *, log: bool = False, zero: bool = False) -> Spec:
-    """A quantitative axis."""
-    scale = {"type": "log", "nice": False} if log else {"zero": zero}
-    found: Spec = {"field": field, "type": "quantitative", "title": title, "scale": scale}
+    """A quantitative axis, with room for half a point at its ends; one that begins at zero begins there."""
+    scale: Spec = {"zero": True} if zero else {"zero": False, "padding": 6}
     if log:
-        # Ticks at 1, 2, 5 of each decade, without the crowd in between; 4096 as 4,096, 0.001 as 0.001.
-        found["axis"] = {"format": "~r", "tickCount": 8}
-    return found
+        scale = {"type": "log", "nice": False, "padding": 10}
+    return {"field": field, "type": "quantitative", "title": title, "scale": scale}
 
 
 def tooltips(rows: Sequence[Row]) -> list[Spec]:
@@ -70,11 +69,17 @@ def _tooltip(key: str, values: Sequence[Any]) -> Spec:
     return {"field": key, "type": "nominal"}
 
 
-def colour_by(series: str | None, names: Sequence[str] = ()) -> Spec:
-    """Colour by series; without series all is one, in the first colour."""
+def colour_by(series: str | None, names: Sequence[str] = (), plot: str = "") -> Spec:
+    """Colour by series; without series all is one, in the colour of the phase that the plot's name begins with."""
     if series is None:
-        return {"color": {"value": "role:series1"}}
+        phase = next((phase for phase in PHASES if plot.startswith(phase)), "series1")
+        return {"color": {"value": f"role:{phase}"}}
     return {"color": {"field": series, "type": "nominal", "title": None, "sort": list(names) or None}}
+
+
+def _shape(series: str | None) -> Spec:
+    """Shape as well as colour, so that neither is needed alone."""
+    return {"shape": {"field": series, "type": "nominal", "title": None, "sort": None}} if series else {}
 
 
 def highlight(series: str | None) -> list[Spec]:
@@ -120,7 +125,7 @@ def lines(
         zero: a linear y axis begins at zero.
         caption: of the plot.
     """
-    colour = colour_by(series)
+    colour = colour_by(series, plot=name)
     x_axis, y_axis = axis(*x, log=log_x), axis(*y, log=log_y, zero=zero)
     spread = {"x": x_axis, "y": {**y_axis, "field": "low"}, "y2": {"field": "high"}, **colour}
     layers: list[Spec] = []
@@ -131,7 +136,7 @@ def lines(
         layers.append({"data": measured, "mark": "rule", "encoding": {**spread, **faded(series)}})
     line = {"x": x_axis, "y": y_axis, **colour, **faded(series, 0.75)}
     layers.append({"data": through, "mark": {"type": "line", "clip": True}, "encoding": line})
-    points = {"x": x_axis, "y": y_axis, **colour, **faded(series), "tooltip": tooltips(rows)}
+    points = {"x": x_axis, "y": y_axis, **colour, **_shape(series), **faded(series), "tooltip": tooltips(rows)}
     layers.append({"data": measured, "mark": "point", "encoding": points})
     layers[0] = {**layers[0], "params": [ZOOM, *highlight(series)]}
     return Plot(name, title, {"layer": layers}, caption)
@@ -172,7 +177,7 @@ def scatter(
         spread = {"x": x_axis, "y": {**y_axis, "field": "low"}, "y2": {"field": "high"}}
         mark = {"type": "area", "color": "role:neutral", "opacity": 0.22}
         layers.append({"data": {"values": list(band)}, "mark": mark, "encoding": spread})
-    points = {"x": x_axis, "y": y_axis, **colour_by(series), **faded(series, 0.7), "tooltip": tooltips(rows)}
+    points = {"x": x_axis, "y": y_axis, **colour_by(series, plot=name), **faded(series, 0.7), "tooltip": tooltips(rows)}
     layers.append({"data": {"values": list(rows)}, "mark": {"type": "point", "size": 30}, "encoding": points})
     layers[0] = {**layers[0], "params": [ZOOM, *highlight(series)]}
     return Plot(name, title, {"layer": layers}, caption)
@@ -205,7 +210,7 @@ def bars(
     else:
         # By category, so that a category named after a phase has the phase's colour; the axis is legend enough.
         phases = all(str(row[category[0]]).lower().startswith(("prefill", "decode")) for row in rows)
-        encoding |= colour_by(category[0]) if phases else colour_by(None)
+        encoding |= colour_by(category[0]) if phases else colour_by(None, plot=name)
         encoding["color"] = {**encoding["color"], "legend": None} if phases else encoding["color"]
     layers: list[Spec] = [{"mark": "bar", "encoding": encoding, "params": highlight(part)}]
     if not part and any("low" in row for row in rows):
@@ -245,7 +250,8 @@ def distribution(
     y_axis: Spec = {"field": "share", "type": "quantitative", "title": "share of values at most so large"}
     y_axis |= {"scale": {"domain": [0, 1]}, "axis": {"format": ".0%"}}
     mark = {"type": "line", "interpolate": "step-after", "clip": True}
-    encoding = {"x": x_axis, "y": y_axis, **colour_by("series"), **faded("series"), "tooltip": tooltips(rows)}
+    colour = {**colour_by("series", list(values))["color"], "legend": {"symbolType": "stroke"}}
+    encoding = {"x": x_axis, "y": y_axis, "color": colour, **faded("series"), "tooltip": tooltips(rows)}
     layers: list[Spec] = [
         {
             "data": {"values": rows},

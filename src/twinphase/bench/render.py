@@ -16,7 +16,7 @@ from twinphase.bench.markdown import markdown
 from twinphase.bench.page import page
 from twinphase.bench.report import Plot, Report
 from twinphase.bench.result import plain, result_json
-from twinphase.bench.theme import LIGHT, coloured, drawable
+from twinphase.bench.theme import LIGHT, drawable, dressed
 from twinphase.errors import StorageError
 
 __all__ = ["Written", "png", "write_report"]
@@ -98,7 +98,7 @@ def _prepared(report: Report) -> Report:
                 raise ValueError(f"two plots are named {plot.name!r}")
             names.add(plot.name.lower())
     sections = (
-        replace(section, plots=tuple(replace(plot, spec=coloured(plot.spec)) for plot in section.plots))
+        replace(section, plots=tuple(replace(plot, spec=dressed(plot.spec)) for plot in section.plots))
         for section in report.sections
     )
     return replace(report, sections=tuple(sections))

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DARK", "LIGHT", "SERIES", "Theme", "coloured", "drawable"]
+__all__ = ["DARK", "LIGHT", "PHASES", "SERIES", "Theme", "drawable", "dressed"]
 
 # Names of series that mean a phase, wherever they occur; longer names may follow them ("prefill, 512 tokens").
 PHASES = ("prefill", "decode")
 SERIES = tuple(f"role:series{number}" for number in range(1, 7))
+SHADES = {phase: tuple(f"role:{phase}{number}" for number in ("", 2, 3, 4)) for phase in PHASES}
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 
 
@@ -48,7 +49,8 @@ class Theme:
                 "labelLimit": 220,
             },
             "axisX": {"grid": False},
-            "legend": {**words, "orient": "top", "symbolType": "circle", "symbolSize": 90, "symbolStrokeWidth": 0},
+            "axisXQuantitative": {"tickCount": {"expr": "ceil(width / 90)"}},
+            "legend": {**words, "orient": "top", "symbolSize": 90, "symbolOpacity": 1, "labelLimit": 320},
             "header": words,
             "title": {"color": text, "anchor": "start", "fontSize": 14, "fontWeight": 600, "offset": 12},
             "range": {"category": [self.roles[name.partition(":")[2]] for name in SERIES]},
@@ -69,7 +71,13 @@ LIGHT = Theme(
         "muted": "#59636e",
         "grid": "#e4e7eb",
         "prefill": "#0067b0",
+        "prefill2": "#5ba3dc",
+        "prefill3": "#003a66",
+        "prefill4": "#7d94a8",
         "decode": "#c24a00",
+        "decode2": "#eb9350",
+        "decode3": "#6e2a00",
+        "decode4": "#a3887a",
         "good": "#00795a",
         "bad": "#b3261e",
         "neutral": "#8a939e",
@@ -89,7 +97,13 @@ DARK = Theme(
         "muted": "#a3adb8",
         "grid": "#2c333c",
         "prefill": "#56b4e9",
+        "prefill2": "#2a7fb8",
+        "prefill3": "#b5def7",
+        "prefill4": "#8ba3b3",
         "decode": "#f08a3c",
+        "decode2": "#b85c1a",
+        "decode3": "#ffcfa3",
+        "decode4": "#b09a8c",
         "good": "#3ecf9f",
         "bad": "#ff7b72",
         "neutral": "#8a939e",
@@ -105,7 +119,7 @@ DARK = Theme(
 
 def drawable(spec: Mapping[str, Any], theme: Theme) -> dict[str, Any]:
     """A spec with the colours of a theme in place of roles."""
-    found: dict[str, Any] = _replaced(coloured(spec), theme.roles)
+    found: dict[str, Any] = _replaced(dressed(spec), theme.roles)
     return {**found, "config": theme.config}
 
 
@@ -120,10 +134,13 @@ def _replaced(value: Any, roles: Mapping[str, str]) -> Any:
     return value
 
 
-def coloured(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a spec in which each nominal colour has a role, phases their own, the same in all layers."""
+def dressed(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a spec in which each nominal colour has a role, the same in all layers, and axes can be read."""
     found: dict[str, Any] = copy.deepcopy(dict(spec))
-    channels = [(channel, rows) for channel, rows in _channels(found, []) if "scale" not in channel]
+    for encoding, _ in _encodings(found, []):
+        for name in ("x", "y"):
+            _label(encoding.get(name), name)
+    channels = [(channel, rows) for channel, rows in _channels(found) if "scale" not in channel]
     names: dict[str, list[str]] = {}
     for channel, rows in channels:
         known = names.setdefault(channel["field"], [])
@@ -138,28 +155,50 @@ def coloured(spec: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _channels(spec: dict[str, Any], rows: list[Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+def _channels(spec: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
     """Every nominal colour channel, with the rows that its layer draws."""
+    for encoding, rows in _encodings(spec, []):
+        for name in ("color", "fill", "stroke"):
+            channel = encoding.get(name)
+            if isinstance(channel, dict) and channel.get("type") == "nominal" and "field" in channel:
+                yield channel, rows
+
+
+def _encodings(spec: dict[str, Any], rows: list[Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    """Every layer's encoding, with the rows that it draws."""
     rows = spec.get("data", {}).get("values", rows)
-    for name in ("color", "fill", "stroke"):
-        channel = spec.get("encoding", {}).get(name)
-        if isinstance(channel, dict) and channel.get("type") == "nominal" and "field" in channel:
-            yield channel, rows
+    if "encoding" in spec:
+        yield spec["encoding"], rows
     for key in ("layer", "hconcat", "vconcat", "concat"):
         for part in spec.get(key, ()):
-            yield from _channels(part, rows)
+            yield from _encodings(part, rows)
     if isinstance(spec.get("spec"), dict):
-        yield from _channels(spec["spec"], rows)
+        yield from _encodings(spec["spec"], rows)
+
+
+def _label(channel: Any, name: str) -> None:
+    """Give a logarithmic axis labels at 1, 2 and 5 of each decade.
+
+    Within one decade every tick has one, across many only each decade's first; other ticks stay bare. A number is
+    written by the axis' own format (https://d3js.org/d3-format).
+    """
+    if not isinstance(channel, dict) or (channel.get("scale") or {}).get("type") != "log":
+        return
+    axis = channel.get("axis", {})
+    if axis is None or "labelExpr" in axis or "values" in axis:
+        return
+    span = f"log(domain('{name}')[1] / domain('{name}')[0]) / LN10"
+    digit = "round(datum.value / pow(10, floor(log(datum.value) / LN10 + 1e-9)))"
+    chosen = f"{span} < 1 ? true : {span} > 4 ? {digit} == 1 : indexof([1, 2, 5], {digit}) >= 0"
+    labels = f"({chosen}) ? format(datum.value, '{axis.get('format', ',~r')}') : ''"
+    channel["axis"] = {**axis, "labelExpr": labels}
 
 
 def _roles(names: list[str]) -> list[str]:
-    """A role for each name: its phase's own, the first time; then the series' in order."""
+    """A role for each name: a shade of its phase, the first the phase's own; then the series' in order."""
     roles: list[str] = []
-    others = 0
     for name in names:
-        phase = next((f"role:{phase}" for phase in PHASES if name.lower().startswith(phase)), None)
-        if phase is None or phase in roles:
-            phase = SERIES[others % len(SERIES)]
-            others += 1
-        roles.append(phase)
+        phase = next((phase for phase in PHASES if name.lower().startswith(phase)), None)
+        free = [role for role in (SHADES[phase] if phase else SERIES) if role not in roles]
+        roles.append(free[0] if free else SERIES[len(roles) % len(SERIES)])
     return roles
