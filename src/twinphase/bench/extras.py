@@ -21,7 +21,7 @@ def require(module: str, install: str = "'twinphase[bench]'") -> Any:
     """Import a module of an extra.
 
     Args:
-        module: dotted name: "aiohttp", "scipy.stats", "vl_convert".
+        module: dotted name: "scipy.stats", "vl_convert".
         install: what `pip install` is to be given; the bench extra unless told.
 
     Raises:
