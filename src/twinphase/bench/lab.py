@@ -1,0 +1,337 @@
+"""The lab: every claim that people repeat about prefill and decode, tried on this machine, each with a verdict.
+
+Plans the time, runs the experiments one after the other and makes their report. Not for the claims themselves
+(`experiments/`), nor for files (`render.py`) or the terminal (`lab_terminal.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+from twinphase.backends.cpu.ceilings import CeilingsError
+from twinphase.bench.conditions import Bystanders, conditions
+from twinphase.bench.experiments import (
+    batching,
+    bounds,
+    chunked_prefill,
+    cores,
+    decode_position,
+    kv_int8,
+    kv_size,
+    phase_ratio,
+    prefill_length,
+    prompt_cache,
+    queue,
+    request_shapes,
+    same_tokens,
+    short_prompts,
+)
+from twinphase.bench.experiments.experiment import AnyExperiment, Judged
+from twinphase.bench.experiments.workbench import Speed, Workbench, calibrate
+from twinphase.bench.progress import Progress
+from twinphase.bench.report import Column, Metric, Report, Section, Status, Table, Verdict
+from twinphase.bench.stepped import Workshop
+from twinphase.config import available_cores
+from twinphase.engine.load import learn_ceilings, measured_ceilings
+from twinphase.errors import InvalidRequestError
+from twinphase.phases.hardware import Ceilings
+from twinphase.weights.gguf import quantization_name
+
+__all__ = ["EXPERIMENTS", "QUICK_SECONDS", "SECONDS", "Finding", "choose", "lab", "make_report"]
+
+EXPERIMENTS: tuple[AnyExperiment, ...] = (
+    prefill_length.EXPERIMENT,
+    decode_position.EXPERIMENT,
+    phase_ratio.EXPERIMENT,
+    bounds.EXPERIMENT,
+    request_shapes.EXPERIMENT,
+    batching.EXPERIMENT,
+    short_prompts.EXPERIMENT,
+    prompt_cache.EXPERIMENT,
+    chunked_prefill.EXPERIMENT,
+    queue.EXPERIMENT,
+    kv_size.EXPERIMENT,
+    kv_int8.EXPERIMENT,
+    cores.EXPERIMENT,
+    same_tokens.EXPERIMENT,
+)
+SECONDS, QUICK_SECONDS = 200.0, 60.0  # of measuring; loading and the report come on top
+OTHER_BLOCKS = 256  # KV cache of a model that is loaded beside the first
+NOTABLE_CORES = 0.25  # used by others during an experiment: it is named in the report
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one experiment.
+
+    Attributes:
+        experiment: which.
+        found: what it measured.
+        status: the verdict.
+        judged: its rules.
+        seconds: that it took.
+        reduced: what was smaller than planned, and why.
+        others: cores that other programs used meanwhile; None is unknown.
+    """
+
+    experiment: AnyExperiment
+    found: Any
+    status: Status
+    judged: tuple[Judged, ...]
+    seconds: float
+    reduced: tuple[str, ...] = ()
+    others: float | None = None
+
+    @property
+    def numbers(self) -> str:
+        """The measured quantities in one line."""
+        return "; ".join(one.line for one in self.judged)
+
+    @property
+    def why(self) -> Sequence[str]:
+        """What lies behind them."""
+        return self.experiment.why(self.found, self.judged)
+
+    @property
+    def reason(self) -> str:
+        """Why it does not hold, or cannot be told; "" if it holds."""
+        if self.status is Status.HOLDS:
+            return ""
+        missed = [f"{one.line}, must be {one.rule.text}" for one in self.judged if one.status is Status.FAILS]
+        if self.status is Status.FAILS:
+            return f"{'; '.join(missed)}. {self.why[-1]}"
+        return " ".join(f"{one.rule.name}: {one.reason}" for one in self.judged if one.status is Status.UNKNOWN)
+
+
+@dataclass
+class Setting:
+    """What all experiments share."""
+
+    model: str
+    workshop: Workshop
+    ceilings: Ceilings | None
+    speed: Speed
+    notes: list[str] = field(default_factory=list)
+
+
+def choose(only: Sequence[str]) -> tuple[AnyExperiment, ...]:
+    """Experiments by number (from 1) or name; all if none is named.
+
+    Raises:
+        InvalidRequestError: there is none of that number or name.
+    """
+    found = []
+    for wanted in only:
+        for number, experiment in enumerate(EXPERIMENTS, 1):
+            if wanted in (str(number), experiment.name):
+                found.append(experiment)
+                break
+        else:
+            names = ", ".join(f"{number} {one.name}" for number, one in enumerate(EXPERIMENTS, 1))
+            raise InvalidRequestError(f"There is no experiment {wanted!r}.", f"Use one of: {names}.")
+    return tuple(dict.fromkeys(found)) or EXPERIMENTS
+
+
+def lab(
+    model: str,
+    *,
+    experiments: Sequence[AnyExperiment] = EXPERIMENTS,
+    seconds: float = SECONDS,
+    progress: Progress = lambda what, done, total: None,
+    **config: Any,
+) -> tuple[Report, list[Finding]]:
+    """Try claims on this machine.
+
+    Args:
+        model: a path, or a name that `twinphase pull` takes.
+        experiments: which; the time is for all of them together, shared by what each needs.
+        seconds: of measuring. What does not fit is measured smaller; where even that is too slow, the verdict is
+            unknown, and the report says so.
+        progress: told of every measurement.
+        config: fields of `EngineConfig`, such as `threads`.
+
+    Returns:
+        The report, and what it was made of.
+
+    Raises:
+        TwinphaseError: the model cannot be found, read or run.
+        InvalidRequestError: `seconds` is no time, or a field of the configuration is out of range.
+    """
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise InvalidRequestError(f"The time is {seconds!r} seconds.", "Use a number above 0.")
+    with Bystanders() as bystanders:
+        setting = _prepare(model, config, progress)
+        findings = []
+        end = time.perf_counter() + seconds
+        for number, experiment in enumerate(experiments):
+            rest = sum(one.share for one in experiments[number:])
+            share = max(0.0, end - time.perf_counter()) * experiment.share / rest
+            told = partial(_nested, progress, number, len(experiments))
+            findings.append(_try(experiment, setting, share, config, told))
+            gc.collect()  # a second model's memory and threads go before the next experiment begins
+    progress("report", len(experiments), len(experiments))
+    return make_report(setting, findings, [bystanders.noise()], seconds), findings
+
+
+def _nested(progress: Progress, number: int, count: int, what: str, done: int, total: int) -> None:
+    """An experiment's own progress, in hundredths of experiments."""
+    inner = min(99, 100 * done // total) if total else 0
+    progress(what, 100 * number + inner, 100 * count)
+
+
+def _prepare(model: str, config: dict[str, Any], progress: Progress) -> Setting:
+    notes: list[str] = []
+    progress("loading the model", 0, 0)
+    workshop = Workshop(
+        model,
+        compile_progress=lambda done, total, kernel: progress(f"compiling kernels {done}/{total}", 0, 0),
+        **config,
+    )
+    progress("measuring this machine's ceilings", 0, 0)
+    ceilings = measured_ceilings(workshop.config)
+    if workshop.config.backend == "cpu":
+        try:
+            # Again, although they may be known: the best of both is kept, and a busy machine measures too low.
+            ceilings, trouble = learn_ceilings(workshop.config, ceilings)
+            if trouble:
+                notes.append(f"The ceilings could not be kept for later runs: {trouble.strerror}.")
+        except CeilingsError as error:
+            notes.append(str(error))
+    progress("calibrating", 0, 0)
+    return Setting(model, workshop, ceilings, calibrate(workshop), notes)
+
+
+def _try(
+    experiment: AnyExperiment, setting: Setting, seconds: float, config: dict[str, Any], progress: Progress
+) -> Finding:
+    start = time.perf_counter()
+    with Bystanders() as others:
+        # What an experiment opens takes a path and not a name, so that no lookup is repeated.
+        path = str(setting.workshop.loaded.checkpoint.path)
+        bench = Workbench(
+            setting.workshop,
+            setting.ceilings,
+            setting.speed,
+            seconds,
+            lambda **changed: Workshop(path, **{**config, "num_kv_blocks": OTHER_BLOCKS, **changed}),
+            progress,
+            experiment.claim,
+        )
+        progress(experiment.claim, 0, 100)
+        found = experiment.measure(bench)
+    status, judged = experiment.evaluate(found)
+    took = time.perf_counter() - start
+    return Finding(experiment, found, status, tuple(judged), took, tuple(bench.reduced), others.cores)
+
+
+def make_report(setting: Setting, findings: Sequence[Finding], noise: Sequence[str], seconds: float) -> Report:
+    """Verdicts first, then each claim with its rules, numbers and plots."""
+    workshop = setting.workshop
+    flags = {
+        "model": setting.model,
+        "precision": f"{quantization_name(workshop.loaded.checkpoint)} weights, KV cache "
+        f"{workshop.config.kv_cache_dtype}",
+        "context length": f"{workshop.max_model_len:,}",
+        "time to measure": f"{seconds:.0f} s planned, {sum(one.seconds for one in findings):.0f} s taken",
+        "ceilings": _ceilings(setting.ceilings),
+    }
+    path = workshop.loaded.checkpoint.path
+    threads = workshop.config.threads or available_cores()
+    stated = conditions(model=path, threads=threads, isa=setting.ceilings.isa if setting.ceilings else "", flags=flags)
+    metrics: list[Metric] = [metric for one in findings for metric in one.experiment.metrics(one.found)]
+    counts = {status: sum(one.status is status for one in findings) for status in Status}
+    title = f"Prefill and decode on this machine: {counts[Status.HOLDS]} of {len(findings)} claims hold"
+    return Report(
+        kind="lab",
+        title=title,
+        verdicts=tuple(_verdict(one) for one in findings),
+        conditions=stated,
+        noise=(*noise, *setting.notes, *_noise(findings)),
+        sections=tuple(_section(number, one) for number, one in enumerate(findings, 1)),
+        metrics=tuple(metrics),
+        data={
+            "speed": asdict(setting.speed),
+            "ceilings": asdict(setting.ceilings) if setting.ceilings else None,
+            "experiments": {one.experiment.name: _raw(one) for one in findings},
+        },
+    )
+
+
+def _ceilings(ceilings: Ceilings | None) -> str:
+    if ceilings is None:
+        return "unknown"
+    units = (("int8", ceilings.int8_ops), ("float32", ceilings.float32_flops), ("bfloat16", ceilings.bfloat16_flops))
+    peaks = [f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in units if rate]
+    sizes = [(size, rate) for size, rate in ceilings.bandwidth if size >= 1 << 26][:1]
+    return ", ".join([*peaks, *(f"{rate / 1e9:.1f} GB/s reading {size >> 20} MiB" for size, rate in sizes)])
+
+
+def _verdict(finding: Finding) -> Verdict:
+    return Verdict(finding.status, f"{finding.experiment.claim} {_capital(finding.numbers)}.", finding.reason)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _noise(findings: Sequence[Finding]) -> list[str]:
+    lines = []
+    disturbed = [one for one in findings if one.others is not None and one.others >= NOTABLE_CORES]
+    if disturbed:
+        named = ", ".join(f"{one.experiment.name} ({one.others:.1f} cores)" for one in disturbed)
+        lines.append(f"Other programs computed during: {named}.")
+    for one in findings:
+        lines += [f"{one.experiment.name}: {text}." for text in one.reduced]
+    return lines
+
+
+def _section(number: int, finding: Finding) -> Section:
+    experiment = finding.experiment
+    columns = (
+        Column("the rule, stated before measuring"),
+        Column("formula"),
+        Column("must be"),
+        Column("measured", "median of the repetitions, and its interval (90 % or more)"),
+        Column("repetitions"),
+        Column("verdict"),
+    )
+    rows = tuple(
+        (
+            one.rule.name,
+            one.rule.formula,
+            one.rule.text,
+            one.rule.measured(one.estimate),
+            str(one.estimate.n),
+            one.status.value,
+        )
+        for one in finding.judged
+    )
+    return Section(
+        title=f"{number}. {experiment.claim}",
+        verdicts=(Verdict(finding.status, f"{_capital(finding.numbers)}.", finding.reason),),
+        paragraphs=(
+            f"How it was tried: {experiment.method}",
+            *finding.why,
+            f"What this means for you: {experiment.meaning}",
+        ),
+        tables=(Table("The claim holds if every rule holds", columns, rows), *experiment.tables(finding.found)),
+        plots=tuple(experiment.plots(finding.found)),
+    )
+
+
+def _raw(finding: Finding) -> dict[str, Any]:
+    return {
+        "claim": finding.experiment.claim,
+        "status": finding.status.value,
+        "rules": [{**asdict(one.rule), **asdict(one.estimate), "status": one.status.value} for one in finding.judged],
+        "seconds": finding.seconds,
+        "reduced": list(finding.reduced),
+        "others": finding.others,
+        "found": asdict(finding.found),
+    }

@@ -1,0 +1,58 @@
+"""The lab on a terminal: each claim with its verdict and numbers. Not for files (`render.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from twinphase.bench.experiments.experiment import AnyExperiment
+from twinphase.bench.lab import Finding
+from twinphase.bench.report import Report, Status
+
+__all__ = ["list_experiments", "show"]
+
+COLOURS = {Status.HOLDS: "green", Status.FAILS: "red", Status.UNKNOWN: "yellow"}
+WORDS = {Status.HOLDS: "HOLDS", Status.FAILS: "FAILS", Status.UNKNOWN: "UNKNOWN"}
+INDENT = 9
+
+
+def show(report: Report, findings: Sequence[Finding], console: Console | None = None) -> None:
+    """Print every claim with its verdict, then what disturbed the measurement.
+
+    Args:
+        report: for its title and noise.
+        findings: in order.
+        console: where to; stdout unless told.
+    """
+    console = console or Console(highlight=False)
+    console.print(Text(report.title, "bold"))
+    for one in findings:
+        console.print()
+        line = Text(f"{WORDS[one.status]:<{INDENT}}", f"bold {COLOURS[one.status]}")
+        console.print(line.append(one.experiment.claim, "not bold default"), soft_wrap=True)
+        for rule in one.judged:
+            text = Text(rule.line, COLOURS[rule.status])
+            _indented(console, text.append(f", must be {rule.rule.text}", "dim default"))
+        if one.status is Status.FAILS:
+            _indented(console, Text(one.why[-1]))
+        elif one.status is Status.UNKNOWN:
+            _indented(console, Text(one.reason))
+    console.print()
+    for note in report.noise:
+        console.print(Text(note, "dim"))
+
+
+def _indented(console: Console, text: Text) -> None:
+    console.print(Padding(text, (0, 0, 0, INDENT)))
+
+
+def list_experiments(experiments: Sequence[AnyExperiment], console: Console | None = None) -> None:
+    """Print claims and rules without measuring anything."""
+    console = console or Console(highlight=False)
+    for number, experiment in enumerate(experiments, 1):
+        console.print(Text(f"{number:>2} {experiment.name}", "bold").append(f"  {experiment.claim}", "not bold"))
+        for rule in experiment.rules:
+            console.print(Padding(Text(f"{rule.name}: {rule.text}", "dim"), (0, 0, 0, 3)))

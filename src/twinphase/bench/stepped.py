@@ -1,0 +1,235 @@
+"""Our engine in this process, stepped by hand: the moment of every token is seen, and no text is made.
+
+A `Workshop` holds one loaded model and puts as many engines on it as experiments want, each with settings of its own;
+a `Stepped` drives one of them. Not for statistics, nor for verdicts (`lab.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.engine.engine import Engine, StepResult
+from twinphase.engine.load import LoadedEngine, compute_units
+from twinphase.errors import TwinphaseError
+from twinphase.phases.cost import CostModel
+from twinphase.phases.timeline import RequestTimeline, StepRecord
+from twinphase.request import FinishReason, Request, SamplingParams
+from twinphase.scheduler.scheduler import Scheduler
+
+__all__ = ["StepError", "Stepped", "Ticket", "Workshop"]
+
+_IDS = itertools.count()
+
+
+class StepError(TwinphaseError):
+    """A request under measurement failed; the message carries its reason."""
+
+
+@dataclass
+class Ticket:
+    """One request under measurement.
+
+    Attributes:
+        request: the engine's.
+        timeline: its ledger.
+        submitted: when it was handed to the engine, seconds.
+        times: when each output token was out, seconds.
+        steps: index of the step that brought each.
+        logprobs: natural log probability of each, where they were asked for.
+    """
+
+    request: Request
+    timeline: RequestTimeline
+    submitted: float
+    times: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        """First token out - submitted, seconds."""
+        return self.times[0] - self.submitted
+
+    @property
+    def e2e(self) -> float:
+        """Last token out - submitted, seconds."""
+        return self.times[-1] - self.submitted
+
+    @property
+    def tpot(self) -> float:
+        """(last token - first token) / (output tokens - 1), seconds."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Time before each token but the first; `gaps[i]` ends with `times[i + 1]`."""
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids that came out."""
+        return self.request.output_token_ids
+
+
+class Stepped:
+    """An engine stepped by hand.
+
+    Attributes:
+        engine: the engine.
+        records: of the steps since `clear`, oldest first.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.records: list[StepRecord] = []
+        self._tickets: dict[str, Ticket] = {}
+
+    def submit(self, prompt: list[int], max_tokens: int, *, logprobs: bool = False) -> Ticket:
+        """Queue one greedy request whose end-of-text is ignored."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0 if logprobs else None
+        )
+        start = self.engine.clock()
+        request = Request(f"stepped-{next(_IDS)}", prompt, params, arrival_time=start)
+        ticket = Ticket(request, self.engine.add_request(request), start)
+        self._tickets[request.request_id] = ticket
+        return ticket
+
+    def step(self) -> StepResult:
+        """One step; every token that came out is stamped.
+
+        Raises:
+            StepError: a request failed.
+        """
+        result = self.engine.step()
+        now = self.engine.clock()
+        self.records.append(result.record)
+        for request_id, tokens in result.output.token_ids.items():
+            ticket = self._tickets[request_id]
+            ticket.times.extend([now] * len(tokens))
+            ticket.steps.extend([result.record.index] * len(tokens))
+            ticket.logprobs.extend(one.logprob for one in result.output.logprobs.get(request_id, ()))
+        for request in result.finished:
+            del self._tickets[request.request_id]
+            if request.finish_reason is FinishReason.ERROR:
+                raise StepError(f"A request under measurement failed: {request.error}")
+        return result
+
+    def run(self) -> list[StepRecord]:
+        """Step until idle; the records of these steps."""
+        first = len(self.records)
+        while self.engine.has_work:
+            self.step()
+        return self.records[first:]
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Step until `done()`, or idle."""
+        while self.engine.has_work and not done():
+            self.step()
+
+    def clear(self) -> None:
+        """End every unfinished request, and forget the records."""
+        for request_id in list(self._tickets):
+            self.engine.abort(request_id)
+        self._tickets.clear()
+        self.records.clear()
+
+    def prefill(self, prompt: list[int]) -> float:
+        """Compute a prompt and its first token alone; seconds of the steps that did it."""
+        self.submit(prompt, 1)
+        return sum(record.seconds for record in self.run())
+
+    def decode(self, prompts: list[list[int]], num_tokens: int) -> list[StepRecord]:
+        """Decode `num_tokens` tokens of all prompts together, and give the steps in which all of them decoded."""
+        tickets = [self.submit(prompt, num_tokens + 1 + len(prompts)) for prompt in prompts]
+        self.run_until(lambda: all(ticket.times for ticket in tickets))
+        first = len(self.records)
+        for _ in range(num_tokens):
+            self.step()
+        found = self.records[first:]
+        self.clear()
+        return [record for record in found if record.num_decodes == len(prompts) and not record.prefill_tokens]
+
+
+class Workshop:
+    """One loaded model, and engines on it.
+
+    All engines share the KV memory: only one at a time may have unfinished requests, and what an engine's prefix cache
+    holds is good until another engine computes.
+
+    Attributes:
+        loaded: the model.
+    """
+
+    def __init__(self, model: str, *, max_num_batched_tokens: int = 4096, **config: Any) -> None:
+        """Load a model; `max_num_batched_tokens` is the largest step of any engine here.
+
+        Raises:
+            TwinphaseError: the model cannot be found, read or run, or a field of the configuration is out of range.
+        """
+        self.loaded = LoadedEngine(model, max_num_batched_tokens=max_num_batched_tokens, **config)
+        self.config = self.loaded.config
+        self.shape = self.loaded.engine.shape
+        self.model_config = self.loaded.model_config
+        self.units = compute_units(self.loaded.checkpoint, self.config)
+        self._random = random.Random(0)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + output, tokens."""
+        return self.config.max_model_len or 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the KV cache holds."""
+        return (self.config.num_kv_blocks or 0) * self.config.block_size
+
+    @property
+    def cost_model(self) -> CostModel:
+        """What all engines here have learned of this machine."""
+        return self.loaded.engine.cost_model
+
+    def engine(
+        self,
+        *,
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int | None = None,
+        enable_prefix_caching: bool = False,
+    ) -> Stepped:
+        """A new engine on the loaded model; its settings are those of `EngineConfig`, within what was loaded."""
+        config, model = self.config, self.loaded.engine
+        if not config.num_kv_blocks:
+            raise ValueError("the configuration is not resolved")
+        budget = min(max_num_batched_tokens, config.max_num_batched_tokens)
+        scheduler = Scheduler(
+            KVCacheManager(
+                config.num_kv_blocks,
+                config.block_size,
+                enable_prefix_caching=enable_prefix_caching,
+                fingerprint=self.loaded.checkpoint.fingerprint.encode(),
+            ),
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.loaded.text.tokenizer.eos_token_ids,
+            times=model.cost_model,
+            max_num_batched_tokens=budget,
+            max_num_seqs=min(max_num_seqs or config.max_num_seqs, config.max_num_seqs, budget),
+        )
+        return Stepped(
+            Engine(
+                scheduler, model.executor, model.cost_model, shape=self.shape, vocab_size=self.model_config.vocab_size
+            )
+        )
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Random token ids that no other prompt begins with: the first ones differ in all likelihood.
+
+        Speed does not depend on what the tokens are; control tokens, which come first in most vocabularies, are left
+        out.
+        """
+        vocabulary = self.model_config.vocab_size
+        return [self._random.randrange(vocabulary // 16, vocabulary) for _ in range(num_tokens)]
