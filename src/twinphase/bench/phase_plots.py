@@ -43,12 +43,13 @@ def roofline(
     """
     x_axis = axis("intensity", "arithmetic intensity (FLOP a byte)", log=True)
     y_axis = {**axis("rate", "work done (FLOP/s)", log=True), "axis": {"format": "~s"}}
+    y_axis["scale"] = {**y_axis["scale"], "padding": 24}  # room for the roofs' names
     ends = [row for index, row in enumerate(roofs) if [r["roof"] for r in roofs[index + 1 :]].count(row["roof"]) == 0]
     line = {"x": x_axis, "y": y_axis, "detail": {"field": "roof", "type": "nominal"}}
     text = {"type": "text", "align": "right", "dy": -8, "color": "role:muted"}
-    shape = (
-        {"field": "label", "type": "nominal", "legend": None} if len({row.get("label") for row in points}) <= 6 else {}
-    )
+    few = len({row.get("label") for row in points}) <= 6
+    legend = {"orient": "bottom", "symbolFillColor": "role:muted", "symbolStrokeColor": "role:muted"}
+    shape = {"field": "label", "type": "nominal", "title": None, "sort": None, "legend": legend}
     layers: list[Spec] = [
         {
             "data": {"values": list(roofs)},
@@ -61,7 +62,7 @@ def roofline(
             "data": {"values": list(points)},
             "mark": {"type": "point", "size": 70},
             "encoding": {"x": x_axis, "y": y_axis, **colour_by("phase"), **faded("phase", 0.85)}
-            | ({"shape": shape} if shape else {})
+            | ({"shape": shape} if few else {})
             | {"tooltip": tooltips(points)},
         },
     ]
@@ -134,7 +135,7 @@ def timeline(
     lanes = list(dict.fromkeys(str(row[lane[0]]) for row in rows))
     encoding = {
         "y": {"field": lane[0], "type": "nominal", "title": lane[1] or None, "sort": lanes},
-        "x": {**axis("start", unit), "axis": {"grid": True}},
+        "x": {**axis("start", unit), "scale": {"zero": False}, "axis": {"grid": True}},
         "x2": {"field": "end"},
         **colour_by(kind),
         **faded(kind),

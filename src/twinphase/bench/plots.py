@@ -49,7 +49,7 @@ ZOOM: Spec = {
 
 def axis(field: str, title: str, *, log: bool = False, zero: bool = False) -> Spec:
     """A quantitative axis, with room for half a point at its ends; one that begins at zero begins there."""
-    scale: Spec = {"zero": True} if zero else {"zero": False, "padding": 6}
+    scale: Spec = {"zero": True} if zero else {"zero": False, "nice": False, "padding": 6}
     if log:
         scale = {"type": "log", "nice": False, "padding": 10}
     return {"field": field, "type": "quantitative", "title": title, "scale": scale}

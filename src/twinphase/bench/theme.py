@@ -152,6 +152,15 @@ def dressed(spec: Mapping[str, Any]) -> dict[str, Any]:
         domain = names[channel["field"]]
         if domain:
             channel["scale"] = {"domain": domain, "range": _roles(domain)}
+            channel.setdefault("legend", {})
+            if isinstance(channel["legend"], dict):
+                # As many columns as there is room for the longest name, at about 7 pixels a letter.
+                entry = 7 * max(map(len, domain)) + 32
+                channel["legend"].setdefault("columns", {"expr": f"max(1, floor(width / {entry}))"})
+    for encoding, _ in _encodings(found, []):
+        shape = encoding.get("shape")
+        if isinstance(shape, dict) and names.get(shape.get("field", "")):
+            shape.setdefault("scale", {"domain": names[shape["field"]]})  # one legend for colour and shape
     return found
 
 
