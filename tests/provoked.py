@@ -1,0 +1,72 @@
+"""An engine that a test steps by hand until a request has met what the test wants to see diagnosed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from twinphase.engine.llm import LLM
+from twinphase.phases.explain import Explanation
+from twinphase.phases.timeline import RequestTimeline
+from twinphase.request import Request, SamplingParams
+
+__all__ = ["Engine", "Life"]
+
+Life = tuple[Request, RequestTimeline]
+
+
+class Engine:
+    """The reference backend on a small model, and requests whose tokens are stamped when their step is over.
+
+    What other programs take of the processors is left out unless a test is about that: `cpu_wait` says nothing.
+    """
+
+    def __init__(self, model: Path, seed: int = 0, **config: Any) -> None:
+        self.llm = LLM(model, **{"backend": "reference", "max_model_len": 2048, **config})
+        self.engine = self.llm.engine
+        self.engine.cpu_wait = lambda: 0.0
+        self._lives: dict[str, Life] = {}
+        self._random = random.Random(seed)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Random tokens."""
+        return [self._random.randrange(5, 300) for _ in range(num_tokens)]
+
+    def add(self, prompt: list[int], max_tokens: int, *, cache_salt: str | None = None, **params: Any) -> Life:
+        """Queue a request."""
+        wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params})
+        name = str(len(self._lives))
+        request = Request(name, prompt, wanted, arrival_time=self.engine.clock(), cache_salt=cache_salt)
+        self._lives[name] = request, self.engine.add_request(request)
+        return self._lives[name]
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Step until nothing is left to do, or as the test wants."""
+        while self.engine.has_work and not until():
+            result = self.engine.step()
+            now = self.engine.clock()
+            for name, tokens in result.output.token_ids.items():
+                self._lives[name][1].hand_over_tokens(len(tokens), now)
+
+    def serve(self, prompt: list[int], max_tokens: int = 4, **wishes: Any) -> Life:
+        """One request alone, to its end."""
+        life = self.add(prompt, max_tokens, **wishes)
+        self.run()
+        return life
+
+    def warm(self) -> Engine:
+        """Let the cost model learn both phases, so that nothing is cold."""
+        longest = (self.llm.config.max_model_len or 0) - 8
+        for length in (40, 150, 600):
+            self.serve(self.prompt(min(length, longest)), 8)
+        return self
+
+    def explain(self, life: Life) -> Explanation:
+        """By the engine itself."""
+        return self.llm._loaded.explain(*life)
+
+    def causes(self, life: Life, phase: str) -> list[str]:
+        """Names of the causes of one symptom, first the largest."""
+        return [found.cause for found in self.explain(life).diagnoses if found.phase == phase]
