@@ -30,6 +30,7 @@ from twinphase.phases.roofline import Roofline, datasheet_roofline, linear_part,
 __all__ = ["Drawing", "datasheet_report", "roofline", "settings_of"]
 
 MIB = 1 << 20
+STEADY = 0.85  # of the best bandwidth known: below it the present one is told
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,13 @@ def _noise(sweep: Sweep, threads: int, points: ModelPoints | None, others: Bysta
         lines.append(
             f"Between {len(runs)} repetitions the int8 peak of {threads} threads varied by {spreads[0]:.0%}, the "
             f"bandwidth of the largest working set by {spreads[1]:.0%}."
+        )
+    seen, known_best = max(one.bandwidth[-1][1] for one in runs), sweep.best[threads].bandwidth[-1][1]
+    if seen < STEADY * known_best:
+        lines.append(
+            f"This run saw at most {seen / 1e9:,.1f} of the {known_best / 1e9:,.1f} GB/s that were once measured here "
+            f"for the largest working set: an MBU of {seen / known_best:.0%} is all that memory gave now. Neighbours on "
+            "shared hardware take bandwidth that no counter here shows."
         )
     if sweep.problem:
         lines.append(f"The ceilings could not be kept for later runs: {sweep.problem}.")

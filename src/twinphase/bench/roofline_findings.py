@@ -117,6 +117,8 @@ def breaks(measured: ModelPoints, found: Sequence[Finding], ceilings: Ceilings |
     result = []
     for context, by_batch in sorted(by_context.items()):
         for what, parts in (("linear layers", ("linear",)), ("whole step", ("linear", "attention"))):
+            if what == "linear layers" and len(by_batch) == 1 and len(by_context) > 1:
+                continue  # they do not look at the context: once, where batches were measured, is enough
             predicted = breakeven_batch(measured.shape, measured.units, ceilings, context, parts)
             repetitions = min(len(one.samples) for one in by_batch.values())
             medians = {b: statistics.median(_times(one, what)) for b, one in by_batch.items()}

@@ -31,7 +31,7 @@ from twinphase.weights.hub import resolve_model
 __all__ = ["ModelPoints", "Point", "Sample", "Settings", "measure_model", "planned"]
 
 QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
-WARM_STEPS = 2
+TURN_STEPS = 2  # decode steps of one kind, before those of the other
 SHORT_PROMPT = 256  # shorter prefills are over so soon that one repetition measures several
 
 
@@ -194,23 +194,26 @@ class _Bench:
         vocabulary = self.stepped.engine.vocab_size
         return [rng.randrange(vocabulary // 100, vocabulary) for _ in range(length)]
 
-    def one_prefill(self, length: int, in_parts: bool) -> list[_Step]:
-        """The steps of one prompt that nothing of is cached."""
+    def one_prefill(self, length: int, first: int) -> list[_Step]:
+        """The steps of a prompt that nothing of is cached, in turn whole and in parts; `first` 1 begins in parts."""
         ticket = self.stepped.submit(self.prompt(length, self.rng), 1)
-        steps = []
+        steps: list[_Step] = []
         while not ticket.times:
-            steps.append(self.step(in_parts))
+            steps.append(self.step(in_parts=(len(steps) + first) % 2 == 1))
         if ticket.request.num_cached_tokens:
             raise RuntimeError("a random prompt was in the prefix cache")
         return steps
 
-    def prefill(self, point: Point, order: Sequence[bool]) -> Sample:
-        found: dict[bool, list[list[_Step]]] = {True: [], False: []}
+    def prefill(self, point: Point, first: int) -> Sample:
+        """Two prompts at a time, whose steps are timed whole and in parts in turn: both kinds see the same machine."""
+        pairs = []
         for _ in range(max(1, min(4, SHORT_PROMPT // point.tokens))):
-            for in_parts in order:
-                found[in_parts].append(self.one_prefill(point.tokens, in_parts))
-        middle = {kind: _middle(runs, lambda steps: sum(s.seconds for s in steps)) for kind, runs in found.items()}
-        plain, split = middle[False], middle[True]
+            one, other = (self.one_prefill(point.tokens, (first + run) % 2) for run in (0, 1))
+            plain = [a if (i + first) % 2 == 0 else b for i, (a, b) in enumerate(zip(one, other, strict=True))]
+            split = [b if (i + first) % 2 == 0 else a for i, (a, b) in enumerate(zip(one, other, strict=True))]
+            pairs.append((plain, split))
+        plain, _ = _middle(pairs, lambda pair: sum(step.seconds for step in pair[0]))
+        _, split = _middle(pairs, lambda pair: sum(step.seconds for step in pair[1]))
         linear, attention = plain[0].linear, plain[0].attention
         for step in plain[1:]:
             linear, attention = linear.plus(step.linear), attention.plus(step.attention)
@@ -226,7 +229,7 @@ class _Bench:
             None,
         )
 
-    def decode(self, point: Point, order: Sequence[bool]) -> Sample:
+    def decode(self, point: Point, first: int) -> Sample:
         # The same prompts in each repetition, and in each batch of one context: the prefix cache holds their KV, which
         # need not be computed again. Each sequence has its own KV all the same.
         tickets: list[Ticket] = []
@@ -236,11 +239,10 @@ class _Bench:
         self.backend.in_parts = False
         self.stepped.run_until(lambda: all(ticket.times for ticket in tickets))
         found: dict[bool, list[_Step]] = {True: [], False: []}
-        for in_parts in order:
-            for index in range(WARM_STEPS + self.settings.steps):
-                step = self.step(in_parts)
-                if index >= WARM_STEPS:
-                    found[in_parts].append(step)
+        for turn in range(2 * _turns(self.settings)):
+            in_parts = (turn + first) % 2 == 1
+            self.step(in_parts)  # the other kind's threads are still awake
+            found[in_parts] += [self.step(in_parts) for _ in range(TURN_STEPS)]
         if any(ticket.request.num_preemptions for ticket in tickets):
             raise RuntimeError("a sequence under measurement was preempted")
         self.stepped.clear()
@@ -258,12 +260,17 @@ class _Bench:
             None,
         )
 
-    def sample(self, point: Point, order: Sequence[bool]) -> Sample:
-        """Measure a point, once more while others use the CPU; the quietest try counts."""
+    def sample(self, point: Point, first: int) -> Sample:
+        """Measure a point, once more while others use the CPU; the quietest try counts.
+
+        Args:
+            point: which.
+            first: 0 begins with a whole step, 1 with one in parts.
+        """
         tries: list[tuple[float, Sample]] = []
         for _ in range(self.settings.retries + 1):
             with Bystanders() as others:
-                sample = (self.prefill if point.phase == "prefill" else self.decode)(point, order)
+                sample = (self.prefill if point.phase == "prefill" else self.decode)(point, first)
             tries.append((others.cores or 0.0, Sample(**{**vars(sample), "others": others.cores})))
             if tries[-1][0] <= QUIET_CORES:
                 break
@@ -275,10 +282,14 @@ def _middle(runs: list[Any], key: Callable[[Any], float]) -> Any:
     return sorted(runs, key=key)[(len(runs) - 1) // 2]
 
 
+def _turns(settings: Settings) -> int:
+    return -(-settings.steps // TURN_STEPS)
+
+
 def decode_room(point: Point, settings: Settings) -> int:
     """Output tokens a sequence of a decode point may need: those measured, and those while others are prefilled."""
     prefill_steps = -(-point.batch * point.tokens // settings.max_num_batched_tokens)
-    return 2 * (WARM_STEPS + settings.steps) + prefill_steps + point.batch + 2
+    return 2 * _turns(settings) * (1 + TURN_STEPS) + prefill_steps + point.batch + 2
 
 
 def planned(settings: Settings, max_model_len: int, capacity: int | None) -> tuple[list[Point], list[str], int]:
@@ -339,13 +350,13 @@ def measure_model(model: str, settings: Settings, progress: Progress = lambda wh
     runner.backend = cast(Backend, backend)
     units = compute_units(loaded.checkpoint, loaded.config)
     bench = _Bench(Stepped(engine), backend, units, settings)
-    for in_parts in (False, True):  # captures, and touches the memory
-        bench.one_prefill(min(SHORT_PROMPT, max(settings.prompt_lengths), shape.context_length - 1), in_parts)
+    for run in (0, 1):  # captures, and touches the memory
+        longest = min(SHORT_PROMPT, max(settings.prompt_lengths), shape.context_length - 1)
+        bench.one_prefill(longest, run)
     samples: dict[Point, list[Sample]] = {point: [] for point in points}
     total = settings.repetitions * len(points)
     for repetition in range(settings.repetitions):
-        order = (False, True) if repetition % 2 == 0 else (True, False)
         for index, point in enumerate(points):
             progress(str(point), repetition * len(points) + index, total)
-            samples[point].append(bench.sample(point, order))
+            samples[point].append(bench.sample(point, repetition % 2))
     return ModelPoints(samples, left_out, loaded, engine.shape, units)

@@ -45,11 +45,11 @@ def _ranges(line: Roofline, marks: Sequence[Mark]) -> tuple[tuple[float, float],
     """Domains of intensity and of rate that show every ridge and every mark, in whole decades of the former."""
     ridges = [balance for _, _, balance in line.balances]
     xs = [*ridges, *(mark.intensity for mark in marks)]
-    left, right = min(xs, default=1.0) / 3, max(xs, default=100.0) * 3
+    left, right = min(xs, default=1.0) / 8, max(xs, default=100.0) * 12  # room for names
     top = max(roof.rate for roof in line.roofs)
     slowest = line.slopes[-1].rate
     low = min([slowest * left * 2, *(mark.rate / 2 for mark in marks)])
-    return (left, right), (low, top * 2)
+    return (left, right), (low, top * 1.5)
 
 
 def _distinct(slopes: Sequence[Slope]) -> list[Slope]:
@@ -74,7 +74,9 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
             rows.append({"line": slope.name, "kind": "memory", "x": along, "y": along * slope.rate / 1e9})
         text = f"{slope.name}: {slope.rate / 1e9:,.0f} GB/s"
         # The fastest is named above its line, the others below theirs, at places of their own.
-        at = math.exp(math.log(start) + (0.62 if number == 0 else 0.18) * (math.log(end) - math.log(start)))
+        at = math.exp(
+            math.log(start) + (0.7 if number == 0 and len(slopes) > 1 else 0.08) * (math.log(end) - math.log(start))
+        )
         side = "above" if number == 0 and len(slopes) > 1 else "below"
         names.append({"text": text, "x": at, "y": at * slope.rate / 1e9, "side": side})
     for roof in line.roofs:
@@ -151,7 +153,6 @@ def _mark_layers(marks: Sequence[Mark], xs: tuple[float, float], ys: tuple[float
     tooltip = [{"field": key} for key in rows[0] if key not in hidden]
     data = {"values": rows}
     trail = {"x": x, "y": y, "color": colour, "detail": {"field": "series"}, "order": {"field": "order"}}
-    text = {"type": "text", "align": "left", "dx": 7, "dy": 3, "fontSize": 10}
     return [
         {"data": data, "mark": {"type": "line", "strokeWidth": 1, "opacity": 0.6}, "encoding": trail},
         {
@@ -159,7 +160,17 @@ def _mark_layers(marks: Sequence[Mark], xs: tuple[float, float], ys: tuple[float
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.9},
             "encoding": {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tooltip},
         },
-        {"data": data, "mark": text, "encoding": {"x": x, "y": y, "color": colour, "text": {"field": "label"}}},
+        # Attention of decode has one intensity whatever the batch and the context: their names are on either side.
+        *(
+            {
+                "data": {
+                    "values": [row for row in rows if row["label"] and (row["series"] == "batch attention") == left]
+                },
+                "mark": {"type": "text", "align": "right" if left else "left", "dx": -8 if left else 8, "fontSize": 10},
+                "encoding": {"x": x, "y": y, "color": colour, "text": {"field": "label"}},
+            }
+            for left in (False, True)
+        ),
     ]
 
 
@@ -249,8 +260,10 @@ def canvas(line: Roofline, marks: Sequence[Mark], width: int = 76, height: int =
 
     The roofs are "-", the slopes "/"; P and p are prefill's linear layers and attention, D and d decode's.
     """
-    xs, ys = _ranges(line, marks)
-    across, up = width - 9, height - 2  # room for the axes
+    (left, _), ys = _ranges(line, marks)
+    xs = (left * 3, max([*(mark.intensity for mark in marks), *(balance for _, _, balance in line.balances)]) * 2)
+    names = {roof.unit: f" {roof.unit} {_rate(roof.rate)}" for roof in line.roofs}
+    across, up = width - 9 - max(map(len, names.values())), height - 2  # room for the axis and the names
     grid = [[" "] * across for _ in range(up)]
 
     def column(x: float) -> int:
@@ -263,30 +276,30 @@ def canvas(line: Roofline, marks: Sequence[Mark], width: int = 76, height: int =
     for index in range(across):
         x = xs[0] * (xs[1] / xs[0]) ** (index / (across - 1))
         for slope in slopes:
-            y = x * slope.rate
-            if ys[0] <= y <= line.roofs[0].rate:
-                grid[row(y)][index] = "/"
+            if ys[0] <= x * slope.rate <= line.roofs[0].rate:
+                grid[row(x * slope.rate)][index] = "/"
         for roof in line.roofs:
             if x >= roof.rate / slopes[0].rate:
                 grid[row(roof.rate)][index] = "-"
-    for roof in line.roofs:
-        text = f" {roof.unit} {_rate(roof.rate)} "
-        grid[row(roof.rate)][across - len(text) - 1 : across - 1] = list(text)
     for mark in marks:
         grid[row(mark.rate)][column(mark.intensity)] = LETTERS[mark.phase, mark.part]
     ticks = {row(10.0**power): power for power in range(6, 18) if ys[0] <= 10.0**power <= ys[1]}
+    beside: dict[int, str] = {}
+    for roof in line.roofs:
+        at = row(roof.rate)
+        beside[at] = f"{beside[at]},{names[roof.unit]}" if at in beside else names[roof.unit]
     lines = []
     for index, cells in enumerate(grid):
         label = _tick(10.0 ** ticks[index]) if index in ticks else ""
-        lines.append(f"{label:>7} |{''.join(cells)}".rstrip())
-    lines.append(f"{'FLOP/s':>7} +{'-' * across}")
+        lines.append(f"{label:>7} |{''.join(cells)}{beside.get(index, '')}".rstrip())
+    lines.append(f"{'FLOP/s':>7} +{'-' * across} FLOP/byte")
     axis = [" "] * (across + 8)
     for power in range(-3, 8):
         if xs[0] <= 10.0**power <= xs[1]:
-            text = f"{10.0**power:g}"
-            at = min(column(10.0**power), across + 8 - len(text))
+            text = f"{10.0**power:,.0f}" if power >= 0 else f"{10.0**power:g}"
+            at = column(10.0**power)
             axis[at : at + len(text)] = list(text)
-    lines.append(" " * 9 + "".join(axis).rstrip() + "  FLOP/byte")
+    lines.append(" " * 9 + "".join(axis).rstrip())
     return lines
 
 

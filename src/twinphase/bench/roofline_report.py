@@ -29,6 +29,7 @@ __all__ = [
 
 MIB = 1 << 20
 UNKNOWN = "unknown"
+SHORT = {"linear layers": "linear", "attention": "attn.", "other operations": "other", OUTSIDE: "rest"}
 MFU = "sum over units of FLOP / measured peak, over the measured time"
 MBU = "bytes (weights once a step, KV read and written) / bandwidth of a step's working set, over the measured time"
 HOW_APART = (
@@ -57,9 +58,9 @@ def share(value: float | None) -> str:
     return f"{value:.1%}" + (" (!)" if value > 1 else "")
 
 
-def duration(seconds: float) -> str:
-    """Milliseconds with three significant digits, or seconds."""
-    return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.{2 if seconds < 0.1 else 0}f} ms"
+def milliseconds(seconds: float) -> str:
+    """Three or four significant digits."""
+    return f"{seconds * 1e3:,.{2 if seconds < 0.1 else 1 if seconds < 1 else 0}f}"
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
@@ -69,23 +70,30 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
 
 
 def ceilings_table(sweep: Sweep) -> Table:
-    """One row a number of threads: the best ever measured, and this run's median beside it."""
-    columns = [Column("threads")]
-    columns += [Column(f"{unit}, GFLOP/s", "best ever (median of this run); a multiply-add is two") for unit in UNITS]
-    sizes = [size for size, _ in next(iter(sweep.best.values())).bandwidth]
-    columns += [
-        Column(f"{size // MIB} MiB, GB/s", "reads of a working set of this size, all threads") for size in sizes
-    ]
+    """One column a number of threads: the best ever measured, and this run's median beside it."""
+    definition = "best ever measured, and in brackets the median of this run"
+    columns = [Column("ceiling", "GFLOP/s (a multiply-add is two), and GB/s read from a working set of all threads")]
+    columns += [Column(_threads(threads), definition) for threads in sorted(sweep.best)]
     rows = []
-    for threads, best in sorted(sweep.best.items()):
-        runs = sweep.runs.get(threads, ())
-        cells = [str(threads)]
-        for unit in UNITS:
-            cells.append(_both(best.peak(unit), [one.peak(unit) for one in runs]))
-        for size in sizes:
-            cells.append(_both(dict(best.bandwidth).get(size), [dict(one.bandwidth).get(size) for one in runs]))
-        rows.append(tuple(cells))
+    for unit in UNITS:
+        cells = [
+            _both(best.peak(unit), [one.peak(unit) for one in sweep.runs.get(threads, ())])
+            for threads, best in sorted(sweep.best.items())
+        ]
+        rows.append((f"{unit}, GFLOP/s", *cells))
+    for size in sorted({size for best in sweep.best.values() for size, _ in best.bandwidth}):
+        cells = [
+            _both(
+                dict(best.bandwidth).get(size), [dict(one.bandwidth).get(size) for one in sweep.runs.get(threads, ())]
+            )
+            for threads, best in sorted(sweep.best.items())
+        ]
+        rows.append((f"{size // MIB} MiB, GB/s", *cells))
     return Table("Ceilings by number of threads", tuple(columns), tuple(rows))
+
+
+def _threads(count: int) -> str:
+    return f"{count} threads" if count > 1 else "1 thread"
 
 
 def _both(best: float | None, runs: Sequence[float | None]) -> str:
@@ -97,13 +105,12 @@ def _both(best: float | None, runs: Sequence[float | None]) -> str:
 
 def balance_table(line: Roofline) -> Table:
     """Balance point of each unit on each memory."""
-    definition = "peak / bandwidth, FLOP a byte: work of a lower intensity is bound by this memory"
-    columns = (Column("unit"), *(Column(f"{slope.name}, {rate_text(slope.rate, 'B/s')}", definition)
-                                 for slope in line.slopes))  # fmt: skip
+    definition = "peak of the unit / bandwidth, FLOP a byte: work of a lower intensity is bound by this memory"
+    columns = (Column("memory"), Column("GB/s"), *(Column(roof.unit, definition) for roof in line.roofs))
     rows = []
-    for roof in line.roofs:
-        cells = (f"{roof.rate / slope.rate:,.1f}" for slope in line.slopes)
-        rows.append((f"{roof.unit}, {rate_text(roof.rate, 'FLOP/s')}", *cells))
+    for slope in line.slopes:
+        cells = (f"{roof.rate / slope.rate:,.1f}" for roof in line.roofs)
+        rows.append((slope.name, f"{slope.rate / 1e9:,.0f}", *cells))
     return Table("Balance points, FLOP/byte", columns, tuple(rows))
 
 
@@ -116,29 +123,29 @@ def point_table(found: Sequence[Finding], phase: str) -> Table:
     """Whole steps of one phase: speed, and where the time goes."""
     chosen = [one for one in found if one.point.phase == phase]
     prefill = phase == "prefill"
-    first = (Column("prompt, tokens"),) if prefill else (Column("batch"), Column("context, tokens"))
+    first = (Column("prompt", "tokens"),) if prefill else (Column("batch"), Column("context", "tokens"))
     parts = ("linear layers", "attention", "other operations", OUTSIDE)
     columns = (
         *first,
         Column("tokens/s", "prompt / time of its steps" if prefill else "batch / time of a step") ,
-        Column("time", "of the prompt's steps" if prefill else "of a step"),
-        *(Column(name, "share of the time of the steps with clock readings") for name in parts),
+        Column("ms", "of the prompt's steps" if prefill else "of a step"),
+        *(Column(SHORT[name], f"{name}: share of the time of the steps with clock readings") for name in parts),
         Column("MFU", MFU),
         Column("MBU", MBU),
-        Column("bound by", "the ceiling that explains more of the time, and at least half of it"),
+        Column("bound", "the ceiling that explains more of the time, and at least half of it"),
     )  # fmt: skip
     rows = []
     for one in chosen:
         shares = (f"{one.parts[name] / one.split_seconds:.0%}" if one.adds_up else "void" for name in parts)
         whole = one.whole
-        rows.append((*_what(one), spread(one.tokens_per_second), duration(one.seconds), *shares, share(whole.mfu),
+        rows.append((*_what(one), spread(one.tokens_per_second), milliseconds(one.seconds), *shares, share(whole.mfu),
                      share(whole.mbu), whole.bound))  # fmt: skip
     return Table(f"{phase.capitalize()}: whole steps", columns, tuple(rows))
 
 
 def part_table(found: Sequence[Finding], phase: str) -> Table:
     """Linear layers and attention of one phase under the roofline."""
-    first = (Column("prompt, tokens"),) if phase == "prefill" else (Column("batch"), Column("context, tokens"))
+    first = (Column("prompt", "tokens"),) if phase == "prefill" else (Column("batch"), Column("context", "tokens"))
     columns = (
         *first,
         Column("part"),
@@ -147,13 +154,13 @@ def part_table(found: Sequence[Finding], phase: str) -> Table:
         Column("GB/s"),
         Column("MFU", MFU),
         Column("MBU", MBU),
-        Column("bound by"),
+        Column("bound"),
     )
     rows = []
     for one in found:
         if one.point.phase != phase:
             continue
-        for name, placed in (("linear layers", one.linear), ("attention", one.attention)):
+        for name, placed in (("linear", one.linear), ("attention", one.attention)):
             cells = _cells(placed) if one.adds_up else ("void",) * 6
             rows.append((*_what(one), name, *cells))
     return Table(f"{phase.capitalize()}: parts under the roofline", columns, tuple(rows))
@@ -169,15 +176,15 @@ def check_table(found: Sequence[Finding]) -> Table:
     """Whether reading the clock changed the steps."""
     columns = (
         Column("point"),
-        Column("forward pass", "median, without readings"),
-        Column("with readings", "median"),
+        Column("forward pass, ms", "median, without readings"),
+        Column("with readings, ms", "median"),
         Column("difference", "median over repetitions of with / without - 1"),
     )
     rows = []
     for one in found:
         plain, split = ([getattr(s, name) for s in one.samples] for name in ("forward", "split_forward"))
         mark = "" if one.adds_up else " (!)"
-        rows.append((str(one.point), duration(statistics.median(plain)), duration(statistics.median(split)),
+        rows.append((str(one.point), milliseconds(statistics.median(plain)), milliseconds(statistics.median(split)),
                      f"{one.disagreement:+.1%}{mark}"))  # fmt: skip
     return Table("Do the parts add up to whole steps?", columns, tuple(rows))
 
@@ -185,7 +192,7 @@ def check_table(found: Sequence[Finding]) -> Table:
 def break_table(found: Sequence[Break]) -> Table:
     """Break-even batches."""
     columns = (
-        Column("context, tokens"),
+        Column("context", "tokens"),
         Column("of"),
         Column("predicted", "smallest batch whose FLOP need longer at the peaks than its bytes at the bandwidth"),
         Column("measured", "time of batch 1 / time that one more sequence adds at the largest batches; range"),

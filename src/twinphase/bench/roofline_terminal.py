@@ -19,7 +19,7 @@ COLOURS = {
     Status.UNKNOWN: "yellow",
     Status.INFO: "cyan",
 }
-LEGEND = "/ bandwidth  - peak   P prefill, linear layers  p prefill, attention   D decode, linear layers  d attention"
+LEGEND = "/ bandwidth, - peak; prefill: P linear layers, p attention; decode: D, d"
 
 
 def show(drawing: Drawing, console: Console | None = None) -> None:
@@ -36,7 +36,7 @@ def show(drawing: Drawing, console: Console | None = None) -> None:
         console.print(_verdict(verdict))
     if drawing.line.roofs and drawing.line.slopes:
         console.print()
-        width = max(60, min(console.width, 100) - 12)
+        width = max(60, min(console.width, 100))
         for line in canvas(drawing.line, drawing.marks, width):
             console.print(Text(line), no_wrap=True, overflow="crop")
         if drawing.marks:
@@ -61,10 +61,16 @@ def _verdict(verdict: Verdict) -> Text:
 
 def _grid(table: Table) -> Grid:
     grid = Grid(
-        title=table.title, title_justify="left", title_style="bold", header_style="dim", pad_edge=False, box=None
+        title=table.title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        padding=(0, 1),
+        pad_edge=False,
+        box=None,
     )
     for index, column in enumerate(table.columns):
-        grid.add_column(column.name, justify="left" if index == 0 else "right")
+        grid.add_column(column.name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in table.rows:
         grid.add_row(*(Text(cell) for cell in row))
     return grid
