@@ -276,7 +276,7 @@ def test_prefill_is_more_than_100_times_as_fast_a_token() -> None:
 
 def test_1000_in_200_out_is_3_percent_prefill_at_the_bound_and_10_where_prefill_is_the_less_efficient() -> None:
     assert on_a100("llama-2-7b", 1000).prefill_share == pytest.approx(0.03, abs=0.005)
-    assert on_a100("llama-2-7b", 1000, mfu=0.25, mbu=0.8).prefill_share == pytest.approx(0.1, abs=0.015)
+    assert on_a100("llama-2-7b", 1000, mfu=0.25, mbu=0.8).prefill_share == pytest.approx(0.09, abs=0.005)
 
 
 def test_10_percent_and_100_times_exclude_each_other() -> None:
@@ -293,3 +293,15 @@ def test_100000_in_200_out_is_80_percent_prefill_with_grouped_queries_and_two_th
     assert on_a100("llama-3-8b", 100_000).prefill_share == pytest.approx(0.82, abs=0.01)
     assert on_a100("llama-2-7b", 100_000).prefill_share == pytest.approx(0.66, abs=0.01)
     assert on_a100("llama-2-7b", 100_000, mfu=0.5, mbu=0.8).prefill_share == pytest.approx(0.76, abs=0.01)
+
+
+def test_the_10_and_the_80_percent_need_different_efficiencies() -> None:
+    assert on_a100("llama-2-7b", 100_000, mfu=0.25, mbu=0.8).prefill_share == pytest.approx(0.86, abs=0.01)
+    assert on_a100("llama-3-8b", 100_000, mfu=0.25, mbu=0.8).prefill_share == pytest.approx(0.94, abs=0.01)
+
+
+def test_a_processor_with_a_lower_balance_point_spends_more_on_prefill() -> None:
+    units = Units("fp32", "fp32", "fp32")
+    result = estimate(LLAMA, datasheet_hardware("epyc-9654"), scenario(units=units))
+    assert result.balance == pytest.approx(16, abs=0.1)
+    assert result.prefill_share == pytest.approx(0.23, abs=0.005)

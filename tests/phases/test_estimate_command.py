@@ -125,6 +125,7 @@ def test_what_no_datasheet_says_is_unknown_not_zero(capsys: pytest.CaptureFixtur
         ([*A100, "--memory", "nan"], "--memory"),
         ([*A100, "--memory", ""], "--memory"),
         ([*A100, "--devices", "0"], "--devices"),
+        (["--model", "llama-2-7b", "--hardware", "this", "--devices", "2"], "--devices"),
         ([*A100, "--dtype", "fp7"], "fp7"),
         ([*A100, "--kv-cache-dtype", "fp7"], "--kv-cache-dtype"),
         ([*A100, "--compute-dtype", "int4"], "--compute-dtype"),

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -194,6 +196,46 @@ def test_a_gguf_counts_as_its_configuration_does(tmp_path: Path, tied: bool) -> 
     assert found.stored.layers == 2 * found.layer_parameters
     assert found.stored.head == 2 * found.head_parameters
     assert found.stored.total == 2 * (found.total_parameters - found.other_parameters) + 4 * found.other_parameters
+
+
+def write_headers(path: Path, architecture: str, tensors: dict[str, tuple[int, ...]], **numbers: int) -> str:
+    """A GGUF file of 16-bit zeros with these tensors and hyper-parameters."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in {"embedding_length": 64, "block_count": 3, "attention.head_count": 4, **numbers}.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    for name, shape in {"token_embd.weight": (320, 64), **tensors}.items():
+        writer.add_tensor(name, np.zeros(shape, np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def test_experts_of_a_gguf(tmp_path: Path) -> None:
+    tensors = {"blk.0.attn_q.weight": (64, 64), "blk.0.ffn_gate_inp.weight": (8, 64)}
+    experts = {f"blk.0.ffn_{name}_exps.weight": (8, 32, 64) for name in ("gate", "up")}
+    path = write_headers(tmp_path / "moe.gguf", "qwen3moe", tensors | experts, expert_count=8, expert_used_count=2)
+    shape = read_shape(path)
+    assert (shape.num_experts, shape.experts_per_token) == (8, 2)
+    assert shape.layer_parameters == 64 * 64 + 8 * 64
+    assert shape.expert_parameters == 2 * 8 * 32 * 64
+    assert shape.stored is not None and shape.stored.experts == 2 * shape.expert_parameters
+    path = write_headers(tmp_path / "broken.gguf", "qwen3moe", tensors | experts, expert_count=8)
+    with pytest.raises(CheckpointError, match="expert_used_count"):
+        read_shape(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windows"), [("gemma2", (9, None, 9)), ("gemma3", (9, 9, 9)), ("phi3", (9, 9, 9)), ("qwen2", None)]
+)
+def test_windows_of_a_gguf(tmp_path: Path, architecture: str, windows: tuple[int | None, ...] | None) -> None:
+    path = write_headers(tmp_path / "window.gguf", architecture, {}, **{"attention.sliding_window": 9})
+    if windows is None:  # the file does not say which layers, and neither does the architecture
+        with pytest.raises(UnsupportedModelError, match="sliding_window"):
+            read_shape(path)
+    else:
+        assert read_shape(path).windows == windows
 
 
 def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:

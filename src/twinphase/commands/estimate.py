@@ -103,6 +103,8 @@ def _hardware(given: dict[str, Any]) -> Hardware:
             )
         title = ", ".join(named)
         return Hardware(title, "given", peaks, figures["bandwidth"], figures["memory"], devices)
+    if name == "this" and devices > 1:
+        raise InvalidRequestError(f"--devices is {devices} with --hardware this.", "This machine is one device.")
     found = _this_machine() if name == "this" else datasheet_hardware(name)
     notes = (*([f"Given in the place of its own figures: {', '.join(named)}."] if named else []), *found.notes)
     return replace(

@@ -55,6 +55,10 @@ def _percent(share: float | None) -> str:
     return "unknown" if share is None else f"{100 * share:.1f} %"
 
 
+def _ratio(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def _count(number: int | None) -> str:
     return "unknown" if number is None else f"{number:,}"
 
@@ -116,7 +120,7 @@ def show_estimate(result: Estimate, explain: bool) -> None:
         title = "linear layers" if name == "linear" else name
         table.add_row(f"{title} FLOP", _scaled(left.flops, "FLOP"), _scaled(right.flops, "FLOP"))
         table.add_row("  bytes", _scaled(left.bytes, "B"), _scaled(right.bytes, "B"))
-        table.add_row("  FLOP a byte", f"{left.intensity:,.4g}", f"{right.intensity:,.4g}")
+        table.add_row("  FLOP a byte", _ratio(left.intensity), _ratio(right.intensity))
         table.add_row("  time", _bound(left), _bound(right), end_section=name == "attention")
     table.add_row("time", _phase_time(prefill), _phase_time(decode))
     table.add_row("  is", "TTFT without a queue", "time per output token (TPOT)")
