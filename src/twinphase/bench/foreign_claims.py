@@ -18,6 +18,7 @@ from twinphase.bench.client import Reply
 from twinphase.bench.load import LoadResult
 from twinphase.bench.observation import Observation
 from twinphase.bench.report import Column, Section, Table
+from twinphase.bench.statistics import percentile
 from twinphase.bench.targets.openai import OpenAITarget
 from twinphase.bench.workload import PromptMaker
 
@@ -322,10 +323,10 @@ def _per_request(seen: Sequence[Observation], key: str, fields: Sequence[_Field]
         if not theirs:
             continue
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None]
-        our_median = statistics.median(a for a, _ in pairs) if pairs else None
-        difference = statistics.median(a - b for a, b in pairs) if pairs else None
+        our_median = percentile([a for a, _ in pairs], 50) if pairs else None
+        difference = percentile([a - b for a, b in pairs], 50) if pairs else None
         statistic, source = f"median of {len(theirs)}", f"{where}{wanted.name}"
-        theirs_median = statistics.median(theirs)
+        theirs_median = percentile(theirs, 50)
         claims.append(
             _claim(wanted.figure, our_median, theirs_median, difference, statistic, wanted.definition, source)
         )

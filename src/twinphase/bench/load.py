@@ -162,6 +162,14 @@ class LoadResult:
         return max(seen.ended for seen in self.observations) - min(seen.intended for seen in self.observations)
 
     @property
+    def offered(self) -> float | None:
+        """Requests a second that were due: `rate` is a mean, of which random gaps are one draw; None if closed."""
+        if self.concurrency is not None or len(self.observations) < 2:
+            return None
+        window = self.observations[-1].intended - self.observations[0].intended
+        return (len(self.observations) - 1) / window if window > 0 else None
+
+    @property
     def ttft(self) -> list[float]:
         """Client TTFT of each request that succeeded, seconds."""
         return [seen.ttft for seen in self.succeeded if seen.ttft is not None]

@@ -49,7 +49,7 @@ def load_verdicts(result: LoadResult) -> tuple[Verdict, ...]:
     if result.succeeded:
         ttft, tpot = summary(result.ttft), summary(result.tpot)
         text = f"{result.request_rate:.3g} req/s served"
-        text += f" of {result.rate:.3g} offered" if result.rate is not None else ""
+        text += f" of {result.offered:.3g} offered" if result.offered is not None else ""
         text += f", {_number(result.output_rate)} output tok/s; median TTFT {_ms(ttft.median)} ms (p99 {_ms(ttft.p99)})"
         text += f", median TPOT {_ms(tpot.median)} ms (p99 {_ms(tpot.p99)})."
         found.append(Verdict(Status.INFO, text))
@@ -117,8 +117,10 @@ def _latencies(result: LoadResult) -> Table:
 def _throughput(result: LoadResult) -> Table:
     sent, seconds = len(result.observations), "seconds = last end - first intended send"
     goodput = result.goodput
+    offered = "req/s: (requests - 1) / (last intended send - first)"
+    offered += f", a draw of {result.rate:.3g}" if result.rate is not None else ""
     rows = [
-        ("requests offered", _number(result.rate) if result.rate is not None else "closed loop", "req/s intended"),
+        ("requests offered", _number(result.offered) if result.concurrency is None else "closed loop", offered),
         ("requests served", _number(result.request_rate), f"req/s: succeeded / seconds; {seconds}"),
         ("output", _number(result.output_rate), "tok/s: output tokens of succeeded requests / seconds"),
         ("prompt and output", _number(result.total_rate), "tok/s, cached prompt tokens in it"),
