@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from twinphase.batch import StepWork
 from twinphase.errors import InvalidRequestError
-from twinphase.phases.estimate import Estimate, attended_tokens, estimate, findings, kv_bytes
+from twinphase.phases.estimate import Estimate, attended_tokens, estimate, kv_bytes, warnings
 from twinphase.phases.estimate_inputs import (
     Hardware,
     Scenario,
@@ -145,13 +145,13 @@ def test_largest_batch_fills_the_memory() -> None:
 def test_weights_that_do_not_fit_leave_no_batch_and_are_named() -> None:
     result = on_a100("llama-2-70b", 1000)
     assert result.max_batch == 0
-    assert "do not fit" in findings(result)[0]
+    assert "do not fit" in warnings(result)[0]
     two = estimate(read_shape("llama-2-70b"), replace(A100, devices=2), scenario())
     assert two.max_batch is not None and two.max_batch > 0
 
 
 def test_a_batch_beyond_the_memory_and_a_context_beyond_the_model_are_named() -> None:
-    found = " ".join(findings(on_a100("llama-2-7b", 10_000, batch=50)))
+    found = " ".join(warnings(on_a100("llama-2-7b", 10_000, batch=50)))
     assert "A batch of 50 does not fit" in found
     assert "beyond the context of 4,096" in found
 
@@ -191,13 +191,13 @@ def test_without_a_peak_times_are_unknown_and_memory_still_bounds() -> None:
     assert result.break_even_batch is result.balance is None
     assert result.decode.bound == result.decode.linear.bound == "unknown"
     assert result.decode.memory_seconds == pytest.approx(result.decode.bytes / 1e12)
-    assert "No peak in fp16" in " ".join(findings(result))
+    assert "No peak in fp16" in " ".join(warnings(result))
 
 
 def test_without_bandwidth_or_memory() -> None:
     result = estimate(LLAMA, replace(ROUND, bandwidth=None, memory=None), scenario(price_per_hour=1.0))
     assert result.decode.memory_seconds is result.decode_cost is result.max_batch is None
-    assert "bandwidth" in " ".join(findings(result))
+    assert "bandwidth" in " ".join(warnings(result))
 
 
 def test_measured_ceilings_choose_units_and_bandwidth_by_working_set() -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from twinphase.phases.datasheets import DATASHEETS
-from twinphase.phases.estimate import Estimate, Part, PhaseEstimate, findings
+from twinphase.phases.estimate import Estimate, Part, PhaseEstimate, assumptions, warnings
 from twinphase.phases.known_models import KNOWN_MODELS
 from twinphase.phases.shapes import read_shape
 
@@ -135,7 +135,9 @@ def show_estimate(result: Estimate, explain: bool) -> None:
         grid.add_row(name, value)
     console.print(grid)
     console.print()
-    for line in findings(result):
+    for line in warnings(result):
+        console.print(Text(f"! {line}", "bold yellow"))
+    for line in assumptions(result):
         console.print(Text(f"- {line}", "dim"))
     for line in _formulas(result) if explain else ():
         console.print(Text(line))
@@ -166,10 +168,10 @@ def _consequences(result: Estimate) -> Iterable[tuple[str, str]]:
     balance = "unknown" if result.balance is None else f"{result.balance:,.1f} FLOP a byte"
     yield "balance point", f"{balance} ({scenario.units.linear})"
     if result.break_even_batch is not None:
-        yield (
-            "break-even batch",
-            f"decode's linear layers are compute-bound from {result.break_even_batch:,} requests on",
-        )
+        most = result.max_batch
+        beyond = f", but only {most:,} fit" if most is not None and 0 < most < result.break_even_batch else ""
+        text = f"decode's linear layers are compute-bound from {result.break_even_batch:,} requests on{beyond}"
+        yield "break-even batch", text
     else:
         yield "break-even batch", "unknown"
 
@@ -267,7 +269,8 @@ def print_json(result: Estimate) -> None:
         "break_even_batch": result.break_even_batch,
         "price_per_million_prompt_tokens": result.prefill_cost,
         "price_per_million_output_tokens": result.decode_cost,
-        "findings": findings(result),
+        "warnings": warnings(result),
+        "assumptions": assumptions(result),
     }
     print(json.dumps(data, indent=1))
 
@@ -280,16 +283,16 @@ def show_hardware(as_json: bool) -> None:
     console = _console()
     table = Table("name", "product", "bandwidth", "memory", "peak FLOP/s, dense", box=SIMPLE_HEAD, pad_edge=False)
     for sheet in DATASHEETS.values():
-        peaks = ", ".join(f"{name} {_scaled(peak, '').strip()}" for name, peak in sheet.peaks.items()) or "unknown"
+        rates = (f"{precision} {_scaled(peak, '')}" for precision, peak in sheet.peaks.items())
+        peaks = ", ".join(rate.replace(" ", "\u00a0") for rate in rates) or "unknown"  # a figure stays on its line
         table.add_row(sheet.name, sheet.title, _scaled(sheet.bandwidth, "B/s"), _scaled(sheet.memory, "B"), peaks)
     console.print(table)
     for sheet in DATASHEETS.values():
         console.print(Text(sheet.name, "bold"))
         for source in sheet.sources:
             figures = [name for name in source.figures if name in sheet.figures()]
-            console.print(
-                Text(f"  {', '.join(figures)}: {source.title}"), Text(f"    {source.address}", "dim"), sep="\n"
-            )
+            console.print(Text(f"  {', '.join(figures)}: {source.title}"))
+            console.print(Text(f"    {source.address}", "dim"), soft_wrap=True)  # whole, to be copied
         for figure, formula in sheet.computed.items():
             console.print(Text(f"  {figure} is computed: {formula}"))
         if sheet.note:
@@ -302,8 +305,9 @@ def show_models(as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(shape) for shape in shapes], indent=1))
         return
-    table = Table("name", "parameters", "active", "context", "source", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table("name", "parameters", "active", "context", "repository", box=SIMPLE_HEAD, pad_edge=False)
     for shape in shapes:
         counts = (f"{shape.total_parameters:,}", f"{shape.active_parameters:,}" if shape.num_experts else "")
-        table.add_row(shape.name, *counts, _count(shape.context_length), shape.source)
+        table.add_row(shape.name, *counts, _count(shape.context_length), KNOWN_MODELS[shape.name].repo)
     _console().print(table)
+    _console().print(Text("Shapes are those of each repository's config.json on https://huggingface.co.", "dim"))

@@ -26,10 +26,11 @@ __all__ = [
     "Estimate",
     "Part",
     "PhaseEstimate",
+    "assumptions",
     "attended_tokens",
     "estimate",
-    "findings",
     "kv_bytes",
+    "warnings",
 ]
 
 _LARGEST_BATCH = 1 << 24  # sequences; a break-even beyond it is as good as none
@@ -293,8 +294,8 @@ def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario) -> Est
     )
 
 
-def findings(result: Estimate) -> list[str]:
-    """What a reader must know before using the numbers: what does not fit, what is assumed, what is unknown."""
+def warnings(result: Estimate) -> list[str]:
+    """What stands against using the numbers: what does not fit, and what is unknown."""
     shape, hardware, scenario = result.shape, result.hardware, result.scenario
     found = []
     if hardware.capacity is not None and result.weights.total > hardware.capacity:
@@ -313,6 +314,13 @@ def findings(result: Estimate) -> list[str]:
         found.append(f"No peak in {', '.join(missing)} is known of {hardware.name}: give --flops, or --compute-dtype.")
     if result.balance is None and hardware.read_bandwidth(1) is None:
         found.append(f"The memory bandwidth of {hardware.name} is unknown: give --bandwidth.")
+    return found
+
+
+def assumptions(result: Estimate) -> list[str]:
+    """What the numbers rest on."""
+    shape, hardware, scenario = result.shape, result.hardware, result.scenario
+    found = []
     if scenario.mfu == scenario.mbu == 1:
         found.append("A bound: the hardware at its peak (MFU and MBU 1). Real engines stay below it.")
     else:
