@@ -174,7 +174,7 @@ def _noise(sweep: Sweep, threads: int, points: ModelPoints | None, others: Bysta
     if seen < STEADY * known_best:
         lines.append(
             f"This run saw at most {seen / 1e9:,.1f} of the {known_best / 1e9:,.1f} GB/s that were once measured here "
-            f"for the largest working set: an MBU of {seen / known_best:.0%} is all that memory gave now. Neighbours on "
+            f"for the largest working set: an MBU of {seen / known_best:.0%} is what memory gave now. Neighbours on "
             "shared hardware take bandwidth that no counter here shows."
         )
     if sweep.problem:

@@ -75,7 +75,7 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
         text = f"{slope.name}: {slope.rate / 1e9:,.0f} GB/s"
         # The fastest is named above its line, the others below theirs, at places of their own.
         at = math.exp(
-            math.log(start) + (0.7 if number == 0 and len(slopes) > 1 else 0.08) * (math.log(end) - math.log(start))
+            math.log(start) + (0.85 if number == 0 and len(slopes) > 1 else 0.08) * (math.log(end) - math.log(start))
         )
         side = "above" if number == 0 and len(slopes) > 1 else "below"
         names.append({"text": text, "x": at, "y": at * slope.rate / 1e9, "side": side})
@@ -160,16 +160,17 @@ def _mark_layers(marks: Sequence[Mark], xs: tuple[float, float], ys: tuple[float
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.9},
             "encoding": {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tooltip},
         },
-        # Attention of decode has one intensity whatever the batch and the context: their names are on either side.
+        # Attention of decode has one intensity whatever the batch and the context: only the latter are named there.
         *(
             {
-                "data": {
-                    "values": [row for row in rows if row["label"] and (row["series"] == "batch attention") == left]
-                },
-                "mark": {"type": "text", "align": "right" if left else "left", "dx": -8 if left else 8, "fontSize": 10},
+                "data": {"values": [row for row in rows if row["label"] and row["series"] in series]},
+                "mark": {"type": "text", "fontSize": 10, **place},
                 "encoding": {"x": x, "y": y, "color": colour, "text": {"field": "label"}},
             }
-            for left in (False, True)
+            for series, place in (
+                (("prefill linear", "prefill attention", "context attention"), {"align": "left", "dx": 8, "dy": 1}),
+                (("batch linear",), {"align": "right", "dx": -5, "dy": -8}),
+            )
         ),
     ]
 
@@ -229,14 +230,16 @@ def batching_plot(
             tooltip = [{"field": "batch"}, {"field": "ms"}]
             encoding = {"x": x, "y": y, "color": colour, "tooltip": tooltip}
             layers.append({"data": {"values": rows}, "mark": mark, "encoding": encoding})
-    turns = [(predicted, f"predicted: {predicted:,.0f}" if predicted else "", 12),
-             (knee, f"measured knee: {knee:,.1f}" if knee else "", 28)]  # fmt: skip
-    for batch, text, dy in turns:
+    left = not knee or not predicted or predicted <= knee  # each name on the side away from the other's line
+    turns = [(predicted, f"predicted: {predicted:,.0f}" if predicted else "", left),
+             (knee, f"measured knee: {knee:,.1f}" if knee else "", not left)]  # fmt: skip
+    for batch, text, to_left in turns:
         if batch and measured[0][0] <= batch <= measured[-1][0]:
             data = {"values": [{"batch": batch, "text": text}]}
             layers.append({"data": data, "mark": {"type": "rule", "strokeDash": [4, 3]}, "encoding": {"x": x}})
-            mark = {"type": "text", "align": "left", "dx": 5, "color": "role:muted"}
-            encoding = {"x": x, "y": {"value": dy}, "text": {"field": "text"}}
+            mark = {"type": "text", "align": "right" if to_left else "left", "dx": -5 if to_left else 5,
+                    "color": "role:muted"}  # fmt: skip
+            encoding = {"x": x, "y": {"value": 12}, "text": {"field": "text"}}
             layers.append({"data": data, "mark": mark, "encoding": encoding})
     return Plot("decode-batching", "Where batched decode turns from memory-bound to compute-bound", {"layer": layers},
                 caption)  # fmt: skip
@@ -246,7 +249,7 @@ def thread_plot(rows: Sequence[Mapping[str, Any]], caption: str) -> Plot:
     """Bandwidth by working set, one line a number of threads; rows: MiB, GB/s, threads."""
     encoding = {
         "x": {"field": "MiB", "type": "quantitative", "title": "working set of all threads together, MiB",
-              "scale": {"type": "log", "base": 2}},
+              "scale": {"type": "log", "base": 2}, "axis": {"values": sorted({row["MiB"] for row in rows})}},
         "y": {"field": "GB/s", "type": "quantitative", "title": "read bandwidth, GB/s", "scale": {"zero": True}},
         "color": {"field": "threads", "type": "nominal", "title": None},
         "tooltip": [{"field": key} for key in ("threads", "MiB", "GB/s")],
