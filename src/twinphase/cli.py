@@ -18,6 +18,7 @@ import typer
 
 from twinphase import __version__
 from twinphase.arguments import fields_of, is_model_name, parse_json, read_prompt, sampling_params
+from twinphase.commands.bench import bench
 from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
 from twinphase.commands.lab import lab
@@ -270,6 +271,7 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
 
 app.command()(roofline)
 app.command()(lab)
+app.command()(bench)
 
 
 app.command()(estimate)

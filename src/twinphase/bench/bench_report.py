@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from twinphase.bench.conditions import conditions
+from twinphase.bench.foreign_claims import claims_section
 from twinphase.bench.phase_sweep import UNKNOWN_CONTEXT, Progress, SweepResult, calibrate, make_plan, sweep
 from twinphase.bench.report import Metric, Report, Section, Verdict
 from twinphase.bench.sweep_report import sweep_data, sweep_metrics, sweep_noise, sweep_sections
 from twinphase.bench.sweep_verdicts import sweep_verdicts
 from twinphase.bench.target import Target, TargetFacts
+from twinphase.bench.targets.phases_of_url import PhasesOfUrl
 
-__all__ = ["Parts", "SweepOptions", "bench_report", "run_sweep", "sweep_parts"]
+__all__ = ["Parts", "SweepOptions", "bench_report", "claims_parts", "run_sweep", "sweep_parts"]
 
 TEXT_LENGTHS_OFF = 0.95  # of the context is planned for where prompts are text, whose length is about right only
 
@@ -64,6 +66,8 @@ def run_sweep(target: Target, options: SweepOptions, progress: Progress) -> Swee
     if server and context is not None:
         context = int(context * TEXT_LENGTHS_OFF)
     pace = calibrate(target, progress)
+    if isinstance(target, PhasesOfUrl):
+        target.begin_claims()
     plan = make_plan(
         context,
         batches=options.batches,
@@ -103,6 +107,13 @@ def sweep_parts(result: SweepResult) -> Parts:
     )
 
 
+def claims_parts(target: Target) -> list[Parts]:
+    """What a server said of the requests of the sweep, beside ours; none for a target in this process."""
+    if not isinstance(target, PhasesOfUrl):
+        return []
+    return [Parts("claims", (), [claims_section(target.as_load())], data={"requests": target.raw()})]
+
+
 def bench_report(
     facts: TargetFacts,
     parts: Sequence[Parts],
@@ -123,7 +134,7 @@ def bench_report(
     flags = {key: value for part in parts for key, value in part.flags.items()}
     return Report(
         kind="bench",
-        title=f"{facts.model} on {facts.engine}: {' and '.join(part.name for part in parts)}",
+        title=f"{facts.model} on {facts.engine}: {' and '.join(part.name for part in parts if part.verdicts)}",
         verdicts=tuple(verdict for part in parts for verdict in part.verdicts),
         conditions=conditions(facts, model=model, threads=threads, isa=isa, flags=flags),
         noise=tuple(line for part in parts for line in part.noise),

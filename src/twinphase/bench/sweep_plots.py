@@ -78,8 +78,10 @@ def decode_plots(result: SweepResult, found: Fit) -> list[Plot]:
     for batch in wide:
         low, high = _range([at.x[0] for place, at in points if place.batch == batch])
         ends = [low + (high - low) * index / STEPS for index in range(STEPS + 1)]
-        fitted += [{"series": names[batch], "position": x, **_band(found, (x, batch))} for x in ends]
-    caption = f"{POINTS.format(count=_repetitions(points))}; lines: {found.law.formula}; {BAND}."
+        # Without the bands, which would lie on top of each other: the residuals' chart has the claimed error.
+        line = ({"series": names[batch], "position": x, "ms": found.line((x, batch)) * 1000} for x in ends)
+        fitted += list(line)
+    caption = f"{POINTS.format(count=_repetitions(points))}; lines: {found.law.formula}."
     plots = [
         lines(
             "decode-position",

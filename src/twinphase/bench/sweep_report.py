@@ -58,7 +58,8 @@ def _notable(result: SweepResult) -> list[tuple[Place, Point]]:
     alone = [one for one in decode if one[0].batch == 1]
     short = min((place.length for place, _ in alone), default=0)
     batches = [one for one in decode if one[0].batch > 1 and one[0].length == short]
-    return prefill[:: max(1, len(prefill) // 4)] + prefill[-1:] * (len(prefill) > 4) + alone + batches
+    every = max(1, len(prefill) // 4)
+    return [*prefill[:-1:every], *prefill[-1:], *alone, *batches]
 
 
 def _both_row(place: Place, point: Point) -> tuple[str, ...]:
@@ -143,7 +144,7 @@ def _coefficients(phase: str, found: Fit) -> Table:
 
 def _held_out_table(phase: str, points: list[HeldOut]) -> Table:
     columns = (
-        Column("held out" if phase == "prefill" else "held out (position x batch)"),
+        Column("held out" if phase == "prefill" else "held out (position × batch)"),
         Column("predicted (ms)", "by the law, which was not fitted to this point"),
         Column("claimed interval (ms)", "in which a new measurement lies with 95 %: noise and the law's own doubt"),
         Column("measured (ms)", "median of the repetitions"),
@@ -165,14 +166,14 @@ def _held_out_table(phase: str, points: list[HeldOut]) -> Table:
 
 
 def _where(place: Place, x: tuple[float, float]) -> str:
-    return f"{x[0]:,.0f}" if place.phase == "prefill" else f"{x[0]:,.0f} x {place.batch}"
+    return f"{x[0]:,.0f}" if place.phase == "prefill" else f"{x[0]:,.0f} × {place.batch}"
 
 
 def _points_table(result: SweepResult, phase: str, found: Fit | None) -> Table:
     head = (
         (Column("prompt tokens", "by the target's count"),)
         if phase == "prefill"
-        else (Column("position x batch", "mean number of tokens before the decoded ones x sequences at once"),)
+        else (Column("position × batch", "mean number of tokens before the decoded ones × sequences at once"),)
     )
     rate = Column("tok/s", "prompt tokens / time" if phase == "prefill" else "batch / time")
     rows = []

@@ -11,6 +11,7 @@ import statistics
 from twinphase.bench.fit import CONFIDENCE, Fit, Point
 from twinphase.bench.phase_sweep import HeldOut, SweepResult
 from twinphase.bench.report import Status, Verdict
+from twinphase.bench.statistics import median_interval
 
 __all__ = ["chance_of_misses", "percent", "rate_text", "sweep_verdicts", "time_text"]
 
@@ -18,6 +19,7 @@ REFERENCE_PROMPT = 512  # tokens: long enough that reading the weights once is s
 TIMES_A_STEP = 4.0  # a prefill this many decode steps long does not wait for the weights that both read once
 NEARLY_FREE = 0.6  # a batch that takes less than this share of its sequences one by one waits for something they share
 STEADY_BATCH = 4  # sequences from which that can be told
+MEANINGFUL = 0.5  # claimed error above which holding it is no feat
 CHANCE = 0.05  # below it, that many misses of the claimed interval are no luck
 
 
@@ -86,9 +88,12 @@ def _prefill_bound(result: SweepResult) -> Verdict | None:
     if prompt is None or not alone:
         return Verdict(Status.UNKNOWN, claim, "One of the phases was not measured.")
     steps = prompt.median / alone[0].median
+    fewest, most = _ratio(prompt, alone[0])
     if prompt.x[0] < REFERENCE_PROMPT / 4:
         return Verdict(Status.UNKNOWN, claim, f"The longest prompt had {prompt.x[0]:,.0f} tokens, too few to tell.")
     told = f"Reading {prompt.x[0]:,.0f} prompt tokens takes as long as {steps:,.1f} decode steps"
+    if fewest < TIMES_A_STEP <= most:
+        return Verdict(Status.UNKNOWN, claim, f"{told}, but by its noise anything from {fewest:,.1f} to {most:,.1f}.")
     if steps >= TIMES_A_STEP:
         return Verdict(
             Status.HOLDS,
@@ -111,7 +116,16 @@ def _decode_bound(result: SweepResult) -> Verdict | None:
         f"A step for {batch} sequences takes {times:.2f} times as long as one for a single sequence (behind "
         f"{position:,} tokens), with {batch} times the arithmetic: {percent(times / batch)} of the time a token."
     )
+    fewest, most = _ratio(grid[wide], grid[position, 1])
+    if fewest < NEARLY_FREE * batch <= most:
+        return Verdict(Status.UNKNOWN, claim, f"{told} By its noise it may be {fewest:.2f} to {most:.2f} times.")
     return Verdict(Status.HOLDS if times < NEARLY_FREE * batch else Status.FAILS, claim, told)
+
+
+def _ratio(one: Point, other: Point) -> tuple[float, float]:
+    """The least and the most that one / other may be, by the intervals of their medians."""
+    top, bottom = median_interval(one.values), median_interval(other.values)
+    return top.low / bottom.high, top.high / bottom.low
 
 
 def _growth(phase: str, result: SweepResult, found: Fit | None) -> Verdict:
@@ -157,6 +171,10 @@ def _held_out(phase: str, found: Fit, points: list[HeldOut]) -> Verdict | None:
         f"{percent(statistics.median(abs(one.error) for one in points))} (median), "
         f"{percent(max(abs(one.error) for one in points))} at most."
     )
+    if found.typical_error > MEANINGFUL:
+        return Verdict(
+            Status.UNKNOWN, text, "An error so large says nothing: measure on a quieter machine, or more points."
+        )
     if chance_of_misses(len(points), len(points) - inside) >= CHANCE:
         return Verdict(Status.HOLDS, text)
     return Verdict(Status.FAILS, text, "So many misses are no luck: the formula or the noise is another there.")

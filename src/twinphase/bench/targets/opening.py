@@ -9,7 +9,7 @@ from typing import Any
 from twinphase.bench.target import Target
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["FORMS", "TargetOptions", "kind_of", "open_target"]
+__all__ = ["FORMS", "TargetOptions", "kind_of", "machine_facts", "open_load_target", "open_target"]
 
 FORMS = (
     "Give a model (FILE.gguf, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of a server (http://HOST:PORT), "
@@ -17,7 +17,7 @@ FORMS = (
 )
 MODEL, URL, TRANSFORMERS, LLAMA_CPP = "model", "url", "transformers", "llama-cpp"
 ALLOWED = {  # options by kind; what a kind has no use for is refused, never ignored
-    MODEL: {"engine"},
+    MODEL: {"engine", "threads"},
     URL: {"api_key", "model", "endpoint"},
     TRANSFORMERS: {"threads"},
     LLAMA_CPP: {"threads"},
@@ -51,6 +51,16 @@ class TargetOptions:
         if "threads" in self.engine:
             found["threads"] = "--threads"
         return found
+
+    def check(self, text: str, kind: str) -> None:
+        """Refuse what a target has no use for.
+
+        Raises:
+            InvalidRequestError: naming the option.
+        """
+        for name, option in self.given.items():
+            if name not in ALLOWED[kind]:
+                raise InvalidRequestError(f"{option} has no meaning for {text}.", "Leave it out.")
 
 
 def kind_of(text: str, is_model: Callable[[str], bool]) -> str:
@@ -93,10 +103,7 @@ def open_target(
         InvalidRequestError: an option that this kind has no use for.
         TwinphaseError: it cannot be loaded or reached, or a package is missing.
     """
-    allowed = ALLOWED[kind] | ({"threads"} if kind == MODEL else set())
-    for name, option in options.given.items():
-        if name not in allowed:
-            raise InvalidRequestError(f"{option} has no meaning for {text}.", "Leave it out.")
+    options.check(text, kind)
     path = text.partition(":")[2]
     if kind == MODEL:
         from twinphase.bench.targets.engine import EngineTarget
@@ -120,3 +127,44 @@ def open_target(
     from twinphase.bench.targets.llama_cpp import LlamaCppTarget
 
     return LlamaCppTarget(path, threads=threads, seed=options.seed)
+
+
+def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = None) -> tuple[Any, Any]:
+    """What takes many requests at once: our engine or a server, that of the sweep before where there was one.
+
+    Returns:
+        The target, and the `LoadedEngine` behind it, None for a server.
+
+    Raises:
+        TwinphaseError: as for `open_target`.
+    """
+    options.check(text, kind)
+    if kind == URL:
+        if swept is not None:
+            return swept.target, None
+        from twinphase.bench.client import run
+        from twinphase.bench.targets.openai import OpenAITarget
+
+        opening = OpenAITarget.open(
+            text, model=options.model, api_key=options.api_key, endpoint=options.endpoint or "auto"
+        )
+        return run(opening), None
+    from twinphase.bench.targets.engine_load import EngineLoadTarget
+    from twinphase.engine.load import LoadedEngine
+
+    loaded = LoadedEngine(text, **options.engine) if swept is None else swept.loaded
+    return EngineLoadTarget(loaded, text), loaded
+
+
+def machine_facts(loaded: Any) -> dict[str, Any]:
+    """Model file, threads and instruction set of a `LoadedEngine`, as `bench_report` takes them; {} without one."""
+    if loaded is None:
+        return {}
+    from twinphase.config import available_cores
+
+    config, isa = loaded.config, ""
+    if config.backend == "cpu":
+        from twinphase.backends.cpu.isa import choose_isa
+
+        isa = choose_isa(config.isa).name
+    return {"model": loaded.checkpoint.path, "threads": config.threads or available_cores(), "isa": isa}

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 from twinphase.bench.client import SEND_NOW, run
+from twinphase.bench.foreign_claims import claims_reader
+from twinphase.bench.load import ClientHealth, LoadResult
 from twinphase.bench.observation import Observation
 from twinphase.bench.target import DecodeSample, PrefillSample
 from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
@@ -53,6 +56,7 @@ class PhasesOfUrl:
         self.target = run(OpenAITarget.open(url, model=model, api_key=api_key, endpoint=endpoint))
         self._prompts = PromptMaker(run(self.target.sizing()), seed)
         self.observations: list[Observation] = []
+        self._reader = claims_reader(self.target, self._prompts)
         self.facts = replace(self.target.facts, prefill_definition=PREFILL, decode_definition=DECODE)
 
     def prefill(self, num_tokens: int) -> PrefillSample:
@@ -92,6 +96,33 @@ class PhasesOfUrl:
             )
         own = [position if one.num_prompt_tokens is None else one.num_prompt_tokens for one in seen]
         return DecodeSample(statistics.mean(own) + before, batch, tuple(gaps))
+
+    def begin_claims(self) -> None:
+        """From here on requests count, here and where the server counts them itself."""
+        self.observations.clear()
+        self._reader = claims_reader(self.target, self._prompts)
+        if self._reader is not None:
+            run(self._reader.before())
+
+    def as_load(self) -> LoadResult:
+        """All requests since `begin_claims`, in the form that the server's claims are compared with."""
+        if self._reader is not None:
+            run(self._reader.after())
+        return LoadResult(
+            self.facts,
+            workload="the requests of the phase sweep",
+            arrivals="one measurement after the other",
+            rate=None,
+            concurrency=None,
+            observations=self.observations,
+            num_requests=len(self.observations),
+            client=ClientHealth(),
+            claims=self._reader,
+        )
+
+    def raw(self) -> list[dict[str, Any]]:
+        """Every request with its timestamps, plain values."""
+        return [asdict(one) for one in self.observations]
 
     def close(self) -> None:
         """Nothing is held: each request has its own connection."""

@@ -1,0 +1,192 @@
+"""`twinphase bench`: both phases of a target measured apart, a load, and the comparison of two results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from twinphase.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from twinphase.bench.bench_report import Parts, SweepOptions
+    from twinphase.bench.report import Report
+
+__all__ = ["bench"]
+
+SWEEP, LOAD, SERVER, ENGINE = "Phase sweep", "Load (vLLM bench's names)", "A server at a URL", "Engine, for a model"
+
+
+def bench(
+    target: str = typer.Argument(
+        ...,
+        help="A model (GGUF file, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of an OpenAI-compatible server, "
+        "transformers:FOLDER, llama-cpp:FILE.gguf; or `compare` and two results.",
+    ),
+    more: list[str] = typer.Argument(None, help="Of `compare`: two result.json, or their folders.", metavar="[A B]"),
+    out: Path = typer.Option(None, help="Folder for the report; twinphase-bench-DATE-TIME if left out."),
+    json: bool = typer.Option(False, "--json", help="The report as JSON on stdout; files only with --out."),
+    quick: bool = typer.Option(False, "--quick", help="A look in about a minute: fewer points and repetitions."),
+    seed: int = typer.Option(0, min=0, help="Of prompts, order and gaps."),
+    repetitions: int = typer.Option(None, min=1, help="Of every point; 5, or 3 if quick.", rich_help_panel=SWEEP),
+    max_seconds: float = typer.Option(
+        None, min=1, help="Time to measure; prompts get shorter to fit. 300, or 90 if quick.", rich_help_panel=SWEEP
+    ),
+    max_length: int = typer.Option(None, min=16, help="Longest prompt + output.", rich_help_panel=SWEEP),
+    batches: str = typer.Option("1,2,4,8", help="Sequences that decode at once.", rich_help_panel=SWEEP),
+    all_: bool = typer.Option(False, "--all", help="The sweep as well as the load.", rich_help_panel=SWEEP),
+    request_rate: float = typer.Option(
+        None, help="Send so many requests a second (open loop). Runs a load instead of the sweep.", rich_help_panel=LOAD
+    ),
+    constant: bool = typer.Option(False, "--constant", help="Even gaps; Poisson otherwise.", rich_help_panel=LOAD),
+    max_concurrency: int = typer.Option(
+        None, min=1, help="Keep so many in flight (closed loop). A load instead of the sweep.", rich_help_panel=LOAD
+    ),
+    saturate: bool = typer.Option(
+        False, "--saturate", help="Raise the rate until it is too much. Instead of the sweep.", rich_help_panel=LOAD
+    ),
+    trace: Path = typer.Option(
+        None,
+        "--trace",
+        "--dataset-path",
+        help="Replay a file (Mooncake, Azure, ShareGPT). A load instead of the sweep.",
+        rich_help_panel=LOAD,
+    ),
+    scale_lengths: float = typer.Option(1.0, help="Of a trace's prompts and outputs.", rich_help_panel=LOAD),
+    time_scale: float = typer.Option(1.0, help="Of a trace's gaps; 2: half as fast.", rich_help_panel=LOAD),
+    num_prompts: int = typer.Option(None, help="Requests; 100, or all of a trace.", rich_help_panel=LOAD),
+    random_input_len: int = typer.Option(256, help="Tokens of a prompt.", rich_help_panel=LOAD),
+    random_output_len: int = typer.Option(64, help="Tokens of an output.", rich_help_panel=LOAD),
+    goodput: list[str] = typer.Option(
+        [], help="Service levels in ms: --goodput ttft:500 tpot:50 e2el:5000.", rich_help_panel=LOAD
+    ),
+    api_key: str = typer.Option(None, help="OPENAI_API_KEY if left out.", rich_help_panel=SERVER),
+    model: str = typer.Option(None, help="Its name there; the first listed if left out.", rich_help_panel=SERVER),
+    endpoint: str = typer.Option(None, help="auto, completions or chat.", rich_help_panel=SERVER),
+    threads: int = typer.Option(None, min=1, help="All cores if left out.", rich_help_panel=ENGINE),
+    isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=ENGINE),
+    kv_cache_dtype: str = typer.Option(None, help="auto or int8.", rich_help_panel=ENGINE),
+    max_num_seqs: int = typer.Option(None, help="Requests running at once.", rich_help_panel=ENGINE),
+    max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=ENGINE),
+    max_model_len: int = typer.Option(None, help="Longest prompt + output.", rich_help_panel=ENGINE),
+    num_kv_blocks: int = typer.Option(None, help="Blocks of the KV cache.", rich_help_panel=ENGINE),
+    enable_prefix_caching: bool = typer.Option(None, help="Loads: on. Sweep: off.", rich_help_panel=ENGINE),
+) -> None:
+    """Measure a target's two phases apart (the default), or under a load; compare two results."""
+    given = locals()
+    words = list(more or [])
+    if target == "compare":
+        report = _compared(words)
+    else:
+        levels = [word for word in words if goodput and ":" in word]  # vLLM's form: several behind one --goodput
+        if set(words) - set(levels):
+            raise InvalidRequestError(f"One target at a time; {words[0]!r} is too much.", "Leave it out.")
+        report = _measured(given | {"goodput": tuple(goodput + levels)})
+    _publish(report, out, json)
+
+
+def _compared(words: list[str]) -> Report:
+    if len(words) != 2:
+        raise InvalidRequestError("`bench compare` needs two results.", "Give two result.json, or their folders.")
+    from twinphase.bench.compare import compare
+
+    return compare(Path(words[0]), Path(words[1]))
+
+
+def _measured(given: dict[str, Any]) -> Report:
+    """Check everything, then load and measure."""
+    from twinphase.arguments import fields_of, is_model_name
+    from twinphase.bench.bench_load import LoadOptions
+    from twinphase.bench.bench_report import SweepOptions
+    from twinphase.bench.extras import require
+    from twinphase.bench.targets.opening import TargetOptions, kind_of
+    from twinphase.config import EngineConfig
+
+    kind = kind_of(given["target"], is_model_name)
+    load = LoadOptions(
+        input_len=given["random_input_len"],
+        output_len=given["random_output_len"],
+        **{name: given[name] for name in LoadOptions.__dataclass_fields__ if name in given},
+    )
+    load.check()
+    if load.wanted and kind not in ("model", "url"):
+        raise InvalidRequestError(
+            f"{given['target']} takes one batch at a time, no load.", "Give a model or a URL, or leave the load out."
+        )
+    sweep = SweepOptions(
+        batches=_sizes(given["batches"]),
+        quick=given["quick"],
+        repetitions=given["repetitions"],
+        max_seconds=given["max_seconds"] or (90.0 if given["quick"] else 300.0),
+        max_length=given["max_length"],
+        seed=given["seed"],
+    )
+    engine = fields_of(EngineConfig, given, without={"seed"})
+    EngineConfig(**engine)
+    options = TargetOptions(engine, given["api_key"], given["model"], given["endpoint"], given["seed"])
+    require("scipy.stats")
+    if given["out"] is not None or not given["json"]:
+        require("vl_convert")  # before minutes are spent
+    return _run(given["target"], kind, options, sweep if given["all_"] or not load.wanted else None, load)
+
+
+def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: Any) -> Report:
+    from twinphase.bench.bench_load import load_parts
+    from twinphase.bench.bench_report import bench_report, claims_parts, run_sweep, sweep_parts
+    from twinphase.bench.progress import live
+    from twinphase.bench.targets.opening import machine_facts, open_load_target, open_target
+    from twinphase.terminal import Bar
+
+    bar = Bar("Compiling kernels", "kernels")
+    parts: list[Parts] = []
+    target: Any = None
+    with live("twinphase bench") as progress:
+        progress(f"opening {text}", 0, 0)
+        if sweep is not None:
+            target = open_target(text, kind, options, lambda done, total, kernel: bar.update(done, total))
+            bar.clear()
+            parts.append(sweep_parts(run_sweep(target, sweep, progress)))
+            parts += claims_parts(target)
+        loaded = getattr(target, "loaded", None)
+        facts = getattr(target, "facts", None)
+        if load.wanted:
+            server, loaded = open_load_target(text, kind, options, target)
+            facts = facts or server.facts
+            parts.append(load_parts(server, load, progress))
+    assert facts is not None
+    report = bench_report(facts, parts, **machine_facts(loaded))
+    if target is not None:
+        target.close()
+    return report
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1:
+        raise InvalidRequestError(f"--batches is {text!r}.", "Give numbers from 1 on, such as 1,2,4,8.")
+    return tuple(sorted({1, *sizes}))
+
+
+def _publish(report: Report, out: Path | None, as_json: bool) -> None:
+    from twinphase.bench.bench_terminal import show
+    from twinphase.bench.progress import live
+    from twinphase.bench.render import write_report
+    from twinphase.bench.result import result_json
+    from twinphase.terminal import note
+
+    if as_json:
+        print(result_json(report))
+    else:
+        show(report)
+    if out is None and as_json:
+        return
+    import time
+
+    folder = out or Path(time.strftime(f"twinphase-{report.kind}-%Y%m%d-%H%M%S"))
+    with live("twinphase bench") as progress:
+        written = write_report(report, folder, progress)
+    note(f"Report: {written.html}")
