@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from tests.bench.browser import Browser
@@ -68,17 +69,32 @@ def test_text_from_outside_stays_text(browser: Browser, page):
     assert HOSTILE in cells
 
 
-def test_a_point_tells_its_numbers(browser: Browser, page):
+@pytest.mark.parametrize("chart", ["prefill", "roofline"])
+def test_a_point_tells_its_numbers(browser: Browser, page, chart):
     browser.look()
     browser.open(page, DRAWN)
-    place = "document.querySelector('[data-plot=prefill] svg .mark-symbol path').getBoundingClientRect()"
-    browser.evaluate("document.querySelector('[data-plot=prefill]').scrollIntoView({behavior: 'instant'})")
+    browser.evaluate(f"document.querySelector('[data-plot={chart}]').scrollIntoView({{behavior: 'instant'}})")
+    place = f"document.querySelector('[data-plot={chart}] svg .mark-symbol.role-mark path').getBoundingClientRect()"
     box = browser.evaluate(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({place})")
     for step in (4, 0):
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + step, y=box[1])
     browser.wait("document.querySelector('.vg-tooltip.visible') !== null")
-    assert "prompt tokens" in browser.evaluate("document.querySelector('.vg-tooltip').textContent")
+    told = browser.evaluate("document.querySelector('.vg-tooltip').innerText")
+    assert re.search(r"prompt tokens\s+\d+", told) and "NaN" not in told
     assert browser.complaints() == []  # the tooltip's style obeys the page's policy as well
+
+
+def test_a_hostile_name_in_a_tooltip_stays_text(browser: Browser, page):
+    browser.look()
+    browser.open(page, DRAWN)
+    browser.evaluate("document.querySelector('[data-plot=targets]').scrollIntoView({behavior: 'instant'})")
+    bars = "[...document.querySelectorAll('[data-plot=targets] svg .mark-rect.role-mark path')].at(-1)"
+    box = browser.evaluate(f"(({{x, y, height}}) => [x + 9, y + height / 2])({bars}.getBoundingClientRect())")
+    for step in (4, 0):
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + step, y=box[1])
+    browser.wait("document.querySelector('.vg-tooltip.visible')?.textContent.includes('Smol')")
+    assert browser.evaluate("document.querySelectorAll('.vg-tooltip script').length") == 0
+    assert "<script>alert(1)</script>" in browser.evaluate("document.querySelector('.vg-tooltip').textContent")
 
 
 def test_the_page_alone_gives_back_the_whole_result(browser: Browser, page):

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -156,9 +157,14 @@ def command_line(arguments: Sequence[str]) -> str:
         elif is_option and equals and _is_secret(name):
             words.append(f"{name}=***")
         else:
-            words.append(shlex.quote(_public(argument)).replace("'~/", "~/'") if index else argument)
+words.append(_quoted(_public(argument)) if index else argument)
         secret = is_option and not equals and _is_secret(name)
     return " ".join(words)
+
+
+def _quoted(argument: str) -> str:
+    # A shell must see ~ to put the home folder in its place.
+    return "~/" + shlex.quote(argument[2:]) if argument.startswith("~/") else shlex.quote(argument)
 
 
 def _is_secret(name: str) -> bool:
@@ -177,7 +183,7 @@ def _public(text: str) -> str:
         if parts.scheme and "@" in parts.netloc:
             text = urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
     home = os.path.expanduser("~")
-    return text.replace(home, "~") if len(home) > 1 else text
+    return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if len(home) > 1 else text
 
 
 class Bystanders:
@@ -209,12 +215,8 @@ class Bystanders:
 
     def _read(self) -> tuple[int, int] | None:
         """(ticks that all used, ticks that the measurement used), or None where the kernel does not say."""
-        try:
-            # user, nice, system, then (after idle and iowait) irq, softirq, steal.
-            used = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-            return sum(used[:3]) + sum(used[5:]), _ticks_of_trees(self._pids)
-        except (OSError, ValueError, IndexError):
-            return None
+        used = _machine_ticks()
+        return None if used is None else (used, _ticks_of_trees(self._pids))
 
     def noise(self) -> str:
         """One sentence for `Report.noise`."""
@@ -226,6 +228,16 @@ class Bystanders:
             f"Others used {self.cores:.2f} of {os.cpu_count()} cores during the measurement: times may be longer than "
             "on a quiet machine."
         )
+
+
+def _machine_ticks() -> int | None:
+    """CPU ticks that everything on this machine has used, or None where the kernel does not say."""
+    try:
+        # user, nice, system, then (after idle and iowait) irq, softirq, steal.
+        used = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return None
+    return sum(used[:3]) + sum(used[5:]) or None
 
 
 def _ticks_of_trees(roots: set[int]) -> int:

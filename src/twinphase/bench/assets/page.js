@@ -65,6 +65,14 @@
     return table;
   };
 
+  // What a row does not have is left out: rows of one chart may have different keys.
+  const tooltip = (value, escape) => {
+    if (value === null || typeof value !== "object") return escape(String(value));
+    const known = Object.entries(value).filter(([, item]) => !["NaN", "undefined", "null", ""].includes(String(item)));
+    const row = ([key, item]) => `<tr><td class="key">${escape(key)}</td><td>${escape(String(item))}</td></tr>`;
+    return `<table>${known.map(row).join("")}</table>`;
+  };
+
   const draw = async (figure) => {
     const plot = plots.get(figure.dataset.plot);
     const box = figure.querySelector(".chart");
@@ -77,7 +85,7 @@
         ast: true, // expressions are interpreted: the page's policy allows no code made from text
         config: theme.config,
         defaultStyle: false,
-        tooltip: { disableDefaultStyle: true, theme: "page" },
+        tooltip: { disableDefaultStyle: true, theme: "page", formatTooltip: tooltip },
       });
       views.get(figure)?.finalize();
       views.set(figure, view);
