@@ -35,8 +35,8 @@ def sweep_section(rng: random.Random, slower: float) -> tuple[Section, list[Metr
             metrics.append(Metric(name, "s", "lower", tuple(values), "one decode step"))
     grid = [10 * (800 ** (i / 60)) for i in range(61)]
     fit = [
-        {"prompt tokens": round(n, 2), "ms": prefill_seconds(n) * 1e3 * slower, "low": prefill_seconds(n) * 970 * slower}
-        | {"high": prefill_seconds(n) * 1030 * slower}
+        {"prompt tokens": round(n, 2), "ms": prefill_seconds(n) * 1e3 * slower}
+        | {"low": prefill_seconds(n) * 970 * slower, "high": prefill_seconds(n) * 1030 * slower}
         for n in grid
     ]
     rates = [

@@ -157,7 +157,7 @@ def command_line(arguments: Sequence[str]) -> str:
         elif is_option and equals and _is_secret(name):
             words.append(f"{name}=***")
         else:
-words.append(_quoted(_public(argument)) if index else argument)
+            words.append(_quoted(_public(argument)) if index else argument)
         secret = is_option and not equals and _is_secret(name)
     return " ".join(words)
 
