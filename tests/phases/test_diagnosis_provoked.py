@@ -174,22 +174,37 @@ def test_contention(model):
     assert any(engine.causes(life, "decode")[0] == "contention" for life in lives)
 
 
-def measured_ceilings(size, repeat=9):
-    """Of float32 in NumPy, which is what the reference backend computes with, on matrices of so many bytes."""
-    weights = np.ones((size // 4 // 1024, 1024), np.float32)
-    vector, rows = np.ones(1024, np.float32), np.ones((1024, 512), np.float32)
+class Reading:
+    """What this machine does at best with float32 in NumPy, which is what the reference backend computes with.
 
-    def seconds(operand):
-        times = []
-        for _ in range(repeat):
-            start = time.perf_counter()
-            weights @ operand
-            times.append(time.perf_counter() - start)
-        return sorted(times)[repeat // 2]
+    Measured between the steps of an engine, whose clock stands still meanwhile, so that whatever else the machine does
+    slows both alike.
+    """
 
-    rate = weights.nbytes / seconds(vector)
-    peak = 2 * weights.size * 512 / seconds(rows)
-    return Ceilings("here", 1, "numpy", ((size, rate),), peak, peak, None)
+    def __init__(self, num_matrices):
+        self.matrices = [np.ones((1024, 1024), np.float32) for _ in range(num_matrices)]
+        self.rows = np.ones((256, 1024), np.float32)
+        self.reading, self.peaks, self.spent = [], [], 0.0
+
+    def __call__(self):
+        start = time.perf_counter()
+        for matrix in self.matrices:
+            self.rows[:1] @ matrix.T
+        read = time.perf_counter()
+        self.rows @ self.matrices[0].T
+        self.reading.append(read - start)
+        end = time.perf_counter()
+        self.peaks.append(2 * 256 * 1024 * 1024 / (end - read))
+        self.spent += end - start
+        return False
+
+    def clock(self):
+        return time.perf_counter() - self.spent
+
+    def ceilings(self):
+        size = len(self.matrices) << 22
+        peak = sorted(self.peaks)[len(self.peaks) // 2]
+        return Ceilings("here", 1, "numpy", ((size, size * len(self.reading) / sum(self.reading)),), peak, peak, None)
 
 
 def machine_of(engine, ceilings, **known):
@@ -197,17 +212,19 @@ def machine_of(engine, ceilings, **known):
     return Machine(engine.llm.config, engine.engine.shape, engine.engine.cost_model, ceilings, units, **known)
 
 
-def test_model_size(tmp_path, start):
-    path = write_tiny_gguf(tmp_path / "wide.gguf", hidden=1024, heads=8, layers=3, ffn=4096, tensor_type="F32")
+def test_model_size(tmp_path):
+    path = write_tiny_gguf(tmp_path / "wide.gguf", hidden=1024, heads=8, layers=2, ffn=4096, tensor_type="F32")
     large = Engine(path, max_model_len=256).warm()
-    ceilings = measured_ceilings(large.engine.shape.linear_bytes)
-    life = large.serve(large.prompt(20), 30)
-    found = explain(*life, machine_of(large, ceilings))
+    reading = Reading(large.engine.shape.linear_bytes >> 22)
+    large.engine.clock = reading.clock
+    life = large.add(large.prompt(20), 40)
+    large.run(until=reading)
+    found = explain(*life, machine_of(large, reading.ceilings()))
     assert found.bounds["decode"] == "memory"
     causes = [one for one in found.diagnoses if one.phase == "decode"]
     assert causes[0].cause == "model_size" and causes[0].lever.flag == "model" and "MBU" in causes[0].evidence
-    small = start().warm()
-    found = explain(*small.serve(small.prompt(20), 30), machine_of(small, ceilings))
+    small = Engine(write_tiny_gguf(tmp_path / "small.gguf", tensor_type="F32"), max_model_len=256).warm()
+    found = explain(*small.serve(small.prompt(20), 30), machine_of(small, reading.ceilings()))
     assert [one.cause for one in found.diagnoses if one.phase == "decode"][0] == "step_overhead"
     assert "model_size" not in [one.cause for one in found.diagnoses]
 
@@ -246,15 +263,13 @@ def test_decode_batching(start):
 
 
 def test_cache_pressure(start):
-    engine = start(num_kv_blocks=40, max_model_len=600, enable_prefix_caching=False).warm()
-    lives = [engine.add(engine.prompt(180), 200) for _ in range(3)]
+    engine = start(num_kv_blocks=40, max_model_len=620, enable_prefix_caching=False).warm()
+    kept, lost = engine.add(engine.prompt(180), 420), engine.add(engine.prompt(180), 150)
     engine.run()
-    lost = [life for life in lives if life[0].num_preemptions]
-    assert lost
-    found = [one for one in engine.explain(lost[0]).diagnoses if one.phase == "decode"]
+    assert (kept[0].num_preemptions, lost[0].num_preemptions) == (0, 1)
+    found = [one for one in engine.explain(lost).diagnoses if one.phase == "decode"]
     assert (found[0].cause, found[0].lever.flag) == ("cache_pressure", "--num-kv-blocks")
-    kept = [life for life in lives if not life[0].num_preemptions]
-    assert kept and "cache_pressure" not in engine.causes(kept[0], "decode")
+    assert "cache_pressure" not in engine.causes(kept, "decode")
 
 
 def test_stalls(start):
@@ -274,8 +289,10 @@ def test_slow_reader(model):
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     for pause in (0.05, 0.0):
         for update in llm.stream("hello world", params):
-            time.sleep(pause)
-        causes = [one.cause for one in llm.explain(update.output).diagnoses if one.phase == "decode"]
+            if pause:
+                time.sleep(pause)
+            output = update.output if update.finished else None
+        causes = [one.cause for one in llm.explain(output).diagnoses if one.phase == "decode"]
         assert (causes[0] == "slow_reader") if pause else ("slow_reader" not in causes)
 
 

@@ -184,7 +184,8 @@ def _batching(evidence: Evidence, spent: float) -> About:
     if not evidence.timeline.decode.decodes:  # the ledger has sums only
         advice = "Fewer --max-num-seqs would shorten decode steps, but others would wait longer to be let in."
         return f"Decoding together with others cost it {duration(spent)}.", Lever("--max-num-seqs", advice)
-    sentence = f"Decoding together with about {max(0, together - 1)} others cost it {duration(spent)}."
+    others = f"about {together - 1} others" if together > 1 else "another at times"
+    sentence = f"Decoding together with {others} cost it {duration(spent)}."
     fewer = together // 2
     if not fewer:
         return sentence, None
