@@ -121,7 +121,7 @@ class Setting:
 
 
 def choose(only: Sequence[str]) -> tuple[AnyExperiment, ...]:
-    """Experiments by number (from 1) or name; all if none is named.
+    """Experiments by number (from 1) or name, in the lab's order; all if none is named.
 
     Raises:
         InvalidRequestError: there is none of that number or name.
@@ -135,7 +135,7 @@ def choose(only: Sequence[str]) -> tuple[AnyExperiment, ...]:
         else:
             names = ", ".join(f"{number} {one.name}" for number, one in enumerate(EXPERIMENTS, 1))
             raise InvalidRequestError(f"There is no experiment {wanted!r}.", f"Use one of: {names}.")
-    return tuple(dict.fromkeys(found)) or EXPERIMENTS
+    return tuple(one for one in EXPERIMENTS if one in found) or EXPERIMENTS
 
 
 def lab(
@@ -253,7 +253,7 @@ def make_report(setting: Setting, findings: Sequence[Finding], noise: Sequence[s
         verdicts=tuple(_verdict(one) for one in findings),
         conditions=stated,
         noise=(*noise, *setting.notes, *_noise(findings)),
-        sections=tuple(_section(number, one) for number, one in enumerate(findings, 1)),
+        sections=tuple(map(_section, findings)),
         metrics=tuple(metrics),
         data={
             "speed": asdict(setting.speed),
@@ -291,8 +291,9 @@ def _noise(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def _section(number: int, finding: Finding) -> Section:
+def _section(finding: Finding) -> Section:
     experiment = finding.experiment
+    number = EXPERIMENTS.index(experiment) + 1
     columns = (
         Column("the rule, stated before measuring"),
         Column("formula"),

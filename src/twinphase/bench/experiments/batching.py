@@ -170,7 +170,7 @@ def _plots(found: Batching) -> Sequence[Plot]:
             ("batch", "requests decoding together"),
             ("rate", "tokens a second"),
             series="what",
-            fitted=[*total, *each, *ideal],
+            fitted=[{key: row[key] for key in ("batch", "rate", "what")} for row in [*rows, *ideal]],
             log_x=True,
             log_y=True,
             caption="Points: medians with intervals. Both axes are logarithmic: a straight diagonal is the ideal.",

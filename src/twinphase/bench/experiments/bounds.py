@@ -16,7 +16,7 @@ from twinphase.bench.experiments.experiment import (
     shown,
     unknown,
 )
-from twinphase.bench.experiments.workbench import Workbench
+from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Metric, Plot, Status, Table
 from twinphase.phases.hardware import compute_seconds, memory_seconds
@@ -27,6 +27,7 @@ __all__ = ["EXPERIMENT", "Bounds", "PhaseBound", "phase_bound"]
 
 PROMPT = (512, 256, 128, 64)
 DECODE_TOKENS = 24
+HALF = 0.5  # of the time: from here on a limit explains most of it
 NO_CEILING = "This machine's ceilings are unknown."
 PREFILL_SIDE, DECODE_SIDE = "prefill: arithmetic over memory", "decode: memory over arithmetic"
 MFU, MBU = "prefill's MFU", "decode's MBU"
@@ -65,10 +66,11 @@ class PhaseBound:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Both phases."""
+    """Both phases, and the cores that other programs used meanwhile."""
 
     prefill: PhaseBound
     decode: PhaseBound
+    others: float | None = None
 
 
 def phase_bound(bench: Workbench, repetitions: Sequence[Sequence[StepRecord]]) -> PhaseBound:
@@ -109,15 +111,18 @@ def _measure(bench: Workbench) -> Bounds:
         return engine.decode([bench.workshop.prompt(16)], DECODE_TOKENS)
 
     found = bench.interleave({"prefill": prefill, "decode": decode})
-    return Bounds(phase_bound(bench, found["prefill"]), phase_bound(bench, found["decode"]))
+    return Bounds(phase_bound(bench, found["prefill"]), phase_bound(bench, found["decode"]), bench.others)
 
 
-def _efficiency(phase: PhaseBound, ideal: float | None) -> Estimate:
+def _efficiency(phase: PhaseBound, ideal: float | None, others: float | None) -> Estimate:
     if ideal is None:
         return unknown(NO_CEILING)
     estimate = median_of(phase.share(ideal))
     if estimate.value > 1:
         return unknown(f"{estimate.value:.0%} of a ceiling: the count or the ceiling is wrong.")
+    if estimate.low < HALF and others is not None and others >= QUIET_CORES:
+        # The ceilings are those of the whole machine, which the phase did not have.
+        return unknown(f"{estimate.value:.0%}, but other programs used {others:.1f} cores meanwhile.")
     return estimate
 
 
@@ -130,8 +135,8 @@ def _estimates(found: Bounds) -> Mapping[str, Estimate]:
     return {
         PREFILL_SIDE: _side(prefill.compute, prefill.memory),
         DECODE_SIDE: _side(decode.memory, decode.compute),
-        MFU: _efficiency(prefill, prefill.compute),
-        MBU: _efficiency(decode, decode.memory),
+        MFU: _efficiency(prefill, prefill.compute, found.others),
+        MBU: _efficiency(decode, decode.memory, found.others),
     }
 
 
@@ -155,7 +160,7 @@ def _why(found: Bounds, judged: Sequence[Judged]) -> Sequence[str]:
         sentences.append(
             "Where a ceiling explains less than half of the time, neither limit binds: the rest is work that FLOP and "
             "bytes do not count (unpacking 4-bit weights, quantizing activations, norms, softmax, waiting between "
-            "threads), or other programs on this machine."
+            "threads)."
         )
     return sentences
 
@@ -225,9 +230,9 @@ EXPERIMENT = Experiment(
     "on this machine.",
     rules=(
         Rule(PREFILL_SIDE, "time of its FLOP at the peak / time of its bytes at the bandwidth", at_least=1),
-        Rule(MFU, "time of its FLOP at the peak / time taken; from half on, arithmetic explains most", 0.5, 1, "%"),
+        Rule(MFU, "time of its FLOP at the peak / time taken; from half on, arithmetic explains most", HALF, 1, "%"),
         Rule(DECODE_SIDE, "time of its bytes at the bandwidth / time of its FLOP at the peak", at_least=1),
-        Rule(MBU, "time of its bytes at the bandwidth / time taken; from half on, memory explains most", 0.5, 1, "%"),
+        Rule(MBU, "time of its bytes at the bandwidth / time taken; from half on, memory explains most", HALF, 1, "%"),
     ),
     meaning="A faster processor shortens the wait for the first token; faster memory, or fewer bytes, the stream "
     "after it.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, median_of, point, ratio_of, shown
 from twinphase.bench.experiments.workbench import Workbench
@@ -83,7 +84,7 @@ def _measure(bench: Workbench) -> ChunkedPrefill:
         lambda n: 3 * (speed.prefill(n) + speed.prefill(DECODES * OWN) + speed.decode(BEFORE + 4)),
         min(most, bench.workshop.max_model_len // 2),
     )
-    small = max(32, length // 32)
+    small = max(32, length // 16)
     engines = {n: bench.engine(max_num_batched_tokens=n) for n in (small, 4 * small, length + DECODES)}
     return ChunkedPrefill(
         length, bench.interleave({n: partial(_interrupt, bench, e, length) for n, e in engines.items()})
@@ -133,13 +134,15 @@ def _tables(found: ChunkedPrefill) -> Sequence[Table]:
 
 
 def _plots(found: ChunkedPrefill) -> Sequence[Plot]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for chunk in found.chunks:
         middle = sorted(found.found[chunk], key=lambda one: one.worst)[len(found.found[chunk]) // 2]
         until = max(one.ttft for values in found.found.values() for one in values) * 1.05
         rows += [
             {"seconds": at, "gap": gap * 1e3, "what": _label(found, chunk)} for at, gap in middle.gaps if at <= until
         ]
+    # A gap is drawn as long as it lasts.
+    spans = [{**row, "seconds": at} for row in rows for at in (row["seconds"] - row["gap"] / 1e3, row["seconds"])]
     trade = [
         {
             "worst": median_of([one.worst for one in values]).value * 1e3,
@@ -156,8 +159,9 @@ def _plots(found: ChunkedPrefill) -> Sequence[Plot]:
             ("seconds", "time since the long prompt came, s"),
             ("gap", "gap before a token, ms"),
             series="what",
+            fitted=spans,
             log_y=True,
-            caption="Every token of one running decode, in the repetition with the median worst gap.",
+            caption="A line lasts as long as the gap: one running decode, in the repetition with the median worst gap.",
         ),
         lines(
             "chunked_prefill_price",

@@ -14,17 +14,17 @@ from twinphase.phases.work import kv_bytes_per_token
 __all__ = ["EXPERIMENT", "KVSize"]
 
 TOKENS = (1024, 512, 256, 128)
-OUTPUT = 32
+OUTPUT = 24
 REQUESTS = (1024, 8192, 131072)  # tokens of a request, for how many would fit
 GROWTH, LEFT_OVER, GQA = "bytes a token, held / by formula", "farthest from a straight line", "all heads / stored heads"
 
 
 @dataclass(frozen=True)
 class KVSize:
-    """What one request holds while it grows.
+    """What requests of growing length hold.
 
     Attributes:
-        tokens: with KV, after each step.
+        tokens: with KV, after each step since the prompt was read.
         blocks: held for them.
         block_size: tokens of a block.
         token_bytes: of one token, as the cache stores it.
@@ -56,21 +56,22 @@ def _measure(bench: Workbench) -> KVSize:
     workshop, shape = bench.workshop, bench.workshop.shape
     size = workshop.config.block_size
     length = bench.size(
-        "tokens of the request", TOKENS, lambda n: (bench.speed.prefill(n) + 2 * bench.speed.decode(OUTPUT)) / 4
+        "tokens of the longest request",
+        TOKENS,
+        lambda n: (5 * bench.speed.prefill(n) + 8 * bench.speed.decode(OUTPUT)) / 8,
     )
-    engine = bench.engine(max_num_batched_tokens=max(4, length // 16))
+    engine = bench.engine()
     pool = engine.engine.scheduler.kv_cache.pool
     before = pool.num_held
     tokens: list[int] = []
     blocks: list[int] = []
-    ticket = engine.submit(workshop.prompt(length - OUTPUT), OUTPUT)
-    while engine.engine.has_work:
-        bench.progress(bench.title, len(tokens), length // 16 + OUTPUT)
-        request = ticket.request
-        result = engine.step()
-        if not result.finished:  # those give their blocks back at once
-            tokens.append(request.num_computed_tokens)
-            blocks.append(pool.num_held - before)
+    for eighth in range(1, 9):
+        bench.progress(bench.title, eighth - 1, 8)
+        ticket = engine.submit(workshop.prompt(max(1, length * eighth // 8 - OUTPUT)), OUTPUT)
+        while not engine.step().finished:  # a finished request gives its blocks back at once
+            if ticket.times:
+                tokens.append(ticket.request.num_computed_tokens)
+                blocks.append(pool.num_held - before)
     return KVSize(
         tokens,
         blocks,
@@ -155,11 +156,11 @@ def _plots(found: KVSize) -> Sequence[Plot]:
             "kv_size",
             "Every token keeps its keys and values",
             rows,
-            ("tokens", "tokens of the request"),
+            ("tokens", "tokens of the request, prompt and answer"),
             ("megabytes", "KV cache, MB"),
             series="cache",
             fitted=curve,
-            caption="Points: what the engine held after each step. Lines: bytes a token times tokens.",
+            caption="Points: what the engine held after each token. Lines: bytes a token times tokens.",
         ),
     )
 
@@ -167,7 +168,7 @@ def _plots(found: KVSize) -> Sequence[Plot]:
 EXPERIMENT = Experiment(
     name="kv-size",
     claim="The KV cache grows linearly with the tokens; grouped-query attention makes it several times smaller.",
-    method="Blocks that one request holds after every step, while its prompt is read in chunks and its answer decoded.",
+    method="Blocks that a request holds after every step of its answer, for requests of eight lengths.",
     rules=(
         Rule(GROWTH, "slope of bytes held over tokens / bytes of a token as stored", 0.97, 1.03),
         Rule(LEFT_OVER, "most that is held beyond the tokens, in blocks", at_most=1, unit="blocks"),

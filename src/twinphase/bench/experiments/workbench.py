@@ -9,19 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TypeVar
 
 import numpy as np
 
+from twinphase.bench.conditions import Bystanders
 from twinphase.bench.progress import Progress
 from twinphase.bench.stepped import Stepped, Workshop
 from twinphase.phases.hardware import Ceilings
 
-__all__ = ["MOST_ROUNDS", "ROUNDS", "Speed", "Workbench", "calibrate", "fitted"]
+__all__ = ["MOST_ROUNDS", "QUIET_CORES", "ROUNDS", "Speed", "Workbench", "calibrate", "fitted"]
 
 ROUNDS = 5  # the fewest repetitions that give a median an interval of 90 % and more
 USUAL_ROUNDS = 8  # from here on one disturbed repetition on either side does not count
 MOST_ROUNDS = 24
+QUIET_CORES = 0.25  # used by others: a round with more is left out where enough others remain
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
@@ -93,7 +96,8 @@ class Workbench:
         open: loads the same model with other settings; its result is closed after the experiment.
         progress: told of every measurement.
         title: for progress.
-        reduced: what had to be smaller than planned, and why.
+        reduced: what had to be smaller than planned, or was left out, and why.
+        others: cores that other programs used in the rounds that count, median; None is unknown.
     """
 
     workshop: Workshop
@@ -104,7 +108,7 @@ class Workbench:
     progress: Progress = lambda what, done, total: None
     title: str = ""
     reduced: list[str] = field(default_factory=list)
-    rounds: int = 0
+    others: float | None = None
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -139,9 +143,11 @@ class Workbench:
         """Measure every variant in turn, each round in another order, until the share of the time is used.
 
         Five rounds at least, unless three times the share would be used; every variant has as many values as rounds.
+        Rounds in which other programs computed are left out, whatever they measured, if five quiet ones remain.
         """
         found: dict[Key, list[Value]] = {key: [] for key in variants}
         keys, rounds, begin = list(variants), 0, time.perf_counter()
+        others: list[float | None] = []
         while rounds < MOST_ROUNDS:
             spent = time.perf_counter() - begin
             usual = spent / rounds if rounds else 0.0
@@ -151,17 +157,28 @@ class Workbench:
                 self.reduced.append(f"{rounds} repetitions instead of {ROUNDS}, for want of time")
                 break
             turn = rounds % len(keys)
-            values: dict[Key, Value] = {}
-            for key in keys[turn:] + keys[:turn]:
-                # By time, because rounds are as many as fit.
-                used = 1 - max(0.0, self.left) / self.seconds if self.seconds > 0 else 1.0
-                self.progress(self.title, min(99, round(100 * used)), 100)
-                values[key] = variants[key]()
-            for key, value in values.items():
-                found[key].append(value)
+            with Bystanders() as bystanders:
+                for key in keys[turn:] + keys[:turn]:
+                    # By time, because rounds are as many as fit.
+                    used = 1 - max(0.0, self.left) / self.seconds if self.seconds > 0 else 1.0
+                    self.progress(self.title, min(99, round(100 * used)), 100)
+                    found[key].append(variants[key]())
+            others.append(bystanders.cores)
             rounds += 1
-        self.rounds = rounds
-        return found
+        kept = self._quiet(others)
+        return {key: [values[i] for i in kept] for key, values in found.items()}
+
+    def _quiet(self, others: Sequence[float | None]) -> list[int]:
+        """Which rounds count, by the cores that others used in each."""
+        quiet = [i for i, cores in enumerate(others) if cores is None or cores < QUIET_CORES]
+        kept = quiet if len(quiet) >= ROUNDS else list(range(len(others)))
+        if len(kept) < len(others):
+            self.reduced.append(
+                f"{len(others) - len(kept)} of {len(others)} repetitions left out, because other programs computed"
+            )
+        known = [cores for i in kept if (cores := others[i]) is not None]
+        self.others = median(known) if known else None
+        return kept
 
     def engine(self, **settings: int | bool) -> Stepped:
         """A new engine on the loaded model; see `Workshop.engine`."""

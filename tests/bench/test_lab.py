@@ -1,0 +1,172 @@
+"""The lab end to end on a tiny model, its report, its command, and the engine stepped by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from tiny_gguf import write_tiny_gguf
+from twinphase import LLM, SamplingParams
+from twinphase.bench.lab import EXPERIMENTS, choose, lab
+from twinphase.bench.lab_terminal import show
+from twinphase.bench.render import write_report
+from twinphase.bench.report import Status
+from twinphase.bench.result import read_result, result_json
+from twinphase.bench.stepped import Workshop
+from twinphase.cli import run_app
+from twinphase.errors import InvalidRequestError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(write_tiny_gguf(tmp_path_factory.mktemp("lab") / "tiny.gguf"))
+
+
+@pytest.fixture(scope="module")
+def made(tiny):
+    told = []
+    report, findings = lab(tiny, seconds=8.0, progress=lambda *what: told.append(what))
+    return report, findings, told
+
+
+def test_every_claim_gets_a_verdict_with_numbers(made):
+    report, findings, _ = made
+    assert [one.experiment for one in findings] == list(EXPERIMENTS)
+    assert len(report.verdicts) == len(report.sections) == len(EXPERIMENTS)
+    for verdict, finding in zip(report.verdicts, findings, strict=True):
+        assert verdict.status in (Status.HOLDS, Status.FAILS, Status.UNKNOWN)
+        assert finding.experiment.claim in verdict.text
+        assert bool(verdict.reason) is (verdict.status is not Status.HOLDS)
+
+
+def test_what_no_noise_can_change_is_the_same_everywhere(made):
+    found = {one.experiment.name: one for one in made[1]}
+    assert found["same-tokens"].status is Status.HOLDS
+    assert found["kv-size"].status is Status.HOLDS  # four heads on two KV heads
+    judged = {one.rule.name: one for one in found["prompt-cache"].judged}
+    assert judged["answers that differ"].status is Status.HOLDS
+    assert found["prompt-cache"].found.longest[0].computed < 32
+
+
+def test_every_section_states_rule_numbers_plot_and_meaning(made):
+    report, findings, _ = made
+    names = [plot.name for section in report.sections for plot in section.plots]
+    assert len(set(names)) == len(names)
+    for section, finding in zip(report.sections, findings, strict=True):
+        assert section.plots
+        assert section.paragraphs[0].startswith("How it was tried")
+        assert finding.experiment.meaning in section.paragraphs[-1]
+        rules = section.tables[0].rows
+        assert [row[0] for row in rules] == [rule.name for rule in finding.experiment.rules]
+        assert all(len(row) == len(table.columns) for table in section.tables for row in table.rows)
+
+
+def test_the_report_has_its_conditions_and_everything_raw(made):
+    report, findings, _ = made
+    assert "Q4_0 weights" in report.conditions["precision"]
+    assert set(report.data["experiments"]) == {one.name for one in EXPERIMENTS}
+    raw = report.data["experiments"]["prefill-length"]
+    assert all(values for values in raw["found"]["seconds"].values())
+    assert any("instead of" in line for line in report.noise)  # the tiny model's context is short
+    assert all(math.isfinite(value) for metric in report.metrics for value in metric.values)
+
+
+def test_the_result_can_be_read_again(made, tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(result_json(made[0]))
+    again = read_result(path)
+    assert again.kind == "lab"
+    assert again.verdicts == made[0].verdicts
+
+
+@pytest.fixture(scope="module")
+def written(made, tmp_path_factory):
+    return write_report(made[0], tmp_path_factory.mktemp("report"))
+
+
+def test_the_files_are_written(made, written):
+    assert len(written.plots) == sum(len(section.plots) for section in made[0].sections)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.plots)
+
+
+def test_the_page_draws_every_plot_without_a_complaint(made, written, browser):
+    browser.look()
+    browser.open(written.html, "document.documentElement.dataset.state === 'drawn'")
+    charts = "[...document.querySelectorAll('figure[data-plot]')]"
+    drawn = browser.evaluate(f"{charts}.map((chart) => [chart.dataset.plot, chart.dataset.state])")
+    assert drawn == [[plot.name, "drawn"] for section in made[0].sections for plot in section.plots]
+    assert browser.complaints() == []
+    shown = browser.evaluate("document.body.innerText")
+    assert all(finding.experiment.claim in shown and finding.experiment.meaning in shown for finding in made[1])
+
+
+def test_progress_rises_to_the_end(made):
+    told = [(done, total) for _, done, total in made[2] if total]
+    assert told[-1][0] == told[-1][1]
+    shares = [done / total for done, total in told]
+    assert shares == sorted(shares)
+
+
+def test_the_terminal_shows_every_claim_and_rule(made, capsys):
+    show(made[0], made[1], Console(width=400, highlight=False))
+    shown = capsys.readouterr().out
+    for finding in made[1]:
+        assert finding.experiment.claim in shown
+        assert all(one.line in shown for one in finding.judged)
+
+
+def test_the_command(tiny, tmp_path, capsys):
+    arguments = ["lab", tiny, "--only", "kv-size", "--only", "14", "--seconds", "1", "--out", str(tmp_path), "--json"]
+    assert run_app(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["data"]["experiments"]) == {"kv-size", "same-tokens"}
+    assert (tmp_path / "report.html").exists()
+
+
+def test_the_command_lists_without_measuring(capsys):
+    assert run_app(["lab", "no such model", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(experiment.name in listed for experiment in EXPERIMENTS)
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--only", "nonsense"], ["--seconds", "0"], ["--seconds", "nan"], ["--threads", "0"]]
+)
+def test_wrong_arguments_are_told_before_anything_is_measured(tiny, wrong, capsys):
+    assert run_app(["lab", tiny, *wrong]) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_time_must_be_one(tiny):
+    with pytest.raises(InvalidRequestError):
+        lab(tiny, experiments=choose(["kv-size"]), seconds=-1)
+
+
+def test_an_engine_stepped_by_hand_gives_the_tokens_of_an_llm(tiny):
+    workshop = Workshop(tiny, max_num_batched_tokens=128)
+    prompt = workshop.prompt(40)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    expected = LLM(tiny).generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].outputs[0].token_ids
+    for settings in ({}, {"max_num_batched_tokens": 16}, {"enable_prefix_caching": True}, {"max_num_seqs": 1}):
+        engine = workshop.engine(**settings)
+        tickets = [engine.submit(prompt, 8), engine.submit(workshop.prompt(20), 3)]
+        records = engine.run()
+        assert tickets[0].tokens == list(expected)
+        assert sum(record.prefill_tokens for record in records) == 60
+        assert tickets[0].times == sorted(tickets[0].times)
+        assert len(tickets[0].gaps) == 7
+        assert 0 < tickets[0].ttft <= tickets[0].e2e
+
+
+def test_decode_steps_are_of_all_together_and_end_clean(tiny):
+    workshop = Workshop(tiny, max_num_batched_tokens=128)
+    engine = workshop.engine(enable_prefix_caching=True)
+    prompts = [workshop.prompt(24) for _ in range(3)]
+    records = engine.decode(prompts, 5)
+    assert [(record.num_decodes, record.prefill_tokens) for record in records] == [(3, 0)] * 5
+    assert not engine.engine.has_work
+    assert engine.engine.scheduler.kv_cache.pool.num_held == 0
+    assert len({tuple(workshop.prompt(4)) for _ in range(50)}) == 50

@@ -1,0 +1,324 @@
+"""The verdict rules of the lab on made-up measurements: every rule can hold, fail and be unknown."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from twinphase.bench.experiments import (
+    batching,
+    bounds,
+    chunked_prefill,
+    cores,
+    decode_position,
+    kv_int8,
+    kv_size,
+    phase_ratio,
+    prefill_length,
+    prompt_cache,
+    queue,
+    request_shapes,
+    same_tokens,
+    short_prompts,
+)
+from twinphase.bench.experiments.experiment import (
+    Estimate,
+    Rule,
+    decide,
+    exactly,
+    judge,
+    median_of,
+    overall,
+    ratio_of,
+    shown,
+    unknown,
+)
+from twinphase.bench.experiments.workbench import MOST_ROUNDS, ROUNDS, Speed, Workbench, fitted
+from twinphase.bench.lab import EXPERIMENTS, choose
+from twinphase.bench.report import Status
+from twinphase.errors import InvalidRequestError
+
+HOLDS, FAILS, UNKNOWN = Status.HOLDS, Status.FAILS, Status.UNKNOWN
+STEADY = (0.99, 1.0, 1.0, 1.005, 1.01, 1.0, 0.995, 1.0)  # eight repetitions of a quiet machine
+WILD = (0.1, 5.0, 0.3, 3.0, 0.2, 4.0, 0.15, 6.0)
+
+
+def times(seconds, noise=STEADY):
+    return [seconds * factor for factor in noise]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [(times(2.0), HOLDS), (times(0.5), FAILS), ([0.5, 2.0] * 4, UNKNOWN), ([], UNKNOWN), ([2.0, 2.0], UNKNOWN)],
+)
+def test_a_verdict_needs_the_whole_interval_on_one_side(values, expected):
+    assert decide(Rule("x", "", at_least=1), median_of(values)).status is expected
+
+
+def test_a_limit_from_above_and_an_exact_one():
+    assert decide(Rule("x", "", at_most=1), exactly(1)).status is HOLDS
+    assert decide(Rule("x", "", at_most=1), exactly(1.01)).status is FAILS
+    assert decide(Rule("x", "", 0, 0), exactly(0)).status is HOLDS
+    assert decide(Rule("x", "", 0, 0), exactly(1)).status is FAILS
+    assert decide(Rule("x", "", 1, 2), Estimate(1.5, 0.9, 1.6, 0.95, 8)).status is UNKNOWN
+
+
+def test_what_is_not_measured_is_unknown_and_says_why():
+    found = decide(Rule("x", "", at_least=1), unknown("no ceilings"))
+    assert (found.status, found.reason, found.line) == (UNKNOWN, "no ceilings", "x unknown")
+    assert decide(Rule("x", "", at_least=1), exactly(math.nan)).status is UNKNOWN
+    assert judge([Rule("x", "", at_least=1)], {})[0].status is UNKNOWN
+
+
+def test_few_repetitions_decide_nothing():
+    found = decide(Rule("x", "", at_least=1), median_of([2.0] * 4))
+    assert found.status is UNKNOWN
+    assert "4 repetitions" in found.reason
+    assert decide(Rule("x", "", at_least=1), median_of([2.0] * 5)).status is HOLDS
+
+
+def test_a_claim_holds_only_if_every_rule_does():
+    rule = Rule("x", "", at_least=1)
+    good, bad, unclear = (decide(rule, one) for one in (exactly(2), exactly(0), unknown("?")))
+    assert overall([good, good]) is HOLDS
+    assert overall([good, unclear]) is UNKNOWN
+    assert overall([bad, unclear]) is FAILS
+    assert overall([]) is UNKNOWN
+
+
+def test_ratios_are_taken_within_a_repetition():
+    slow_minute = [1.0, 1.0, 10.0, 1.0, 1.0]
+    estimate = ratio_of([2 * one for one in slow_minute], slow_minute)
+    assert (estimate.low, estimate.value, estimate.high) == (2, 2, 2)
+    assert ratio_of([1.0], [0.0]).note
+
+
+def test_numbers_as_text():
+    rule = Rule("share", "", at_least=0.05, unit="%")
+    assert rule.text == "at least 5 %"
+    assert decide(rule, Estimate(0.312, 0.3, 0.33, 0.95, 8)).line == "share 31.2 % (30 % to 33 %)"
+    assert Rule("n", "", 0, 0, "").text == "exactly 0"
+    assert Rule("n", "", 0.8, 1.2).text == "0.8x to 1.2x"
+    assert shown(times(0.012), 1e3) == "12 (11.9 to 12.1)"
+    assert shown([]) == "unknown"
+
+
+def test_a_fit_finds_its_coefficients():
+    a, b, c = fitted([64, 128, 256, 512, 1024], [0.01 + 2e-4 * n + 3e-8 * n * n for n in (64, 128, 256, 512, 1024)], 2)
+    assert (a, b, c) == (pytest.approx(0.01), pytest.approx(2e-4), pytest.approx(3e-8))
+
+
+def prefills(law, noise=STEADY):
+    lengths = (64, 128, 256, 512, 1024, 2048)
+    seconds = {n: times(law(n), noise) for n in lengths}
+    return prefill_length.PrefillLength(seconds, {n: 1000 * n for n in lengths}, {n: n * n for n in lengths})
+
+
+def phase(tokens, seconds, compute, memory, noise=STEADY):
+    return bounds.PhaseBound(tokens, times(seconds, noise), 10**9, 10**7, compute, memory, 0.01)
+
+
+def both(prefill=1.0, decode=1.0, compute=0.7, memory=0.01, others=None):
+    return bounds.Bounds(phase(512, prefill, compute, memory), phase(24, decode, 0.1, 0.7), others)
+
+
+def positions(slope=1e-6, noise=STEADY, late=1.0, bandwidth=1e10):
+    gaps = [[0.004 * factor] * 64 + [0.004 * late * factor] * 64 for factor in noise]
+    seconds = {p: times(0.004 + slope * p, noise) for p in (16, 512, 1024, 2048)}
+    return decode_position.DecodePosition(seconds, gaps, 10_000, bandwidth, 69_120)
+
+
+def batches(each, noise=STEADY):
+    sizes = (1, 2, 4, 8, 16, 32)
+    steps = {b: times(0.003 + each * b, noise) for b in sizes}
+    known = {b: 0.001 * b for b in sizes}
+    return batching.Batching(steps, dict.fromkeys(sizes, 2.0), known, dict.fromkeys(sizes, 0.002))
+
+
+def visits(warm, same=True, noise=STEADY):
+    def visit(factor):
+        return prompt_cache.Visit((1.0 * factor, 0.004), (warm * factor**2, 0.004), 16, same)
+
+    return prompt_cache.PromptCache({n: [visit(factor) for factor in noise] for n in (256, 512, 1024)})
+
+
+def interruptions(worst, price, noise=STEADY):
+    def one(gap, ttft, factor):
+        return chunked_prefill.Interruption(gap * factor, 0.004, ttft, [(-0.1, 0.004), (gap, gap), (gap + 1, 0.004)], 4)
+
+    found = {64: [one(0.05, price, 1.0) for _ in noise], 1028: [one(worst, 1.0, factor) for factor in noise]}
+    return chunked_prefill.ChunkedPrefill(1024, {**found, 256: found[64]})
+
+
+def bursts(ttft, tpot, noise=STEADY):
+    def burst(ttft, tpot):
+        return [queue.Burst(ttft * f, tpot * f**0.5, dict.fromkeys(queue.KINDS, 0.01)) for f in noise]
+
+    calm = [queue.Burst(0.1, 0.004, dict.fromkeys(queue.KINDS, 0.01)) for _ in noise]
+    return queue.Queue(8, {queue.ALONE: calm, queue.SEATED: burst(ttft, 0.004), queue.TOGETHER: burst(ttft, tpot)})
+
+
+def shorts(apart, together, noise=STEADY):
+    lengths = (8, 16, 32)
+    whole = dict.fromkeys(lengths, [1.0] * len(noise))
+    joined = {n: [together] * len(noise) for n in lengths}
+    return short_prompts.ShortPrompts(256, {n: times(apart, noise) for n in lengths}, joined, whole[8], 10**8, None)
+
+
+def held(extra=0, kv_heads=3):
+    tokens = list(range(64, 1024, 8))
+    blocks = [-(-n // 16) + extra for n in tokens]
+    return kv_size.KVSize(tokens, blocks, 16, 17_640, 30, 9, kv_heads, 64, 10**9)
+
+
+def int8(size, seconds, noise=STEADY):
+    names = (kv_int8.AUTO, kv_int8.INT8)
+    measured = {names[0]: [0.006] * len(noise), names[1]: times(seconds, noise)}
+    return kv_int8.KVInt8(2048, {names[0]: 17_640, names[1]: size}, 23_040, measured)
+
+
+def threads(prefill, decode, noise=STEADY):
+    one = [100.0] * len(noise)
+    return cores.Cores({1: one, 2: times(100 * prefill, noise)}, {1: one, 2: [100.0 * decode] * len(noise)})
+
+
+def answers(tokens, bits):
+    counts = dict.fromkeys(same_tokens.WAYS, 4)
+    return same_tokens.SameTokens(counts, counts | {"cached": tokens, "batched": 0, "chunked": 0},
+                                  counts | {"cached": bits, "batched": 0, "chunked": 0}, 16)  # fmt: skip
+
+
+def shapes(prompt, answer, noise=STEADY):
+    reading = [(prompt * f, prompt * f + 0.1) for f in noise]
+    return request_shapes.RequestShapes(512, 16, reading, [(0.02, answer)] * len(noise))
+
+
+def rates(prefill, noise=STEADY):
+    return phase_ratio.PhaseRatio(phase(1000, prefill, 0.01, 0.001, noise), phase(10, 1.0, 0.01, 0.5))
+
+
+CASES = [
+    (prefill_length, prefills(lambda n: 0.001 + 4e-4 * n + 1e-7 * n * n), HOLDS),
+    (prefill_length, prefills(lambda n: 4e-4 * n), FAILS),  # no quadratic part
+    (prefill_length, prefills(lambda n: 1e-6 * n * n), FAILS),  # not linear anywhere
+    (prefill_length, prefills(lambda n: 0.001 + 4e-4 * n + 1e-7 * n * n, STEADY[:3]), UNKNOWN),
+    (decode_position, positions(), HOLDS),
+    (decode_position, positions(slope=5e-6), FAILS),
+    (decode_position, positions(slope=0.0), FAILS),
+    (decode_position, positions(late=1.5), FAILS),
+    (decode_position, positions(bandwidth=None), UNKNOWN),
+    (phase_ratio, rates(5.0), HOLDS),
+    (phase_ratio, rates(50.0), FAILS),
+    (phase_ratio, rates(9.0, WILD), UNKNOWN),
+    (bounds, both(), HOLDS),
+    (bounds, both(prefill=2.0), FAILS),
+    (bounds, both(decode=2.0), FAILS),
+    (bounds, both(prefill=2.0, others=1.0), UNKNOWN),  # the ceiling is the whole machine's
+    (bounds, both(prefill=0.5), UNKNOWN),  # above a ceiling: a count or the ceiling is wrong
+    (bounds, both(compute=None), UNKNOWN),
+    (bounds, both(compute=0.01, memory=0.7), FAILS),
+    (request_shapes, shapes(0.5, 2.0), HOLDS),
+    (request_shapes, shapes(0.03, 2.0), FAILS),
+    (request_shapes, shapes(0.5, 0.3), FAILS),
+    (request_shapes, shapes(0.5, 2.0, WILD), UNKNOWN),
+    (batching, batches(0.0003), HOLDS),
+    (batching, batches(0.003), FAILS),
+    (batching, batches(0.0), FAILS),  # each request as fast as before
+    (batching, batches(0.0003, STEADY[:4]), UNKNOWN),
+    (short_prompts, shorts(2.0, 1.0), HOLDS),
+    (short_prompts, shorts(1.1, 1.0), FAILS),
+    (short_prompts, shorts(4.0, 1.5), FAILS),
+    (short_prompts, shorts(1.3, 1.0, WILD), UNKNOWN),
+    (prompt_cache, visits(0.02), HOLDS),
+    (prompt_cache, visits(0.5), FAILS),
+    (prompt_cache, visits(0.02, same=False), FAILS),
+    (prompt_cache, visits(0.2, noise=WILD), UNKNOWN),
+    (chunked_prefill, interruptions(1.0, 1.1), HOLDS),
+    (chunked_prefill, interruptions(0.06, 1.1), FAILS),
+    (chunked_prefill, interruptions(1.0, 2.0), FAILS),
+    (chunked_prefill, interruptions(0.15, 1.1, WILD), UNKNOWN),
+    (queue, bursts(1.0, 0.004), HOLDS),
+    (queue, bursts(1.0, 0.02), FAILS),
+    (queue, bursts(0.1, 0.004), FAILS),
+    (queue, bursts(0.2, 0.004, WILD), UNKNOWN),
+    (kv_size, held(), HOLDS),
+    (kv_size, held(extra=3), FAILS),
+    (kv_size, held(kv_heads=9), FAILS),
+    (kv_int8, int8(12_240, 0.004), HOLDS),
+    (kv_int8, int8(12_240, 0.006), FAILS),
+    (kv_int8, int8(17_640, 0.004), FAILS),
+    (kv_int8, int8(12_240, 0.006, WILD), UNKNOWN),
+    (cores, threads(1.9, 1.2), HOLDS),
+    (cores, threads(1.9, 1.9), FAILS),
+    (cores, threads(1.0, 0.5), FAILS),
+    (cores, threads(1.3, 1.0, WILD), UNKNOWN),
+    (cores, cores.Cores({1: [1.0] * 8}, {1: [1.0] * 8}), UNKNOWN),
+    (same_tokens, answers(0, 0), HOLDS),
+    (same_tokens, answers(0, 1), FAILS),
+    (same_tokens, answers(1, 1), FAILS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "found", "expected"), CASES, ids=[f"{m.EXPERIMENT.name}-{i}" for i, (m, _, _)
+                                                                      in enumerate(CASES)])  # fmt: skip
+def test_the_verdict_on_made_up_measurements(module, found, expected):
+    experiment = module.EXPERIMENT
+    status, judged = experiment.evaluate(found)
+    assert status is expected, [(one.line, one.status, one.reason) for one in judged]
+    assert [one.rule for one in judged] == list(experiment.rules)
+    assert {rule.name for rule in experiment.rules} == set(experiment.estimates(found))
+    assert all(sentence.strip() for sentence in experiment.why(found, judged))
+    assert all(len(row) == len(table.columns) for table in experiment.tables(found) for row in table.rows)
+    assert experiment.plots(found)
+
+
+def test_every_claim_can_hold_and_fail_and_is_tried_once():
+    for experiment in EXPERIMENTS:
+        statuses = {expected for module, _, expected in CASES if module.EXPERIMENT is experiment}
+        assert {HOLDS, FAILS} <= statuses, experiment.name
+    assert len({one.name for one in EXPERIMENTS}) == len(EXPERIMENTS)
+
+
+def test_experiments_are_chosen_by_number_or_name():
+    assert choose([]) == EXPERIMENTS
+    assert [one.name for one in choose(["bounds", "1", "1"])] == ["prefill-length", "bounds"]
+    for wrong in ("0", "99", "nonsense", ""):
+        with pytest.raises(InvalidRequestError):
+            choose([wrong])
+
+
+def bench_of(seconds):
+    return Workbench(None, None, Speed(0.0, 0.001, 0.0, 0.01, 0.001), seconds, open=lambda: None)
+
+
+def test_rounds_are_in_turn_and_five_at_least():
+    bench, order = bench_of(100.0), []
+    bench._quiet = lambda others: list(range(len(others)))  # whatever else runs on this machine
+    found = bench.interleave({name: (lambda name=name: order.append(name) or name) for name in "ab"})
+    assert ["".join(order[i : i + 2]) for i in (0, 2, 4)] == ["ab", "ba", "ab"]
+    assert found == {"a": ["a"] * MOST_ROUNDS, "b": ["b"] * MOST_ROUNDS}
+
+
+def test_too_little_time_is_said_and_decides_nothing():
+    bench = bench_of(1e-6)
+    found = bench.interleave({"a": lambda: 1.0})
+    assert len(found["a"]) < ROUNDS
+    assert "for want of time" in bench.reduced[0]
+    assert decide(Rule("x", "", at_least=0), median_of(found["a"])).status is UNKNOWN
+
+
+def test_rounds_with_others_are_left_out_where_enough_quiet_ones_remain():
+    bench = bench_of(1.0)
+    assert bench._quiet([0.0, 1.0, 0.1, 0.0, 0.2, None, 0.9]) == [0, 2, 3, 4, 5]
+    assert "2 of 7 repetitions left out" in bench.reduced[0]
+    assert bench_of(1.0)._quiet([0.0, 1.0, 1.0, 0.0, 0.0]) == [0, 1, 2, 3, 4]
+
+
+def test_sizes_shrink_to_the_time_and_to_the_context():
+    bench = bench_of(8.0)
+    assert bench.size("prompt", (4096, 2048, 512), bench.speed.prefill, 10_000) == 512
+    assert "for want of the time" in bench.reduced[0]
+    assert bench_of(1e6).size("prompt", (4096, 2048, 512), bench.speed.prefill, 2500) == 2048
+    assert bench_of(1e6).size("prompt", (4096, 2048, 512), bench.speed.prefill, 10_000) == 4096
+    assert bench_of(1e6).size("prompt", (4096,), bench.speed.prefill, 100) == 100
