@@ -27,6 +27,7 @@ __all__ = ["CLIENT_RULES", "ClientExplanation", "ClientRequest", "Load", "explai
 FEW = 4  # requests on each side of a comparison, below which nothing is concluded
 SPREAD = 1.5  # longest prompt over the shortest, below which nothing is said about length
 FIRM = 0.5  # rank correlation, below which two quantities are not said to go together
+MOSTLY = 0.8  # of pairs of one request of each group, in which the second's value must be the larger one
 DEEP = 64  # levels of JSON that are searched
 
 # What only the server knows, and why a client does not.
@@ -185,7 +186,9 @@ def _request(entry: Any) -> ClientRequest | None:
         for name in ("prompt", "cached", "output")
     )
     computed = None if prompt is None else max(0, prompt - (cached or 0))
-    return ClientRequest(float(intended or 0.0), tuple(map(float, times)), computed, output, _ledger(entry.get("claims")))
+    return ClientRequest(
+        float(intended or 0.0), tuple(map(float, times)), computed, output, _ledger(entry.get("claims"))
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -313,12 +316,13 @@ def _decode_batching(loads: Sequence[Load]) -> Diagnosis | None:
     pairs.sort()
     quarter = max(FEW, len(pairs) // 4)
     few, many = pairs[:quarter], pairs[-quarter:]
-    together, low, high = _rank_correlation(pairs), median(t for _, t in few), median(t for _, t in many)
-    if together < FIRM or high <= low or mean(n for n, _ in many) < 1 + mean(n for n, _ in few):
+    low, high = median(t for _, t in few), median(t for _, t in many)
+    longer = mean(b > a for _, a in few for _, b in many)
+    if longer < MOSTLY or high <= low or mean(n for n, _ in many) < 1 + mean(n for n, _ in few):
         return None
     sentence = (
         f"TPOT is {duration(low)} beside {mean(n for n, _ in few):.1f} other decodes, {duration(high)} beside "
-        f"{mean(n for n, _ in many):.1f} (rank correlation {together:.2f})."
+        f"{mean(n for n, _ in many):.1f} (longer in {longer:.0%} of the pairs of one of each)."
     )
     lever = Lever("batch size", "Fewer sequences at once shorten each token, and lower the tokens a second of all.")
     return Diagnosis("decode_batching", "decode", sentence, high - low, (high - low) / high, lever)
