@@ -279,7 +279,7 @@ def _reweighted(
         last, values = values, solve(x / size * weights[:, None], y * weights) / size
         fitted = x @ values
         weights = 1 / np.where(fitted > 0.1 * y, fitted, y)  # a line below zero somewhere gives no weight
-        if np.allclose(last, values, rtol=1e-10, atol=0.0):
+        if np.allclose(last, values, rtol=1e-7, atol=0.0):
             break
     return values, weights
 

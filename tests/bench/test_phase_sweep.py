@@ -1,0 +1,240 @@
+"""The sweep over a made-up target whose times are a known law of noise: no clock, no machine."""
+
+import random
+
+import pytest
+
+from twinphase.bench.bench_report import SweepOptions, bench_report, run_sweep, sweep_parts
+from twinphase.bench.markdown import markdown
+from twinphase.bench.phase_sweep import Pace, Place, Plan, SweepError, calibrate, make_plan, sweep
+from twinphase.bench.report import Status
+from twinphase.bench.result import result_json
+from twinphase.bench.sweep_report import sweep_metrics, sweep_noise
+from twinphase.bench.sweep_verdicts import chance_of_misses, sweep_verdicts
+from twinphase.bench.target import DecodeSample, PrefillSample, TargetFacts
+from twinphase.errors import ContextLengthError, TwinphaseError
+
+
+class Made:
+    """A target that takes no time, and says what it would have taken."""
+
+    def __init__(self, noise=0.01, context=4096, seed=0, memory_bound=True, refuse=lambda phase, at: False):
+        self.facts = TargetFacts(
+            "made", "transformers", "made 1", "none", "exact", context, "as the law has it", "as the law has it"
+        )
+        self.random, self.noise, self.refuse, self.memory_bound = random.Random(seed), noise, refuse, memory_bound
+        self.asked = []
+
+    def _noisy(self, seconds):
+        return seconds * self.random.lognormvariate(0, self.noise)
+
+    def prefill(self, num_tokens):
+        self.asked.append(("prefill", num_tokens, 1))
+        if self.refuse("prefill", num_tokens):
+            raise ContextLengthError(f"{num_tokens} are too many.")
+        return PrefillSample(num_tokens, self._noisy(2e-3 + 4e-4 * num_tokens + 2e-8 * num_tokens**2))
+
+    def decode(self, position, batch, num_tokens):
+        self.asked.append(("decode", position, batch))
+        if self.refuse("decode", (position, batch)):
+            raise ContextLengthError(f"{batch} of {position} are too many.")
+        base, each = (5e-3, 5e-4) if self.memory_bound else (1e-4, 5e-3)
+        step = self._noisy(base + each * batch + 1e-6 * position * batch)
+        return DecodeSample(position + (num_tokens - 1) / 2, batch, (step,) * num_tokens)
+
+    def close(self):
+        pass
+
+
+def swept(target=None, **options):
+    return run_sweep(target or Made(), SweepOptions(**options), lambda what, done, total: None)
+
+
+def test_plan_reaches_from_ten_tokens_to_the_end_of_the_context():
+    plan = make_plan(8192)
+    prefill = [place for place in plan.places if place.phase == "prefill"]
+    assert prefill[0].length == 10
+    assert 8100 < prefill[-1].length < 8192
+    decode = [place for place in plan.places if place.phase == "decode"]
+    assert max(place.length for place in decode) + plan.decode_tokens < 8192
+    assert {place.batch for place in decode if not place.held_out} == {1, 2, 4, 8}
+    assert {place.batch for place in decode if place.held_out} == {1, 3, 6}
+    ratios = [b.length / a.length for a, b in zip(prefill, prefill[1:], strict=False)]
+    assert max(ratios) < 1.3 * min(ratios)  # equally far apart by ratio
+
+
+@pytest.mark.parametrize("context", [64, 512, 2048, None, 131072])
+@pytest.mark.parametrize("quick", [False, True])
+def test_held_out_places_lie_within_and_enough_are_left_for_a_fit(context, quick):
+    plan = make_plan(context, quick=quick)
+    for phase in ("prefill", "decode"):
+        given = [p for p in plan.places if p.phase == phase and not p.held_out]
+        out = [p for p in plan.places if p.phase == phase and p.held_out]
+        assert len(given) >= 5
+        assert out
+        for place in out:
+            assert min(p.length for p in given) <= place.length <= max(p.length for p in given)
+            assert min(p.batch for p in given) <= place.batch <= max(p.batch for p in given)
+    assert len({(p.phase, p.length, p.batch) for p in plan.places}) == len(plan.places)
+
+
+def test_time_limit_shortens_prompts_and_says_so():
+    pace = Pace(token=1e-3, step=0.01)
+    long, short = make_plan(8192, pace=pace), make_plan(8192, pace=pace, max_seconds=60)
+    assert short.longest < long.longest
+    assert pace.estimate(short) <= 60 < pace.estimate(long)
+    assert len(short.places) > 0.8 * len(long.places)
+    result = sweep(Made(), short, watch_others=False)
+    assert any("--max-seconds" in line for line in sweep_noise(result))
+
+
+def test_every_place_is_measured_in_every_round_in_another_order():
+    target = Made()
+    plan = make_plan(512, repetitions=3)
+    result = sweep(target, plan, watch_others=False)
+    orders = [[m.place for m in result.measurements if m.round == number] for number in range(3)]
+    assert all(sorted(order, key=str) == sorted(plan.places, key=str) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+    assert all(len(point.values) == 3 for phase in ("prefill", "decode") for _, point in result.points(phase))
+
+
+def test_short_prefills_are_measured_several_times_in_a_row():
+    result = sweep(Made(), Plan((Place("prefill", 10), Place("prefill", 1000)), 1), watch_others=False)
+    by_length = {one.place.length: len(one.samples) for one in result.measurements}
+    assert by_length == {10: 8, 1000: 1}  # 6 ms each, at most eight; 420 ms
+
+
+def test_held_out_points_are_predicted_and_never_fitted():
+    result = swept()
+    for phase in ("prefill", "decode"):
+        found = result.fit(phase)
+        held = result.held_out(phase, found)
+        assert held
+        assert not {one.x for one in held} & {point.x for point in found.points}
+        assert sum(one.inside for one in held) >= len(held) - 1
+        assert all(abs(one.error) < 0.05 for one in held)
+
+
+def test_claims_of_held_out_points_come_true_over_many_sweeps():
+    inside = [
+        one.inside
+        for seed in range(20)
+        for result in [swept(Made(0.03, seed=seed), seed=seed)]
+        for phase in ("prefill", "decode")
+        for one in result.held_out(phase, result.fit(phase))
+    ]
+    assert len(inside) > 120
+    assert 0.89 <= sum(inside) / len(inside) <= 0.99
+
+
+def test_verdicts_of_a_machine_like_most():
+    verdicts = {v.text.split(".")[0]: v.status for v in sweep_verdicts(swept())}
+    assert verdicts["Prefill is compute-bound"] is Status.HOLDS
+    assert verdicts["Decode of one request is not compute-bound: a batch shares what it waits for"] is Status.HOLDS
+    assert Status.FAILS not in verdicts.values()
+
+
+def test_a_machine_whose_batches_bring_nothing_is_told():
+    verdicts = sweep_verdicts(swept(Made(memory_bound=False)))
+    decode = next(v for v in verdicts if v.text.startswith("Decode of one request is not compute-bound"))
+    assert decode.status is Status.FAILS
+    assert "8 times the arithmetic" in decode.reason
+
+
+def test_noise_that_makes_a_claim_worthless_is_told():
+    verdicts = sweep_verdicts(swept(Made(0.8), quick=True))
+    told = [v.status for v in verdicts if v.text.startswith("The fit of")]
+    assert told and set(told) <= {Status.UNKNOWN, Status.FAILS}
+
+
+def test_a_refused_place_is_a_failure_with_its_reason_and_the_rest_goes_on():
+    result = swept(Made(refuse=lambda phase, at: phase == "decode" and at[1] > 4))
+    assert {place.batch for place in result.failures} == {6, 8}
+    assert all("too many" in why for why in result.failures.values())
+    assert result.fit("decode") is not None
+    text = markdown(bench_report(result.facts, [sweep_parts(result)]))
+    assert "Not measured: decode of 8 behind" in text
+
+
+def test_nothing_measured_is_an_error():
+    target = Made(refuse=lambda phase, at: True)
+    with pytest.raises(SweepError, match="too many"):
+        sweep(target, make_plan(512), watch_others=False)
+    with pytest.raises(TwinphaseError):
+        calibrate(target)
+
+
+def test_interrupted_sweep_keeps_what_it_has():
+    target, count = Made(), 40
+
+    def refuse(phase, at):
+        if len(target.asked) > count:
+            raise KeyboardInterrupt
+        return False
+
+    target.refuse = refuse
+    result = sweep(target, make_plan(512), watch_others=False)
+    assert result.stopped == "interrupted"
+    assert result.measurements
+    assert any("interrupted" in line for line in sweep_noise(result))
+
+
+def test_time_limit_ends_the_rounds():
+    now = [0.0]
+
+    def clock():
+        now[0] += 1.0
+        return now[0]
+
+    plan = Plan(make_plan(512).places, 5, 8, max_seconds=30.0)
+    result = sweep(Made(), plan, watch_others=False, clock=clock)
+    assert "limit of 30 s" in result.stopped
+    assert 0 < len(result.measurements) < 5 * len(plan.places)
+
+
+def test_disturbed_measurements_are_repeated_and_the_quietest_kept(monkeypatch):
+    cores = iter([1.0, 0.5, 0.0] + [0.0] * 1000)
+
+    class Watch:
+        cores = None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exit):
+            self.cores = next(cores)
+
+    monkeypatch.setattr("twinphase.bench.phase_sweep.Bystanders", Watch)
+    now = [0.0]
+
+    def clock():
+        now[0] += 1.0  # long enough for the kernel's ticks to count
+        return now[0]
+
+    result = sweep(Made(), Plan((Place("prefill", 500),), 2), clock=clock)
+    assert [(m.foreign_cores, m.disturbed, m.kept) for m in result.measurements] == [
+        (1.0, True, False),
+        (0.5, True, False),
+        (0.0, False, True),
+        (0.0, False, True),
+    ]
+    assert len(result.points("prefill")[0][1].values) == 2
+    assert any("2 measurements were replaced" in line for line in sweep_noise(result))
+
+
+def test_report_is_whole_and_its_json_has_everything_raw():
+    result = swept(quick=True)
+    report = bench_report(result.facts, [sweep_parts(result)])
+    assert [section.title for section in report.sections] == ["Both phases", "Prefill", "Decode"]
+    names = [plot.name for section in report.sections for plot in section.plots]
+    assert len(names) == len(set(names)) == 6
+    assert all(len(row) == len(t.columns) for s in report.sections for t in s.tables for row in t.rows)
+    text = result_json(report)
+    assert '"measurements"' in text and '"gaps"' in text
+    assert {m.name for m in sweep_metrics(result)} == {m.name for m in report.metrics}
+    assert all(len(metric.values) == 3 for metric in report.metrics)
+
+
+@pytest.mark.parametrize(("points", "misses", "chance"), [(4, 0, 1.0), (4, 1, 0.185), (4, 2, 0.014), (20, 1, 0.642)])
+def test_chance_of_misses(points, misses, chance):
+    assert chance_of_misses(points, misses) == pytest.approx(chance, abs=1e-3)
