@@ -48,8 +48,7 @@ def roofline(
     line = {"x": x_axis, "y": y_axis, "detail": {"field": "roof", "type": "nominal"}}
     text = {"type": "text", "align": "right", "dy": -8, "color": "role:muted"}
     few = len({row.get("label") for row in points}) <= 6
-    legend = {"orient": "bottom", "symbolFillColor": "role:muted", "symbolStrokeColor": "role:muted"}
-    shape = {"field": "label", "type": "nominal", "title": None, "sort": None, "legend": legend}
+    shape = {"field": "label", "type": "nominal", "title": None, "sort": None, "legend": {"orient": "bottom"}}
     layers: list[Spec] = [
         {
             "data": {"values": list(roofs)},

@@ -50,7 +50,15 @@ class Theme:
             },
             "axisX": {"grid": False},
             "axisXQuantitative": {"tickCount": {"expr": "ceil(width / 90)"}},
-            "legend": {**words, "orient": "top", "symbolSize": 90, "symbolOpacity": 1, "labelLimit": 320},
+            "legend": {
+                **words,
+                "orient": "top",
+                "symbolSize": 90,
+                "symbolOpacity": 1,
+                "symbolBaseFillColor": muted,  # of shapes whose colour means something else
+                "symbolBaseStrokeColor": muted,
+                "labelLimit": 320,
+            },
             "header": words,
             "title": {"color": text, "anchor": "start", "fontSize": 14, "fontWeight": 600, "offset": 12},
             "range": {"category": [self.roles[name.partition(":")[2]] for name in SERIES]},
@@ -141,9 +149,9 @@ def dressed(spec: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("x", "y"):
             _label(encoding.get(name), name)
     channels = [(channel, rows) for channel, rows in _channels(found) if "scale" not in channel]
-    names: dict[str, list[str]] = {}
+    names = {channel["field"]: _domain(channel) for channel, _ in _channels(found)}
     for channel, rows in channels:
-        known = names.setdefault(channel["field"], [])
+        known = names[channel["field"]]
         for row in rows:
             value = str(row[channel["field"]]) if row.get(channel["field"]) is not None else ""
             if value and value not in known:
@@ -183,6 +191,12 @@ def _encodings(spec: dict[str, Any], rows: list[Any]) -> Iterator[tuple[dict[str
             yield from _encodings(part, rows)
     if isinstance(spec.get("spec"), dict):
         yield from _encodings(spec["spec"], rows)
+
+
+def _domain(channel: dict[str, Any]) -> list[str]:
+    """The names that a channel gives colours to by itself."""
+    domain = (channel.get("scale") or {}).get("domain")
+    return list(domain) if isinstance(domain, list) else []
 
 
 def _label(channel: Any, name: str) -> None:

@@ -58,7 +58,10 @@
     const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
     const table = document.createElement("table");
     const head = table.createTHead().insertRow();
-    names.forEach((name) => head.append(Object.assign(cell("th", name), { scope: "col" })));
+    const number = (name) => rows.every((row) => typeof (row[name] ?? 0) === "number");
+    names.forEach((name) => {
+      head.append(Object.assign(cell("th", name), { scope: "col", className: number(name) ? "number" : "" }));
+    });
     const body = table.createTBody();
     rows.slice(0, 500).forEach((row) => body.insertRow().append(...names.map((name) => cell("td", row[name]))));
     if (rows.length > 500) table.createCaption().textContent = `The first 500 of ${rows.length} rows.`;
@@ -91,7 +94,7 @@
       views.set(figure, view);
       figure.dataset.state = "drawn";
       figure.querySelector(".tools").hidden = false;
-      figure.querySelector(".hint").hidden = !JSON.stringify(plot.spec).includes('"bind": "scales"'.replace(" ", ""));
+      figure.querySelector(".hint").hidden = !JSON.stringify(plot.spec).includes('"bind":"scales"');
     } catch (error) {
       figure.dataset.state = "failed";
       box.textContent = `This chart could not be drawn: ${error.message}`;
