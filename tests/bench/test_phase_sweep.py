@@ -238,3 +238,27 @@ def test_report_is_whole_and_its_json_has_everything_raw():
 @pytest.mark.parametrize(("points", "misses", "chance"), [(4, 0, 1.0), (4, 1, 0.185), (4, 2, 0.014), (20, 1, 0.642)])
 def test_chance_of_misses(points, misses, chance):
     assert chance_of_misses(points, misses) == pytest.approx(chance, abs=1e-3)
+
+
+def test_retries_end_where_the_machine_is_always_busy(monkeypatch):
+    class Watch:
+        cores = None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exit):
+            self.cores = 1.0
+
+    monkeypatch.setattr("twinphase.bench.phase_sweep.Bystanders", Watch)
+    now = [0.0]
+
+    def clock():
+        now[0] += 1.0
+        return now[0]
+
+    plan = make_plan(512, repetitions=2)
+    result = sweep(Made(), plan, clock=clock)
+    assert len(result.measurements) == 10 * 3 + 2 * len(plan.places) - 10
+    assert result.disturbed_share() == 1.0
+    assert sweep_verdicts(result)[0].text.startswith("The machine was busy")

@@ -36,6 +36,7 @@ QUIET_CORES = 0.1  # others may use this much of the machine before a measuremen
 FEWEST_TICKS = 2  # of the kernel's clock: one alone may have been anything
 CLOCK_TICK = 0.01  # seconds
 RETRIES = 2  # of a disturbed measurement
+HOPE_AFTER, HOPE_SHARE = 10, 0.5  # measurements, and the share that stayed disturbed above which retries are no use
 ENOUGH_SECONDS = 0.06  # a prefill shorter than this is measured several times in a row, and their median taken
 MOST_IN_A_ROW = 8
 SHORTEST_PROMPT = 10
@@ -196,6 +197,11 @@ class SweepResult:
     failures: dict[Place, str] = field(default_factory=dict)
     seconds: float = 0.0
     stopped: str = ""
+
+    def disturbed_share(self, fewest: int = HOPE_AFTER) -> float:
+        """Share of the measurements that others disturbed in spite of retries; 0 below so many."""
+        kept = [one for one in self.measurements if one.kept]
+        return sum(one.disturbed for one in kept) / len(kept) if len(kept) >= fewest else 0.0
 
     def points(self, phase: str, held_out: bool | None = None) -> list[tuple[Place, Point]]:
         """Places with their repetitions' seconds, in the plan's order; held-out ones, the others, or (None) all."""
@@ -376,7 +382,7 @@ class _Sweep:
     def measure(self, place: Place, number: int) -> None:
         """One repetition; again with fresh prompts where it was disturbed. Keeps the least disturbed one."""
         found: list[Measurement] = []
-        for _ in range(RETRIES + 1):
+        for _ in range(1 + (RETRIES if self.result.disturbed_share() < HOPE_SHARE else 0)):
             began = self.clock()
             watch = Bystanders()
             try:

@@ -20,6 +20,7 @@ TIMES_A_STEP = 4.0  # a prefill this many decode steps long does not wait for th
 NEARLY_FREE = 0.6  # a batch that takes less than this share of its sequences one by one waits for something they share
 STEADY_BATCH = 4  # sequences from which that can be told
 MEANINGFUL = 0.5  # claimed error above which holding it is no feat
+BUSY_SHARE = 0.2  # of disturbed measurements above which it is the first thing to know
 CHANCE = 0.05  # below it, that many misses of the claimed interval are no luck
 
 
@@ -45,7 +46,7 @@ def percent(share: float, signed: bool = False) -> str:
 def sweep_verdicts(result: SweepResult) -> list[Verdict]:
     """The findings, most important first."""
     prefill, decode = result.fit("prefill"), result.fit("decode")
-    found = [_rates(result), _prefill_bound(result), _decode_bound(result)]
+    found = [_busy(result), _rates(result), _prefill_bound(result), _decode_bound(result)]
     found += [_growth("prefill", result, prefill), _growth("decode", result, decode)]
     for phase, fitted in (("prefill", prefill), ("decode", decode)):
         if fitted is not None:
@@ -53,6 +54,17 @@ def sweep_verdicts(result: SweepResult) -> list[Verdict]:
             if fitted.bends_otherwise:
                 found.append(_misfit(phase, fitted))
     return [verdict for verdict in found if verdict is not None]
+
+
+def _busy(result: SweepResult) -> Verdict | None:
+    share = result.disturbed_share(fewest=1)
+    if share <= BUSY_SHARE:
+        return None
+    return Verdict(
+        Status.INFO,
+        f"The machine was busy: others used the processor in {percent(share)} of the measurements, repetitions of "
+        "disturbed ones included. Times are longer than on a quiet machine.",
+    )
 
 
 def _alone(result: SweepResult) -> list[Point]:
@@ -114,7 +126,7 @@ def _decode_bound(result: SweepResult) -> Verdict | None:
     times = grid[wide].median / grid[position, 1].median
     told = (
         f"A step for {batch} sequences takes {times:.2f} times as long as one for a single sequence (behind "
-        f"{position:,} tokens), with {batch} times the arithmetic: {percent(times / batch)} of the time a token."
+        f"{grid[position, 1].x[0]:,.0f} tokens), with {batch} times the arithmetic: {percent(times / batch)} of the time a token."
     )
     fewest, most = _ratio(grid[wide], grid[position, 1])
     if fewest < NEARLY_FREE * batch <= most:

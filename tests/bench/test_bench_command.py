@@ -1,0 +1,131 @@
+"""`twinphase bench` from the command line to its files, on a tiny model and a server of known timings."""
+
+import json
+
+import pytest
+
+from bench.stub_server import RunningStub
+from tiny_gguf import write_tiny_gguf
+from twinphase.bench.bench_load import LoadOptions
+from twinphase.bench.bench_terminal import aligned
+from twinphase.bench.report import Column, Table
+from twinphase.bench.result import read_result
+from twinphase.cli import run_app
+from twinphase.errors import InvalidRequestError
+
+FEW = ("--quick", "--repetitions", "2", "--max-length", "96", "--batches", "1,4", "--max-seconds", "60")
+
+
+@pytest.fixture(scope="module")
+def gguf_path(tmp_path_factory):
+    return str(write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=512))
+
+
+@pytest.fixture(scope="module")
+def stub():
+    running = RunningStub()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The slow reference backend needs no compiled kernels; the command has no option for it."""
+    from twinphase.bench.targets import engine
+
+    loaded = engine.LoadedEngine
+    monkeypatch.setattr(engine, "LoadedEngine", lambda *a, **k: loaded(*a, **{**k, "backend": "reference"}))
+
+
+def test_sweep_of_a_model_to_files(gguf_path, small, tmp_path, capsys):
+    assert run_app(["bench", gguf_path, *FEW, "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "prefill's rate is" in shown.replace("\n         ", " ")
+    assert "| phase " in shown and "tok/s:" in shown  # the table, and its columns' definitions
+    assert "model SHA-256" in shown
+    report = read_result(tmp_path / "out")
+    assert report.kind == "bench"
+    assert {"prefill_seconds[n=10]"} < {metric.name for metric in report.metrics}
+    assert report.data["phase sweep"]["measurements"][0]["samples"]
+    names = {path.name for path in (tmp_path / "out").rglob("*.*")}
+    assert {"report.html", "report.md", "result.json", "prefill-time.png", "decode-position.png"} <= names
+
+
+def test_two_results_are_compared(gguf_path, small, tmp_path, capsys):
+    for name in ("a", "b"):
+        assert run_app(["bench", gguf_path, *FEW, "--out", str(tmp_path / name)]) == 0
+    capsys.readouterr()
+    assert run_app(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kind"] == "compare"
+
+
+def test_sweep_of_a_server_has_its_claims(stub, tmp_path, capsys):
+    stub.script({"gaps": [0.0005] * 16, "timings": {"prompt_ms": 1.5, "prompt_n": 20, "predicted_ms": 8.0,
+                                                    "predicted_n": 17, "cache_n": 0}})  # fmt: skip
+    assert run_app(["bench", stub.url, *FEW, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    sections = {section["title"]: section for section in report["sections"]}
+    assert sections["The server's own claims"]["tables"][0]["rows"]
+    assert "Client TTFT" in sections["Both phases"]["paragraphs"][0]
+    assert len(report["data"]["claims"]["requests"]) > 20
+    assert list(tmp_path.iterdir()) == []  # --json alone writes nothing
+
+
+def test_load_instead_of_the_sweep(stub, tmp_path, capsys):
+    stub.script({"gaps": [0.001] * 7})
+    words = ["--request-rate", "50", "--num-prompts", "12", "--goodput", "ttft:5000", "tpot:500", "--json"]
+    assert run_app(["bench", stub.url, *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "phase sweep" not in report["data"]
+    assert len(report["data"]["load"]["observations"]) == 12
+    assert report["data"]["load"]["slos"] == {"ttft": 5.0, "tpot": 0.5}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nothing-like-this"],
+        ["x.gguf", "y.gguf"],
+        ["compare", "one"],
+        ["compare", "a", "b", "c"],
+        ["http://localhost:1", "--goodput", "ttft:500"],
+        ["http://localhost:1", "--request-rate", "2", "--goodput", "ttft:soon"],
+        ["http://localhost:1", "--request-rate", "2", "--max-concurrency", "2"],
+        ["http://localhost:1", "--request-rate", "0"],
+        ["http://localhost:1", "--request-rate", "nan"],
+        ["http://localhost:1", "--saturate", "--trace", "x"],
+        ["http://localhost:1", "--constant"],
+        ["http://localhost:1", "--num-prompts", "0", "--request-rate", "1"],
+        ["http://localhost:1", "--random-input-len", "0", "--request-rate", "1"],
+        ["http://localhost:1", "--batches", "a"],
+        ["http://localhost:1", "--repetitions", "0"],
+        ["http://localhost:1", "--max-num-seqs", "4"],
+        ["http://localhost:1"],
+        ["transformers:x", "--saturate"],
+        ["x.gguf", "--kv-cache-dtype", "int3"],
+        ["x.gguf", "--api-key", "k"],
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(words, capsys):
+    assert run_app(["bench", *words]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("twinphase bench: opening")]
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+
+
+def test_a_load_is_wanted_only_when_asked_for():
+    assert not LoadOptions().wanted
+    assert LoadOptions(request_rate=1.0).wanted
+    assert LoadOptions(saturate=True).wanted
+    with pytest.raises(InvalidRequestError):
+        LoadOptions(constant=True).check()
+
+
+def test_table_is_aligned_and_markdown():
+    table = Table("t", (Column("a"), Column("long name")), (("x|y", "1"), ("z", "22")))
+    assert aligned(table) == [
+        "| a    | long name |",
+        "|------|----------:|",
+        r"| x\|y |         1 |",
+        "| z    |        22 |",
+    ]
