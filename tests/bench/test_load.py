@@ -123,10 +123,13 @@ def test_a_closed_loop_keeps_so_many_in_flight(stub):
 
 def test_a_trace_is_sent_at_its_times(stub):
     times = [0.0, 0.05, 0.05, 0.2]
-    workload = Workload(tuple(LoadRequest(Prompt(f"p {t}"), 4, t) for t in times))
-    result, log = load(stub, [{}] * 4, Traced(), workload=workload)
+    workload = Workload(tuple(LoadRequest(Prompt("p" + " p" * n), 4, t) for n, t in enumerate(times, 1)))
+    scripts = [{}, {"first": 0.04}, {}, {}]  # the second ends after the third
+    result, log = load(stub, scripts, Traced(), workload=workload)
     assert [o.intended - result.observations[0].intended for o in result.observations] == pytest.approx(times)
-    assert all(0 <= o.lag < 0.05 for o in result.observations)
+    assert all(o.lag >= 0 for o in result.observations)
+    sizes = [o.num_prompt_tokens for o in result.observations]
+    assert sizes == [2, 3, 4, 5], "in the order of the workload where times are equal"
 
 
 def test_a_blocked_event_loop_voids_the_run(stub):

@@ -89,7 +89,7 @@ def check(sections: tuple[Section, ...]) -> None:
 def test_a_search_stops_at_saturation_and_finds_the_capacity():
     async def work():
         # 4 at once, 40 ms each: 100 requests a second.
-        return await find_saturation(Server(4, 0.04), make, SweepPlan(seconds=1.5, refine=2), Slos.parse(["ttft:60"]))
+        return await find_saturation(Server(4, 0.04), make, SweepPlan(seconds=0.8, refine=1), Slos.parse(["ttft:60"]))
 
     sweep = run(work())
     assert sweep.stopped.startswith("saturated at rate"), sweep.stopped

@@ -253,11 +253,7 @@ async def run_load(
     """
     workload.require_fit(target.facts.context_length)
     offsets, limits = arrivals.offsets(workload.requests), limits or LoadLimits()
-    for number, request in enumerate(workload.warm_up):
-        progress("warm-up", number, len(workload.warm_up))
-        seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
-        if seen.error:
-            raise LoadFailedError(f"{target.facts.name} failed on a warm-up request: {seen.error}.", "See its log.")
+    await _warm_up(target, workload, progress)
     if claims is not None:
         await claims.before()
     client = ClientHealth()
@@ -272,7 +268,7 @@ async def run_load(
             heart.cancel()
     if claims is not None:
         await claims.after()
-    observations = sorted(sender.read(), key=lambda seen: seen.intended)
+    observations = sender.read()
     client.send_lags = [seen.lag for seen in observations]
     return LoadResult(
         facts=target.facts,
@@ -290,6 +286,15 @@ async def run_load(
     )
 
 
+async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress) -> None:
+    """One after another, so that the measured requests meet a server that has done this before."""
+    for number, request in enumerate(workload.warm_up):
+        progress("warm-up", number, len(workload.warm_up))
+        seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
+        if seen.error:
+            raise LoadFailedError(f"{target.facts.name} failed on a warm-up request: {seen.error}.", "See its log.")
+
+
 class _Sender:
     """Sends a workload and collects what came; replies are read afterwards, where the target can."""
 
@@ -305,43 +310,46 @@ class _Sender:
         self._lead = float(getattr(target, "lead", 0.0))
         self._read = getattr(target, "read", None)
         self._send: Any = target.send if self._read is None else getattr(target, "start")  # noqa: B009
-        self._replies: list[Any] = []
+        self._replies: dict[int, Any] = {}  # by the request's place in the workload
         self._in_flight = 0
 
     async def open(self, offsets: Sequence[float]) -> None:
         """Each at its moment, whatever becomes of the others."""
         began, tasks = time.perf_counter() + 0.05 + self._lead, []
-        for request, offset in zip(self._requests, offsets, strict=True):
+        for number, offset in enumerate(offsets):
             if offset > self._limits.send_seconds:
                 break
             await asyncio.sleep(began + offset - self._lead - time.perf_counter())
             if self._in_flight >= self._limits.max_in_flight:
                 self._client.not_sent += 1
                 continue
-            tasks.append(asyncio.ensure_future(self._one(request, began + offset)))
+            tasks.append(asyncio.ensure_future(self._one(number, began + offset)))
         await asyncio.gather(*tasks)
 
     async def closed(self, concurrency: int) -> None:
         """The next one when one has ended."""
-        waiting, end = iter(self._requests), time.perf_counter() + self._limits.send_seconds
+        waiting, end = iter(range(len(self._requests))), time.perf_counter() + self._limits.send_seconds
 
         async def user() -> None:
-            for request in waiting:
+            for number in waiting:
                 if time.perf_counter() > end:
                     return
-                await self._one(request, SEND_NOW if self._lead else time.perf_counter())
+                await self._one(number, SEND_NOW if self._lead else time.perf_counter())
 
         await asyncio.gather(*(user() for _ in range(min(concurrency, len(self._requests)))))
 
-    async def _one(self, request: LoadRequest, intended: float) -> None:
+    async def _one(self, number: int, intended: float) -> None:
+        request = self._requests[number]
         self._in_flight += 1
-        self._replies.append(await self._send(request.prompt, request.max_tokens, intended))
+        self._replies[number] = await self._send(request.prompt, request.max_tokens, intended)
         self._in_flight -= 1
         self._progress("load", len(self._replies), len(self._requests))
 
     def read(self) -> list[Observation]:
-        """What became of each."""
-        return [reply if self._read is None else self._read(reply) for reply in self._replies]
+        """What became of each, by their intended moments, and as in the workload where these are equal."""
+        replies = [self._replies[number] for number in sorted(self._replies)]
+        seen = replies if self._read is None else [self._read(reply) for reply in replies]
+        return sorted(seen, key=lambda one: one.intended)
 
 
 async def _beat(lags: list[float]) -> None:

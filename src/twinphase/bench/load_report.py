@@ -118,7 +118,8 @@ def _throughput(result: LoadResult) -> Table:
     sent, seconds = len(result.observations), "seconds = last end - first intended send"
     goodput = result.goodput
     offered = "req/s: (requests - 1) / (last intended send - first)"
-    offered += f", a draw of {result.rate:.3g}" if result.rate is not None else ""
+    if result.rate is not None and _number(result.rate) != _number(result.offered):
+        offered += f"; random gaps of a mean of {result.rate:.4g} req/s"
     rows = [
         ("requests offered", _number(result.offered) if result.concurrency is None else "closed loop", offered),
         ("requests served", _number(result.request_rate), f"req/s: succeeded / seconds; {seconds}"),

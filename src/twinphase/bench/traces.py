@@ -128,6 +128,10 @@ def trace_workload(
     if kind == "mooncake":
         size = BLOCK_TOKENS * scaling.lengths
         notes.append(f"prompts share prefixes as the trace says, in blocks of {size:g} tokens; texts are made up")
+        if scaling.lengths < 1:
+            notes.append(
+                "a prefix cache whose own blocks are longer than a scaled one finds less than it would unscaled"
+            )
     if kind == "sharegpt":
         notes.append("output lengths are the words of the answers by our tokens a word: an estimate")
         if scaling.lengths != 1:
