@@ -107,7 +107,8 @@ def test_company_is_what_comparing_each_with_each_gives(moments):
 def test_what_cannot_be_told_is_unknown():
     plain = [{"intended": float(n), "token_times": [n + 0.5, n + 0.75], "error": ""} for n in range(3)]
     failed = {"intended": 9.0, "token_times": [], "error": "503"}
-    found = explain_client(read_loads({"observations": [*plain, failed]}))
+    found = explain_client(read_loads({"rate": 3.0, "observations": [*plain, failed], "void": ["the client was late"]}))
+    assert found.unknown[0] == "Everything at 3 requests/s: that run is void, the client was late."
     assert found.num_requests == 3 and not found.diagnoses
     assert [bar.share for bar in found.waterfall.bars] == pytest.approx([2 / 3, 1 / 3])
     text = " ".join(found.unknown)

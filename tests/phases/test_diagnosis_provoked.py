@@ -64,8 +64,8 @@ def test_queue_for_seats(start):
 
 
 def test_queue_for_blocks(start):
-    engine = start(num_kv_blocks=20, max_model_len=256).warm()
-    first, second = engine.add(engine.prompt(100), 150), engine.add(engine.prompt(200), 4)
+    engine = start(num_kv_blocks=1, block_size=256, max_model_len=256).warm()
+    first, second = engine.add(engine.prompt(20), 230), engine.add(engine.prompt(20), 4)
     engine.run()
     found = engine.explain(second).diagnoses[0]
     assert (found.cause, found.lever.flag) == ("queue", "--num-kv-blocks")
@@ -296,15 +296,21 @@ def test_slow_reader(model):
         assert (causes[0] == "slow_reader") if pause else ("slow_reader" not in causes)
 
 
-def test_sampling(tmp_path):
-    path = write_tiny_gguf(
-        tmp_path / "wide.gguf", vocab=60_000, hidden=32, layers=1, heads=2, ffn=32, tensor_type="F32"
-    )
-    engine = Engine(path, max_model_len=256).warm()
-    wide = engine.serve(engine.prompt(20), 20, temperature=1.0, top_p=0.95, top_k=1000, logprobs=20,
-                        repetition_penalty=1.1, seed=1)  # fmt: skip
-    assert engine.causes(wide, "decode")[0] == "sampling"
-    assert engine.explain(wide).diagnoses[-1].seconds > 0
+class Costly:
+    """A constraint, such as a grammar, that takes its time for each token."""
+
+    def restrict(self, logits, output_token_ids):
+        time.sleep(0.03)
+        return logits
+
+
+def test_sampling(start):
+    engine = start().warm()
+    life = engine.add(engine.prompt(20), 20)
+    life[0].constraint = Costly()
+    engine.run()
+    found = [one for one in engine.explain(life).diagnoses if one.phase == "decode"]
+    assert (found[0].cause, found[0].lever.flag) == ("sampling", "sampling")
 
 
 def test_greedy_sampling_is_no_cause(start):

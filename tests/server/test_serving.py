@@ -169,7 +169,7 @@ def test_the_openapi_document_is_complete(server, locked):
         for method, operation in methods.items()
     }
     names = [operation["operationId"] for operation in operations.values()]
-    assert len(set(names)) == len(names) == 13 and "create_chat_completion" in names
+    assert len(set(names)) == len(names) == 14 and "create_chat_completion" in names
     (scheme,) = document["components"]["securitySchemes"].values()
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
     for (path, _), operation in operations.items():

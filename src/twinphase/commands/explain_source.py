@@ -56,6 +56,8 @@ def from_file(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise SavedLedgerError(f"{path} is not JSON: {error}.", ACCEPTED) from None
     if isinstance(found, dict) and found.get("format") == "twinphase-result":
+        if found.get("kind") == "explain" and isinstance(found.get("data"), dict):  # of `explain --out`
+            return _checked(found["data"])
         explained = explain_client(read_loads(found.get("data")))
         return {"id": str(path), "kind": "client", **asdict(explained)}
     if isinstance(found, dict) and "waterfall" in found and "diagnoses" in found:

@@ -72,10 +72,17 @@ class ClientRequest:
 
 @dataclass(frozen=True)
 class Load:
-    """One load: its name, and the requests that succeeded in the order of their sending."""
+    """One load.
+
+    Attributes:
+        name: for a reader.
+        requests: those that succeeded, in the order of their sending.
+        void: why the measurement itself is not to be used; empty if it is.
+    """
 
     name: str
     requests: tuple[ClientRequest, ...]
+    void: tuple[str, ...] = ()
 
     @cached_property
     def _moments(self) -> tuple[list[float], list[float], list[float]]:
@@ -143,7 +150,9 @@ def read_loads(data: Any) -> list[Load]:
     for number, found in enumerate(_holders(data, 0)):
         requests = [request for entry in found["observations"] if (request := _request(entry)) is not None]
         if requests:
-            loads.append(Load(_name(found, number), tuple(sorted(requests, key=lambda request: request.sent))))
+            void = tuple(map(str, found["void"])) if isinstance(found.get("void"), list) else ()
+            ordered = tuple(sorted(requests, key=lambda request: request.sent))
+            loads.append(Load(_name(found, number), ordered, void))
     if not loads:
         raise SavedLedgerError(
             "The result has no load with requests that succeeded.",
@@ -225,7 +234,8 @@ def explain_client(loads: Sequence[Load]) -> ClientExplanation:
 
 
 def _unknown(loads: Sequence[Load], found: Sequence[Diagnosis]) -> tuple[str, ...]:
-    causes, lines = {one.cause for one in found}, []
+    causes = {one.cause for one in found}
+    lines = [f"Everything at {load.name}: that run is void, {reason}." for load in loads for reason in load.void]
     if not {"queue", "prompt_length"} & causes:
         lines.append("What TTFT consists of: neither the load nor the length of prompts varied enough to tell.")
     everyone = [request for load in loads for request in load.requests]
