@@ -20,7 +20,7 @@ class Made:
 
     def __init__(self, noise=0.01, context=4096, seed=0, memory_bound=True, refuse=lambda phase, at: False):
         self.facts = TargetFacts(
-            "made", "transformers", "made 1", "none", "exact", context, "as the law has it", "as the law has it"
+            "made", "openai", "made 1", "none", "exact", context, "as the law has it", "as the law has it"
         )
         self.random, self.noise, self.refuse, self.memory_bound = random.Random(seed), noise, refuse, memory_bound
         self.asked = []

@@ -21,6 +21,7 @@ __all__ = ["DECODE_LAWS", "PREFILL_LAW", "Coefficient", "Fit", "Law", "Point", "
 
 CONFIDENCE = 0.95
 ROUNDS = 20  # of weighting by the fitted values
+ROUGH_ROUNDS = 4  # where laws are only compared
 SPARE_POINTS = 2  # beyond the number of coefficients: with fewer the residuals tell nothing
 WORTH = 0.95  # another term must bring the error of left-out points below this share of the error without it
 MISFIT_LEVEL = 0.01  # chance that noise alone leaves such residuals, below which the formula is said not to fit
@@ -260,7 +261,7 @@ def _left_out_error(law: Law, points: Sequence[Point]) -> float:
     y = np.array([point.median for point in points])
     for index in range(len(points)):
         kept = np.arange(len(points)) != index
-        values, _ = _reweighted(x[kept], y[kept], _non_negative)
+        values, _ = _reweighted(x[kept], y[kept], _non_negative, ROUGH_ROUNDS)
         errors.append((float(x[index] @ values) - y[index]) / y[index])
     return math.sqrt(float(np.mean(np.square(errors))))
 
@@ -269,17 +270,17 @@ Solver = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64
 
 
 def _reweighted(
-    x: NDArray[np.float64], y: NDArray[np.float64], solve: Solver
+    x: NDArray[np.float64], y: NDArray[np.float64], solve: Solver, rounds: int = ROUNDS
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Coefficients, and the weights 1 / fitted value that they were found with."""
     size = np.abs(x).max(axis=0)  # the terms differ by many orders of magnitude
     weights = 1 / y
     values = np.zeros(x.shape[1])
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         last, values = values, solve(x / size * weights[:, None], y * weights) / size
         fitted = x @ values
         weights = 1 / np.where(fitted > 0.1 * y, fitted, y)  # a line below zero somewhere gives no weight
-        if np.allclose(last, values, rtol=1e-7, atol=0.0):
+        if (np.abs(values - last) <= 1e-7 * np.abs(values)).all():
             break
     return values, weights
 

@@ -197,6 +197,7 @@ class SweepResult:
     failures: dict[Place, str] = field(default_factory=dict)
     seconds: float = 0.0
     stopped: str = ""
+    _fits: dict[tuple[str, int], Fit | None] = field(default_factory=dict, repr=False)  # of so many measurements
 
     def disturbed_share(self, fewest: int = HOPE_AFTER) -> float:
         """Share of the measurements that others disturbed in spite of retries; 0 below so many."""
@@ -217,8 +218,11 @@ class SweepResult:
 
     def fit(self, phase: str) -> Fit | None:
         """The law of a phase through all points but the held-out ones; None: too few of them."""
-        points = [point for _, point in self.points(phase, held_out=False)]
-        return fit(PREFILL_LAW, points) if phase == "prefill" else best_fit(DECODE_LAWS, points)
+        key = phase, len(self.measurements)
+        if key not in self._fits:
+            points = [point for _, point in self.points(phase, held_out=False)]
+            self._fits[key] = fit(PREFILL_LAW, points) if phase == "prefill" else best_fit(DECODE_LAWS, points)
+        return self._fits[key]
 
     def held_out(self, phase: str, found: Fit) -> list[HeldOut]:
         """What the fit predicts for the held-out points, beside what was measured."""

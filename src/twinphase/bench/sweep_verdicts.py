@@ -126,7 +126,8 @@ def _decode_bound(result: SweepResult) -> Verdict | None:
     times = grid[wide].median / grid[position, 1].median
     told = (
         f"A step for {batch} sequences takes {times:.2f} times as long as one for a single sequence (behind "
-        f"{grid[position, 1].x[0]:,.0f} tokens), with {batch} times the arithmetic: {percent(times / batch)} of the time a token."
+        f"{grid[position, 1].x[0]:,.0f} tokens), with {batch} times the arithmetic: {percent(times / batch)} of the "
+        "time a token."
     )
     fewest, most = _ratio(grid[wide], grid[position, 1])
     if fewest < NEARLY_FREE * batch <= most:
