@@ -106,7 +106,11 @@ class Finding:
         missed = [f"{one.line}, must be {one.rule.text}" for one in self.judged if one.status is Status.FAILS]
         if self.status is Status.FAILS:
             return f"{'; '.join(missed)}. {self.why[-1]}"
-        return " ".join(f"{one.rule.name}: {one.reason}" for one in self.judged if one.status is Status.UNKNOWN)
+        names: dict[str, list[str]] = {}
+        for one in self.judged:
+            if one.status is Status.UNKNOWN:
+                names.setdefault(one.reason, []).append(one.rule.name)
+        return " ".join(f"{_capital(', '.join(which))}: {reason}" for reason, which in names.items())
 
 
 @dataclass

@@ -165,7 +165,7 @@ def _plots(found: Batching) -> Sequence[Plot]:
     return (
         lines(
             "batching",
-            "More together, slower each",
+            "Tokens a second by number of requests decoding together",
             rows,
             ("batch", "requests decoding together"),
             ("rate", "tokens a second"),

@@ -165,7 +165,7 @@ def _plots(found: ChunkedPrefill) -> Sequence[Plot]:
         ),
         lines(
             "chunked_prefill_price",
-            "Smaller steps: shorter gaps, later first token",
+            "Worst gap of the decodes against the wait of the long prompt",
             trade,
             ("worst", "worst gap of the decodes, ms"),
             ("ttft", "TTFT of the long prompt, ms"),

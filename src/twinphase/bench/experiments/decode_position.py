@@ -26,8 +26,8 @@ from twinphase.phases.work import kv_bytes_per_token
 __all__ = ["EXPERIMENT", "DecodePosition"]
 
 FURTHEST = (4096, 2048, 1024, 512, 256, 128)
-OUTPUT = (256, 128, 64, 32)
-STEPS = 16
+OUTPUT = (256, 192, 128, 96, 64, 32)
+STEPS = 12
 FLAT, RISE, SLOPE = "second half / first half", "last position / first", "slope / KV bytes over bandwidth"
 
 
@@ -69,8 +69,8 @@ class DecodePosition:
 def _measure(bench: Workbench) -> DecodePosition:
     speed, shape = bench.speed, bench.workshop.shape
     # Every prompt is read once: its KV stays in the prefix cache for the repetitions.
-    furthest = bench.size("last position", FURTHEST, lambda n: speed.prefill(n) / 3 + speed.decode(5 * STEPS + 256))
-    length = bench.size("output, tokens", OUTPUT, lambda n: speed.decode(5 * STEPS + n), furthest)
+    furthest = bench.size("last position", FURTHEST, lambda n: speed.prefill(n) / 3 + speed.decode(5 * STEPS + 96))
+    length = bench.size("output, tokens", OUTPUT, lambda n: speed.decode(5 * STEPS + n))
     engine = bench.engine(enable_prefix_caching=True)
     positions = [16, *(furthest * i // 4 for i in range(1, 5))]
     prompts = {p: bench.workshop.prompt(p) for p in positions}
@@ -169,7 +169,7 @@ def _plots(found: DecodePosition) -> Sequence[Plot]:
     return (
         lines(
             "decode_total",
-            "Total decode time is a straight line in the output's length",
+            "Decode time by length of the answer",
             [{**row, "what": "decode"} for row in totals],
             ("output tokens", "output, tokens"),
             ("seconds", "time since the first token, s"),
@@ -178,7 +178,7 @@ def _plots(found: DecodePosition) -> Sequence[Plot]:
         ),
         lines(
             "decode_position",
-            "Each token takes a little longer the further back it must look",
+            "Time of a token by the number of tokens before it",
             rows,
             ("tokens before", "tokens before it (position)"),
             ("milliseconds", "time of one token, ms"),

@@ -96,7 +96,7 @@ def _plots(found: PhaseRatio) -> Sequence[Plot]:
     return (
         bars(
             "phase_ratio",
-            "One tokens-per-second figure hides two",
+            "Tokens a second of each phase",
             rows,
             ("phase", ""),
             ("tokens/s", "tokens a second, one request alone"),

@@ -122,7 +122,7 @@ def _plots(found: PrefillLength) -> Sequence[Plot]:
     return (
         lines(
             "prefill_length",
-            "Prefill time bends upwards as attention grows",
+            "Prefill time by prompt length, and its linear part",
             [{**row, "part": "prefill: a + b n + c n²"} for row in rows],
             ("prompt tokens", "prompt length n, tokens"),
             ("seconds", "prefill time, s"),

@@ -87,13 +87,15 @@ def _estimates(found: PromptCache) -> Mapping[str, Estimate]:
 
 
 def _why(found: PromptCache, judged: Sequence[Judged]) -> Sequence[str]:
-    computed = found.longest[0].computed
+    visits, prompt = found.longest, max(found.visits) + QUESTION
+    gain = ratio_of([one.cold[0] for one in visits], [one.warm[0] for one in visits]).value
     return [
-        f"The second time only {computed:,} of {max(found.visits) + QUESTION:,} prompt tokens were computed: those "
-        "behind "
-        "the last full block of the cache. The KV of the others was still in memory.",
-        "What is cached is the very KV that the first time computed, so the answer has the same bits; decode reads as "
-        "much KV as before, so each output token takes as long as before.",
+        "What is cached is the very KV that the first time computed, so the same bits should come out; decode reads as "
+        "much KV as before, so each output token should take as long as before.",
+        f"The second time {visits[0].computed:,} of {prompt:,} prompt tokens were computed (those behind the last full "
+        f"block of the cache): {prompt / visits[0].computed:,.0f} times fewer, for a first token {gain:,.0f} times "
+        "sooner. "
+        "A few tokens cost more each than many, because the weights must be read for them all the same.",
     ]
 
 
@@ -124,7 +126,7 @@ def _plots(found: PromptCache) -> Sequence[Plot]:
     return (
         lines(
             "prompt_cache",
-            "A cached prefix takes prefill off the wait",
+            "Wait for the first token, the first time and the second",
             rows,
             ("prefix", "prefix, tokens"),
             ("milliseconds", "TTFT, ms"),

@@ -91,10 +91,9 @@ def _why(found: Queue, judged: Sequence[Judged]) -> Sequence[str]:
     seated = ratio_of([one.tpot for one in bursts[SEATED]], [one.tpot for one in bursts[ALONE]])
     parts = {kind: _ledger(found, TOGETHER, kind) * 1e3 for kind in KINDS}
     return [
-        f"A queue in the strict sense, with {SEATS} running at once and the others waiting, holds the TPOT at "
-        f"{seated.value:.2f} times that of one request alone and lets the TTFT grow instead "
-        f"({_ledger(found, SEATED, 'queue') * 1e3:,.0f} ms of `queue`): that is the machine for which the sentence is "
-        "true.",
+        f"A queue in the strict sense, with {SEATS} running at once and the others waiting: TPOT {seated.value:.2f} "
+        "times that of "
+        f"one request alone, {_ledger(found, SEATED, 'queue') * 1e3:,.0f} ms of `queue` before the first token.",
         "Continuous batching lets a request in as soon as a step has room, so most of the wait for the first token is "
         f"others' prefill ({parts['prefill_wait']:,.0f} ms of `prefill_wait`, {parts['queue']:,.0f} ms of `queue`), "
         "and "
@@ -140,7 +139,7 @@ def _plots(found: Queue) -> Sequence[Plot]:
         ),
         bars(
             "queue_tpot",
-            "The stream slows down with those who share it, not with those who wait",
+            "Time between tokens by load",
             tpot,
             ("load", ""),
             ("milliseconds", "TPOT, ms"),

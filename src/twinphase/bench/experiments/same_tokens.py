@@ -77,15 +77,22 @@ def _estimates(found: SameTokens) -> Mapping[str, Estimate]:
 
 
 def _why(found: SameTokens, judged: Sequence[Judged]) -> Sequence[str]:
+    counted = (
+        f"{sum(found.compared.values())} answers of {found.output} tokens were compared with the same request alone: "
+        f"{sum(found.tokens.values())} had other tokens, {sum(found.bits.values())} other bits."
+    )
+    if any(found.tokens.values()) or any(found.bits.values()):
+        ways = ", ".join(way for way in WAYS if found.tokens[way] or found.bits[way])
+        return [
+            counted,
+            f"This engine means to give the same bits whatever shares a step: what differed ({ways}) is a bug.",
+        ]
     return [
-        f"{sum(found.compared.values())} answers of {found.output} tokens were compared with the same request alone. "
-        "Here "
-        "every row of a matrix product is summed in one fixed order, whatever rows stand beside it, so neither company "
-        "nor chunks nor the cache change a bit. Elsewhere they often do: many kernels choose their order of summation "
-        "by "
-        "the size of the batch, sums of floating-point numbers depend on the order, and a close call between two "
-        "tokens "
-        "then falls the other way."
+        "Sums of floating-point numbers depend on their order. Many kernels choose it by the size of the batch, and a "
+        "close call between two tokens then falls the other way; this engine's keep one order for every row of a "
+        "matrix "
+        "product, whatever rows stand beside it.",
+        counted,
     ]
 
 

@@ -130,7 +130,7 @@ def _plots(found: ShortPrompts) -> Sequence[Plot]:
     return (
         lines(
             "short_prompts",
-            "Short prompts want company",
+            "Prefill rate by length of the prompts, apart and together",
             rows,
             ("length", "length of each prompt, tokens"),
             ("rate", "prompt tokens a second"),

@@ -72,7 +72,7 @@ def calibrate(workshop: Workshop) -> Speed:
     lengths = [n for n in (64, 256, 1024) if n <= room] or [max(1, room // 4), max(2, room)]
     for n in lengths:
         engine.prefill(workshop.prompt(n))
-    seconds = [min(engine.prefill(workshop.prompt(n)) for _ in range(2)) for n in lengths]
+    seconds = [min(engine.prefill(workshop.prompt(n)) for _ in range(3)) for n in lengths]
     engine.clear()
     coefficients = [max(0.0, c) for c in fitted(lengths, seconds, min(2, len(lengths) - 1))] + [0.0]
     batches = [b for b in (1, 8) if b <= workshop.config.max_num_seqs] or [1]
@@ -119,7 +119,7 @@ class Workbench:
     def size(
         self, what: str, candidates: Sequence[int], round_seconds: Callable[[int], float], room: int | None = None
     ) -> int:
-        """The first candidate, largest first, that leaves time for the usual repetitions.
+        """The first candidate, largest first, that leaves time for the usual repetitions, or else for the fewest.
 
         Args:
             what: for the report: "longest prompt, tokens".
@@ -130,9 +130,10 @@ class Workbench:
         limit = self.workshop.max_model_len - 64 if room is None else room
         fitting = [size for size in candidates if size <= limit] or [max(1, min(limit, candidates[-1]))]
         chosen = fitting[-1]
-        for size in fitting:
-            if USUAL_ROUNDS * round_seconds(size) <= self.left:
-                chosen = size
+        for rounds in (USUAL_ROUNDS, ROUNDS):
+            affordable = [size for size in fitting if rounds * round_seconds(size) <= self.left]
+            if affordable:
+                chosen = affordable[0]
                 break
         if chosen != candidates[0]:
             cause = "the model's context" if chosen == fitting[0] else "the time"
