@@ -85,7 +85,8 @@ class Traced:
 class Closed:
     """So many users who send again as soon as they are answered.
 
-    Its latencies are those of a load that waits for the server: the number of requests in flight never grows.
+    Its latencies are those of a load that waits for the server: the number of requests in flight never grows. Between
+    two of a user lies the opening of a connection, which is told in the report.
     """
 
     concurrency: int

@@ -32,7 +32,7 @@ def latency_plots(result: LoadResult) -> tuple[Plot, ...]:
         mark = {"type": "line", "interpolate": "step-after"}
         spec = {"data": {"values": _curve(values)}, "mark": mark, "encoding": encoding}
         caption = f"{len(values)} values; {result.arrivals}."
-        found.append(Plot(_name(result, name), f"{title}: the share that is no longer than", spec, caption))
+        found.append(Plot(_name(result, name), f"{title}: its distribution", spec, caption))
     return tuple(found)
 
 

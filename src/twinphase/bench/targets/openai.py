@@ -23,7 +23,8 @@ from twinphase.errors import InvalidRequestError, TwinphaseError
 
 __all__ = ["Dialect", "OpenAITarget", "TargetFailedError"]
 
-LEAD_SECONDS = 0.1  # a connection is opened that long before its request is due
+LEAD_SECONDS = 0.1  # a connection is opened that long before its request is due,
+LEAD_CONNECTS = 4.0  # or that many times what opening the first one took, for servers far away
 ROUTES = {"completions": "/completions", "chat": "/chat/completions"}
 PROBE_WORDS = (40, 240)  # two lengths give tokens a word, and what a template adds
 PREFILL = "client TTFT of a request alone: intended send to first piece of output, server and network in it"
@@ -62,14 +63,13 @@ class OpenAITarget:
         lead: seconds before its intended moment at which `send` and `start` are to be called.
     """
 
-    lead = LEAD_SECONDS
-
     def __init__(self, address: Address, model: str, *, api_key: str = "", timeout: float = 600.0) -> None:
         """Nothing is asked yet; `address` is resolved and its path ends with the API's, "/v1" as a rule."""
         self.address, self.model, self.timeout = address, model, timeout
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.dialect = Dialect("completions")
         self.server = Server("unknown")
+        self.lead = LEAD_SECONDS
         self.notes: list[str] = []
         self.facts = TargetFacts(address.url, "openai", "unknown", model, "unknown", None, PREFILL, DECODE)
         self._sizing: Sizing | None = None
@@ -199,6 +199,8 @@ class OpenAITarget:
         reply = await self.get("/v1/models")
         if reply.status in (401, 403):
             raise InvalidRequestError("The server wants an API key.", "Give --api-key, or set OPENAI_API_KEY.")
+        if reply.connected > reply.connect_began:
+            self.lead = max(LEAD_SECONDS, LEAD_CONNECTS * reply.connect_seconds)
         if reply.error and not reply.status:
             raise ServerUnreachableError(f"{self.address.url} gives no HTTP reply: {reply.error}.", "Check the URL.")
         found = reply.json()
