@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from twinphase.config import EngineConfig
@@ -82,6 +82,8 @@ def test_each_symptom_weighs_its_own_side_of_the_first_token():
     st.sampled_from([None, *(PrefixMiss(reason, index) for reason in MissReason for index in (0, 5, 40))]),
     st.booleans(),
 )
+@settings(deadline=None)
+@example([(IntervalKind.QUEUE, 2.0)], 0.5, None, False)
 def test_no_second_is_claimed_twice(pieces, first, miss, known):
     whole = sum(seconds for _, seconds in pieces)
     found = diagnose(evidence(pieces, first * whole, miss, machine=machine() if known else None))

@@ -17,7 +17,6 @@ from twinphase.phases.levers import (
     WORTH_NAMING,
     Lever,
     duration,
-    length,
     missed_prefix,
     more_blocks,
     spared,
@@ -161,7 +160,7 @@ def _prompt_length(evidence: Evidence) -> Found | None:
 def _queue(evidence: Evidence, grammar: bool) -> Found | None:
     cut = evidence.timeline.arrival + sum(evidence.first.values())
     queued = [queue for queue in evidence.intervals(IntervalKind.QUEUE) if queue.start < cut]
-    seconds = sum(length(queue) for queue in queued if (queue.reason == "grammar") is grammar)
+    seconds = sum(min(queue.end, cut) - queue.start for queue in queued if (queue.reason == "grammar") is grammar)
     if seconds <= 0:
         return None
     if grammar:
