@@ -342,6 +342,19 @@ def test_every_point_is_measured_with_its_own_work(measured: ModelPoints) -> Non
     assert chunks.attention.total_flops == 4 * shape.num_layers * shape.num_heads * shape.head_dim * 100 * 101 // 2
 
 
+def test_ctrl_c_leaves_the_complete_repetitions(tiny: Path) -> None:
+    told: list[str] = []
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        told.append(what)
+        if total and done == total // 2 + 1:
+            raise KeyboardInterrupt
+
+    found = measuring.measure_model(str(tiny), replace(SMALL, batches=(1,), contexts=(16,)), interrupt)
+    assert all(len(many) == 1 for many in found.samples.values())
+    assert "interrupted after 1 of 2" in found.left_out[-1]
+
+
 def test_steps_in_parts_compute_the_same(tiny: Path) -> None:
     from twinphase import LLM, SamplingParams
 

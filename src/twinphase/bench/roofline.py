@@ -150,7 +150,7 @@ def _conditions(
         return conditions(threads=threads, isa=ceilings.isa, flags=flags)
     shape, units = points.shape, points.units
     flags |= {
-        "repetitions": f"{settings.repetitions}, all points in turn; figures are medians",
+        "repetitions": f"{min(map(len, points.samples.values()))}, all points in turn; figures are medians",
         "decode steps": f"{settings.steps} whole and {settings.steps} in parts a repetition",
         "largest prefill chunk": f"{settings.max_num_batched_tokens} tokens",
         "KV cache": f"{settings.kv_cache_dtype}, {shape.kv_token_bytes:,} bytes a token",

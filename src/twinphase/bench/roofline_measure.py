@@ -31,6 +31,7 @@ from twinphase.weights.hub import resolve_model
 __all__ = ["ModelPoints", "Point", "Sample", "Settings", "measure_model", "planned"]
 
 QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
+LONG_SECONDS = 1.0  # a measurement of so long averages over disturbances itself
 TURN_STEPS = 2  # decode steps of one kind, before those of the other
 SHORT_PROMPT = 256  # shorter prefills are over so soon that one repetition measures several
 
@@ -46,17 +47,17 @@ class Settings:
         contexts: of the decodes of one sequence.
         repetitions: of everything; one value each.
         steps: decode steps of one repetition, so many whole and as many in parts.
-        retries: more tries of a point while others use the CPU; the quietest counts.
+        retries: more tries of a point of less than a second while others use the CPU; the quietest counts.
         threads: of the model; None is one a core.
         isa: instruction-set path; None is the best.
         kv_cache_dtype: as for `EngineConfig`.
         max_num_batched_tokens: as for `EngineConfig`: the largest prefill chunk.
     """
 
-    prompt_lengths: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+    prompt_lengths: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048, 4096)
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     batch_context: int = 256
-    contexts: tuple[int, ...] = (64, 256, 1024, 2048, 4096)
+    contexts: tuple[int, ...] = (64, 256, 1024, 4096)
     repetitions: int = 5
     steps: int = 8
     retries: int = 1
@@ -261,7 +262,7 @@ class _Bench:
         )
 
     def sample(self, point: Point, first: int) -> Sample:
-        """Measure a point, once more while others use the CPU; the quietest try counts.
+        """Measure a point, a short one once more while others use the CPU; the quietest try counts.
 
         Args:
             point: which.
@@ -269,10 +270,11 @@ class _Bench:
         """
         tries: list[tuple[float, Sample]] = []
         for _ in range(self.settings.retries + 1):
+            start = time.perf_counter()
             with Bystanders() as others:
                 sample = (self.prefill if point.phase == "prefill" else self.decode)(point, first)
             tries.append((others.cores or 0.0, Sample(**{**vars(sample), "others": others.cores})))
-            if tries[-1][0] <= QUIET_CORES:
+            if tries[-1][0] <= QUIET_CORES or time.perf_counter() - start > LONG_SECONDS:
                 break
         return min(tries, key=lambda item: item[0])[1]
 
@@ -322,7 +324,7 @@ def planned(settings: Settings, max_model_len: int, capacity: int | None) -> tup
 
 
 def measure_model(model: str, settings: Settings, progress: Progress = lambda what, done, total: None) -> ModelPoints:
-    """Load a model on the cpu backend and measure its points.
+    """Load a model on the cpu backend and measure its points; after Ctrl-C those repetitions that are complete.
 
     Raises:
         TwinphaseError: the model cannot be found, read or run.
@@ -355,8 +357,15 @@ def measure_model(model: str, settings: Settings, progress: Progress = lambda wh
         bench.one_prefill(longest, run)
     samples: dict[Point, list[Sample]] = {point: [] for point in points}
     total = settings.repetitions * len(points)
-    for repetition in range(settings.repetitions):
-        for index, point in enumerate(points):
-            progress(str(point), repetition * len(points) + index, total)
-            samples[point].append(bench.sample(point, repetition % 2))
+    try:
+        for number in range(total):
+            repetition, index = divmod(number, len(points))
+            progress(str(points[index]), number, total)
+            samples[points[index]].append(bench.sample(points[index], repetition % 2))
+    except KeyboardInterrupt:
+        complete = min(map(len, samples.values()))
+        if not complete:
+            raise
+        samples = {point: many[:complete] for point, many in samples.items()}
+        left_out.append(f"interrupted after {complete} of {settings.repetitions} repetitions")
     return ModelPoints(samples, left_out, loaded, engine.shape, units)
