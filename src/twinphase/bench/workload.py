@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from twinphase.bench.target import Prompt
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["Lengths", "LoadRequest", "PromptMaker", "Sizing", "TextMaker", "Workload", "make_workload"]
+__all__ = ["WORDS", "Lengths", "LoadRequest", "PromptMaker", "Sizing", "TextMaker", "Workload", "make_workload"]
 
 WORDS = tuple(
     """

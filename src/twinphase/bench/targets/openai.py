@@ -18,7 +18,7 @@ from twinphase.bench.observation import Observation
 from twinphase.bench.sse import SHOWN, observe
 from twinphase.bench.target import Prompt, TargetFacts
 from twinphase.bench.targets.servers import ACCEPTS_IGNORE_EOS, ACCEPTS_TOKEN_IDS, Server, detect
-from twinphase.bench.workload import Sizing, TextMaker
+from twinphase.bench.workload import WORDS, Sizing, TextMaker
 from twinphase.errors import InvalidRequestError, TwinphaseError
 
 __all__ = ["Dialect", "OpenAITarget", "TargetFailedError"]
@@ -26,7 +26,7 @@ __all__ = ["Dialect", "OpenAITarget", "TargetFailedError"]
 LEAD_SECONDS = 0.1  # a connection is opened that long before its request is due,
 LEAD_CONNECTS = 4.0  # or that many times what opening the first one took, for servers far away
 ROUTES = {"completions": "/completions", "chat": "/chat/completions"}
-PROBE_WORDS = (40, 240)  # two lengths give tokens a word, and what a template adds
+PROBE_WORDS = 240  # enough for the tokens a word has on average
 PREFILL = "client TTFT of a request alone: intended send to first piece of output, server and network in it"
 DECODE = "gaps between pieces of output at the client, over the tokens that the server's usage counts"
 
@@ -145,26 +145,28 @@ class OpenAITarget:
         return body
 
     async def sizing(self) -> Sizing:
-        """How many tokens this server makes of our words: its own count of two prompts."""
+        """How many tokens this server makes of our words, by its own count of three prompts."""
         if self._sizing is None:
-            maker, counts = TextMaker(seed=0x512E), []
-            for number, words in enumerate(PROBE_WORDS):
-                seen = await self.send(Prompt(maker.words(words, number)), 1)
-                if seen.error and not seen.error.startswith("no output"):
-                    raise TargetFailedError(f"{self.facts.name} failed on a short prompt: {seen.error}")
-                counts.append(seen.num_prompt_tokens)
+            word = WORDS[0]
+            counts = [
+                await self._count(text) for text in (word, f"{word} {word}", TextMaker(0x512E).words(PROBE_WORDS, 0))
+            ]
             if None in counts:
                 self.notes.append("the server does not count prompt tokens: prompt lengths are in words")
                 self._sizing = Sizing(1.0, 0.0, counted=False)
             else:
-                a, b = (count or 0 for count in counts)
-                per_word = (b - a) / (PROBE_WORDS[1] - PROBE_WORDS[0])
-                if per_word <= 0:
-                    raise TargetFailedError(
-                        f"{self.facts.name} counts {a} and {b} tokens for prompts of {PROBE_WORDS}."
-                    )
-                self._sizing = Sizing(per_word, max(0.0, a - per_word * PROBE_WORDS[0]))
+                one, two, many = (count or 0 for count in counts)
+                overhead = max(0, 2 * one - two)  # what the second word added, the first added too
+                if many <= overhead:
+                    raise TargetFailedError(f"{self.facts.name} counts {many} tokens for {PROBE_WORDS} words.")
+                self._sizing = Sizing((many - overhead) / PROBE_WORDS, overhead)
         return self._sizing
+
+    async def _count(self, text: str) -> int | None:
+        seen = await self.send(Prompt(text), 1)
+        if seen.error and not seen.error.startswith("no output"):
+            raise TargetFailedError(f"{self.facts.name} failed on a short prompt: {seen.error}")
+        return seen.num_prompt_tokens
 
     async def get(self, route: str) -> Reply:
         """Of a route at the server's root, not at the API's."""
