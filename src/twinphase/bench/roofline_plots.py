@@ -45,7 +45,7 @@ def _ranges(line: Roofline, marks: Sequence[Mark]) -> tuple[tuple[float, float],
     """Domains of intensity and of rate that show every ridge and every mark, in whole decades of the former."""
     ridges = [balance for _, _, balance in line.balances]
     xs = [*ridges, *(mark.intensity for mark in marks)]
-    left, right = min(xs, default=1.0) / 8, max(xs, default=100.0) * 12  # room for names
+    left, right = min(xs, default=1.0) / 14, max(xs, default=100.0) * 20  # room for names
     top = max(roof.rate for roof in line.roofs)
     slowest = line.slopes[-1].rate
     low = min([slowest * left * 2, *(mark.rate / 2 for mark in marks)])
@@ -168,7 +168,8 @@ def _mark_layers(marks: Sequence[Mark], xs: tuple[float, float], ys: tuple[float
                 "encoding": {"x": x, "y": y, "color": colour, "text": {"field": "label"}},
             }
             for series, place in (
-                (("prefill linear", "prefill attention", "context attention"), {"align": "left", "dx": 8, "dy": 1}),
+                (("prefill linear",), {"align": "left", "dx": 3, "dy": -10}),
+                (("prefill attention", "context attention"), {"align": "left", "dx": 8, "dy": 1}),
                 (("batch linear",), {"align": "right", "dx": -5, "dy": -8}),
             )
         ),
@@ -264,7 +265,7 @@ def canvas(line: Roofline, marks: Sequence[Mark], width: int = 76, height: int =
     The roofs are "-", the slopes "/"; P and p are prefill's linear layers and attention, D and d decode's.
     """
     (left, _), ys = _ranges(line, marks)
-    xs = (left * 3, max([*(mark.intensity for mark in marks), *(balance for _, _, balance in line.balances)]) * 2)
+    xs = (left * 6, max([*(mark.intensity for mark in marks), *(balance for _, _, balance in line.balances)]) * 2)
     names = {roof.unit: f" {roof.unit} {_rate(roof.rate)}" for roof in line.roofs}
     across, up = width - 9 - max(map(len, names.values())), height - 2  # room for the axis and the names
     grid = [[" "] * across for _ in range(up)]
