@@ -175,7 +175,7 @@ def _noise(sweep: Sweep, threads: int, points: ModelPoints | None, others: Bysta
         lines.append(
             f"This run saw at most {seen / 1e9:,.1f} of the {known_best / 1e9:,.1f} GB/s that were once measured here "
             f"for the largest working set: an MBU of {seen / known_best:.0%} is what memory gave now. Neighbours on "
-            "shared hardware take bandwidth that no counter here shows."
+            "shared hardware may take bandwidth; no counter here shows it."
         )
     if sweep.problem:
         lines.append(f"The ceilings could not be kept for later runs: {sweep.problem}.")
