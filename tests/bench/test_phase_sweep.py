@@ -6,9 +6,10 @@ import pytest
 
 from twinphase.bench.bench_report import SweepOptions, bench_report, run_sweep, sweep_parts
 from twinphase.bench.markdown import markdown
-from twinphase.bench.phase_sweep import Pace, Place, Plan, SweepError, calibrate, make_plan, sweep
+from twinphase.bench.phase_sweep import SweepError, calibrate, sweep
 from twinphase.bench.report import Status
 from twinphase.bench.result import result_json
+from twinphase.bench.sweep_plan import Pace, Place, Plan, make_plan
 from twinphase.bench.sweep_report import sweep_metrics, sweep_noise
 from twinphase.bench.sweep_verdicts import chance_of_misses, sweep_verdicts
 from twinphase.bench.target import DecodeSample, PrefillSample, TargetFacts
@@ -60,7 +61,8 @@ def test_plan_reaches_from_ten_tokens_to_the_end_of_the_context():
     assert {place.batch for place in decode if not place.held_out} == {1, 2, 4, 8}
     assert {place.batch for place in decode if place.held_out} == {1, 3, 6}
     ratios = [b.length / a.length for a, b in zip(prefill, prefill[1:], strict=False)]
-    assert max(ratios) < 1.3 * min(ratios)  # equally far apart by ratio
+    assert max(ratios) <= 2  # by ratio, about equally far apart
+    assert {96, 384, 1536} <= {place.length for place in prefill if place.held_out}
 
 
 @pytest.mark.parametrize("context", [64, 512, 2048, None, 131072])
@@ -78,12 +80,20 @@ def test_held_out_places_lie_within_and_enough_are_left_for_a_fit(context, quick
     assert len({(p.phase, p.length, p.batch) for p in plan.places}) == len(plan.places)
 
 
+def test_sweeps_of_other_lengths_share_places():
+    """So that engines of other paces can be compared."""
+    one, other = ({(p.phase, p.length, p.batch) for p in make_plan(n).places} for n in (8192, 3000))
+    assert len(one & other) >= 0.6 * len(other)
+    quick = {(p.phase, p.length, p.batch) for p in make_plan(8192, quick=True).places}
+    assert len(quick & one) >= 0.6 * len(quick)
+
+
 def test_time_limit_shortens_prompts_and_says_so():
     pace = Pace(token=1e-3, step=0.01)
     long, short = make_plan(8192, pace=pace), make_plan(8192, pace=pace, max_seconds=60)
     assert short.longest < long.longest
     assert pace.estimate(short) <= 60 < pace.estimate(long)
-    assert len(short.places) > 0.8 * len(long.places)
+    assert len(short.places) > 0.6 * len(long.places)
     result = sweep(Made(), short, watch_others=False)
     assert any("--max-seconds" in line for line in sweep_noise(result))
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from twinphase.bench.conditions import conditions
 from twinphase.bench.foreign_claims import claims_section
-from twinphase.bench.phase_sweep import UNKNOWN_CONTEXT, Progress, SweepResult, calibrate, make_plan, sweep
+from twinphase.bench.phase_sweep import Progress, SweepResult, calibrate, sweep
 from twinphase.bench.report import Metric, Report, Section, Verdict
+from twinphase.bench.sweep_plan import UNKNOWN_CONTEXT, make_plan
 from twinphase.bench.sweep_report import sweep_data, sweep_metrics, sweep_noise, sweep_sections
 from twinphase.bench.sweep_verdicts import sweep_verdicts
 from twinphase.bench.target import Target, TargetFacts

@@ -9,44 +9,26 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from twinphase.bench.conditions import Bystanders
 from twinphase.bench.fit import DECODE_LAWS, PREFILL_LAW, Fit, Point, Prediction, best_fit, fit
 from twinphase.bench.statistics import percentile
+from twinphase.bench.sweep_plan import ENOUGH_SECONDS, UNKNOWN_CONTEXT, Pace, Place, Plan
 from twinphase.bench.target import DecodeSample, PrefillSample, Target, TargetFacts
 from twinphase.errors import TwinphaseError
 
-__all__ = [
-    "HeldOut",
-    "Measurement",
-    "Place",
-    "Pace",
-    "Plan",
-    "SweepError",
-    "SweepResult",
-    "calibrate",
-    "make_plan",
-    "sweep",
-]
+__all__ = ["HeldOut", "Measurement", "SweepError", "SweepResult", "calibrate", "sweep"]
 
 QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
 FEWEST_TICKS = 2  # of the kernel's clock: one alone may have been anything
 CLOCK_TICK = 0.01  # seconds
 RETRIES = 2  # of a disturbed measurement
 HOPE_AFTER, HOPE_SHARE = 10, 0.5  # measurements, and the share that stayed disturbed above which retries are no use
-ENOUGH_SECONDS = 0.06  # a prefill shorter than this is measured several times in a row, and their median taken
 MOST_IN_A_ROW = 8
-SHORTEST_PROMPT = 10
-UNKNOWN_CONTEXT = 2048  # tokens planned for where the target does not say what it holds
-QUICK_LENGTH = 1024
 ROOM = 16  # tokens behind a warm-up's prompt
-FEWEST_TOKENS = 128  # a plan is not shortened below
-DECODE_TOKENS = 24
-BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate
-MARGIN = 1.3  # of the estimate: attention grows with the prompt, and what is disturbed is repeated
 WARM_UP = ((40, 1), (200, 2), (200, 1))
 
 Progress = Callable[[str, int, int], None]
@@ -54,69 +36,6 @@ Progress = Callable[[str, int, int], None]
 
 class SweepError(TwinphaseError):
     """Nothing could be measured; the message carries the target's first failure."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A point of the sweep.
-
-    Attributes:
-        phase: "prefill" or "decode".
-        length: prompt tokens; in decode, those before the first decoded one.
-        batch: sequences that decode together; 1 in prefill.
-        held_out: not given to the fit, which must predict it.
-    """
-
-    phase: str
-    length: int
-    batch: int = 1
-    held_out: bool = False
-
-    def __str__(self) -> str:
-        at = f"{self.length:,} tokens"
-        return f"prefill of {at}" if self.phase == "prefill" else f"decode of {self.batch} behind {at}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is measured.
-
-    Attributes:
-        places: prefill first, from short to long.
-        repetitions: rounds over all of them.
-        decode_tokens: steps of one decode measurement.
-        max_seconds: of the rounds; None is no limit.
-        seed: of the order.
-        wanted_length: the longest prompt + output that was to be measured; the time limit may have allowed less.
-    """
-
-    places: tuple[Place, ...]
-    repetitions: int = 5
-    decode_tokens: int = DECODE_TOKENS
-    max_seconds: float | None = None
-    seed: int = 0
-    wanted_length: int = 0
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max((place.length for place in self.places), default=0)
-
-
-@dataclass(frozen=True)
-class Pace:
-    """About how fast a target is, to plan by: seconds a prompt token, and a decode step."""
-
-    token: float
-    step: float
-
-    def estimate(self, plan: Plan) -> float:
-        """Seconds that a plan takes, about."""
-        tokens = sum(place.length * place.batch for place in plan.places)
-        decodes = sum(place.phase == "decode" for place in plan.places)
-        short = ENOUGH_SECONDS * (len(plan.places) - decodes)  # repeated in a row
-        once = tokens * self.token + decodes * plan.decode_tokens * self.step + short
-        return MARGIN * plan.repetitions * once
 
 
 @dataclass(frozen=True)
@@ -230,73 +149,6 @@ class SweepResult:
             HeldOut(place, point.x, found.predict(point.x), point.median)
             for place, point in self.points(phase, held_out=True)
         ]
-
-
-def _spaced(low: int, high: int, count: int) -> list[int]:
-    """`count` whole numbers from low to high, equally far apart by ratio."""
-    if high <= low or count < 2:
-        return [low]
-    return sorted({round(low * (high / low) ** (index / (count - 1))) for index in range(count)})
-
-
-def make_plan(
-    context_length: int | None,
-    *,
-    batches: Sequence[int] = (1, 2, 4, 8),
-    quick: bool = False,
-    repetitions: int | None = None,
-    max_seconds: float | None = None,
-    max_length: int | None = None,
-    pace: Pace | None = None,
-    seed: int = 0,
-) -> Plan:
-    """Places for a context: prompt lengths by ratio, every third held out; decode on a grid of positions and batches.
-
-    Args:
-        context_length: longest prompt + output; None (unknown) plans up to `UNKNOWN_CONTEXT`.
-        batches: sequences at once; of each neighbouring pair with room between them one size is added and held out.
-        quick: fewer places, three repetitions, shorter prompts: a look in about a minute, not a result.
-        repetitions: five unless told; three if `quick`.
-        max_seconds: limit of the sweep.
-        max_length: longest prompt + output to measure; the context's end unless told.
-        pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`.
-        seed: of the order.
-    """
-    wanted = min(context_length or UNKNOWN_CONTEXT, max_length or (QUICK_LENGTH if quick else 1 << 40))
-    rounds = repetitions or (3 if quick else 5)
-    length = wanted
-    while True:
-        places, tokens = _places(length, batches, quick)
-        plan = Plan(places, rounds, tokens, max_seconds, seed, wanted)
-        if pace is None or max_seconds is None or pace.estimate(plan) <= BUDGET_SHARE * max_seconds:
-            return plan
-        if length <= FEWEST_TOKENS:
-            return plan
-        length = max(FEWEST_TOKENS, length * 4 // 5)
-
-
-def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Place, ...], int]:
-    """Places for prompts + outputs up to a length, and the steps of a decode measurement."""
-    tokens = min(12 if quick else DECODE_TOKENS, max(1, length // 4))
-    sizes = sorted(set(batches))
-    # Behind the longest prompt there is room for the tokens of a batch whose prompts are read one after the other.
-    longest = max(2, length - tokens - 4)
-    lengths = _spaced(min(SHORTEST_PROMPT, longest), longest, 8 if quick else 14)
-    # Neither the first nor the last: a fit is asked about what lies within it.
-    places = [Place("prefill", n, 1, 0 < i < len(lengths) - 1 and i % 3 == 2) for i, n in enumerate(lengths)]
-    positions = [max(1, round(longest * share)) for share in ((0.02, 0.5, 1.0) if quick else (0.01, 0.25, 0.5, 1.0))]
-    held_position = max(1, round(longest * (0.25 if quick else 0.75)))
-    between = [(a + b) // 2 for a, b in zip(sizes, sizes[1:], strict=False) if b - a > 1]
-    grid = [(p, 1, False) for p in positions] + [(held_position, 1, True)]
-    # Batches at half of the longest position at most: their prompts are read anew for every repetition.
-    near = sorted({positions[0], min(positions[1], 512), min(positions[1], 1024)})
-    grid += [(p, b, False) for b in sizes if b > 1 for p in near]
-    grid += [(p, b, True) for b in between[-2:] for p in near[:2]]
-    seen: dict[tuple[int, int], bool] = {}
-    for p, b, out in grid:
-        seen.setdefault((p, b), out)
-    places += [Place("decode", p, b, out) for (p, b), out in sorted(seen.items(), key=lambda item: item[0][::-1])]
-    return tuple(places), tokens
 
 
 def calibrate(target: Target, progress: Progress = lambda what, done, total: None) -> Pace:

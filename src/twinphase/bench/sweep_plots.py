@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from twinphase.bench.fit import Fit, Point
-from twinphase.bench.phase_sweep import Place, SweepResult
+from twinphase.bench.phase_sweep import SweepResult
 from twinphase.bench.plots import Row, lines, scatter
 from twinphase.bench.report import Plot
 from twinphase.bench.statistics import median_interval
+from twinphase.bench.sweep_plan import Place
 
 __all__ = ["decode_plots", "prefill_plots"]
 

@@ -10,9 +10,10 @@ import statistics
 from typing import Any
 
 from twinphase.bench.fit import Fit, Point
-from twinphase.bench.phase_sweep import HeldOut, Place, SweepResult
+from twinphase.bench.phase_sweep import HeldOut, SweepResult
 from twinphase.bench.report import Column, Metric, Section, Table
 from twinphase.bench.statistics import median_interval
+from twinphase.bench.sweep_plan import Place
 from twinphase.bench.sweep_plots import decode_plots, prefill_plots
 from twinphase.bench.sweep_verdicts import percent, rate_text, time_text
 

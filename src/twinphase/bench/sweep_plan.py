@@ -1,0 +1,171 @@
+"""Where a phase sweep measures: prompt lengths, positions and batch sizes, and how much of it a time limit allows.
+
+Not for measuring (`phase_sweep.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["ENOUGH_SECONDS", "UNKNOWN_CONTEXT", "Pace", "Place", "Plan", "make_plan"]
+
+ENOUGH_SECONDS = 0.06  # a prefill shorter than this is measured several times in a row, and their median taken
+SHORTEST_PROMPT = 10
+POWERS = tuple(2**k for k in range(5, 24))
+UNKNOWN_CONTEXT = 2048  # tokens planned for where the target does not say what it holds
+QUICK_LENGTH = 1024
+DECODE_TOKENS = 24
+BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate
+MARGIN = 1.3  # of the estimate: attention grows with the prompt, and what is disturbed is repeated
+FEWEST_TOKENS = 128  # a plan is not shortened below
+
+
+@dataclass(frozen=True)
+class Place:
+    """A point of the sweep.
+
+    Attributes:
+        phase: "prefill" or "decode".
+        length: prompt tokens; in decode, those before the first decoded one.
+        batch: sequences that decode together; 1 in prefill.
+        held_out: not given to the fit, which must predict it.
+    """
+
+    phase: str
+    length: int
+    batch: int = 1
+    held_out: bool = False
+
+    def __str__(self) -> str:
+        at = f"{self.length:,} tokens"
+        return f"prefill of {at}" if self.phase == "prefill" else f"decode of {self.batch} behind {at}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        places: prefill first, from short to long.
+        repetitions: rounds over all of them.
+        decode_tokens: steps of one decode measurement.
+        max_seconds: of the rounds; None is no limit.
+        seed: of the order.
+        wanted_length: the longest prompt + output that was to be measured; the time limit may have allowed less.
+    """
+
+    places: tuple[Place, ...]
+    repetitions: int = 5
+    decode_tokens: int = DECODE_TOKENS
+    max_seconds: float | None = None
+    seed: int = 0
+    wanted_length: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max((place.length for place in self.places), default=0)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """About how fast a target is, to plan by: seconds a prompt token, and a decode step."""
+
+    token: float
+    step: float
+
+    def estimate(self, plan: Plan) -> float:
+        """Seconds that a plan takes, about."""
+        tokens = sum(place.length * place.batch for place in plan.places)
+        decodes = sum(place.phase == "decode" for place in plan.places)
+        short = ENOUGH_SECONDS * (len(plan.places) - decodes)  # repeated in a row
+        once = tokens * self.token + decodes * plan.decode_tokens * self.step + short
+        return MARGIN * plan.repetitions * once
+
+
+def _spaced(low: int, high: int, count: int) -> list[int]:
+    """`count` whole numbers from low to high, equally far apart by ratio."""
+    if high <= low or count < 2:
+        return [low]
+    return sorted({round(low * (high / low) ** (index / (count - 1))) for index in range(count)})
+
+
+def make_plan(
+    context_length: int | None,
+    *,
+    batches: Sequence[int] = (1, 2, 4, 8),
+    quick: bool = False,
+    repetitions: int | None = None,
+    max_seconds: float | None = None,
+    max_length: int | None = None,
+    pace: Pace | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Places for a context: prompt lengths by ratio, some held out; decode on a grid of positions and batches.
+
+    Args:
+        context_length: longest prompt + output; None (unknown) plans up to `UNKNOWN_CONTEXT`.
+        batches: sequences at once; of each neighbouring pair with room between them one size is added and held out.
+        quick: fewer places, three repetitions, shorter prompts: a look in about a minute, not a result.
+        repetitions: five unless told; three if `quick`.
+        max_seconds: limit of the sweep.
+        max_length: longest prompt + output to measure; the context's end unless told.
+        pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`.
+        seed: of the order.
+    """
+    wanted = min(context_length or UNKNOWN_CONTEXT, max_length or (QUICK_LENGTH if quick else 1 << 40))
+    rounds = repetitions or (3 if quick else 5)
+    length = wanted
+    while True:
+        places, tokens = _places(length, batches, quick)
+        plan = Plan(places, rounds, tokens, max_seconds, seed, wanted)
+        if pace is None or max_seconds is None or pace.estimate(plan) <= BUDGET_SHARE * max_seconds:
+            return plan
+        if length <= FEWEST_TOKENS:
+            return plan
+        length = max(FEWEST_TOKENS, length * 4 // 5)
+
+
+def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Place, ...], int]:
+    """Places for prompts + outputs up to a length, and the steps of a decode measurement."""
+    tokens = min(12 if quick else DECODE_TOKENS, max(1, length // 4))
+    sizes = sorted(set(batches))
+    # Behind the longest prompt there is room for the tokens of a batch whose prompts are read one after the other.
+    longest = max(2, length - tokens - 4)
+    places = [Place("prefill", n, 1, out) for n, out in _lengths(longest, quick)]
+    powers = [n for n in POWERS if n <= longest // 2]
+    low, middle = 32 if longest >= 256 else max(1, longest // 16), powers[-1] if powers else max(1, longest // 2)
+    far = [n for n in powers[2 if quick else 0 :: 2] if n > low]
+    grid = [(p, 1, False) for p in (low, *far, middle, longest)]
+    grid += [(p, 1, True) for p in _between([low, *far, middle, longest])[-2:]]
+    # Batches behind short prompts only: they are read anew for every repetition, each of them.
+    near = sorted({low, min(middle, 512), *(() if quick else (min(middle, 1024),))})
+    between = [(a + b) // 2 for a, b in zip(sizes, sizes[1:], strict=False) if b - a > 1]
+    grid += [(p, b, False) for b in sizes if b > 1 for p in near]
+    grid += [(p, b, True) for b in between[-2:] for p in near[:2]]
+    seen: dict[tuple[int, int], bool] = {}
+    for p, b, out in grid:
+        seen.setdefault((p, b), out)
+    places += [Place("decode", p, b, out) for (p, b), out in sorted(seen.items(), key=lambda item: item[0][::-1])]
+    return tuple(places), tokens
+
+
+def _lengths(longest: int, quick: bool) -> list[tuple[int, bool]]:
+    """Prompt lengths, and whether each is held out; powers of two, so that sweeps of other lengths share them."""
+    powers = [n for n in (16, *POWERS) if n < 0.75 * longest][quick:]
+    if len(powers) < 4:
+        spaced = _spaced(min(SHORTEST_PROMPT, longest), longest, 8 if quick else 12)
+        return [(n, 0 < i < len(spaced) - 1 and i % 3 == 2) for i, n in enumerate(spaced)]
+    held = [n * 3 // 2 for n in powers[quick::2] if n * 3 // 2 < longest]
+    return sorted([(n, False) for n in (SHORTEST_PROMPT, *powers, longest)] + [(n, True) for n in held])
+
+
+def _between(positions: Sequence[int]) -> list[int]:
+    """Whole numbers halfway between neighbours by ratio, powers of two where these are."""
+    found = []
+    for a, b in zip(positions, positions[1:], strict=False):
+        middle = round((a * b) ** 0.5)
+        power = 1 << (middle.bit_length() - 1)
+        found.append(power if a < power < b else middle)
+    return [n for n in found if n not in positions]
