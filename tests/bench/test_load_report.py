@@ -135,6 +135,8 @@ def test_reasons_of_saturation():
     assert "20% of the requests failed (12 x http 429)" in saturation_reason(made(failing))
     growing = [(i * 0.1, [0.05 + 0.007 * i, 0.1 + 0.007 * i], "") for i in range(60)]
     assert "TTFT grows" in saturation_reason(made(growing))
+    disturbed = [(i * 0.1, [0.02 + 0.001 * i, 0.1 + 0.001 * i], "") for i in range(60)]
+    assert saturation_reason(made(disturbed)) == "", "10 ms more each second are no queue"
     behind = [(i * 0.1, [0.05 + 0.1 * i, 0.1 + 0.1 * i], "") for i in range(60)]
     assert "of the rate offered" in saturation_reason(made(behind))
     assert saturation_reason(made([])) == ""

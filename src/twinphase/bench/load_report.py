@@ -222,6 +222,7 @@ def sweep_verdicts(sweep: SweepResult) -> tuple[Verdict, ...]:
         goodput = best.result.goodput
         text = f"Highest goodput {goodput.rate:.3g} req/s, at {best.value:.3g} {unit} ({best.result.slos})."
         found.append(Verdict(Status.INFO, text))
+    found += [Verdict(Status.VOID, "Alone is void.", fault) for fault in sweep.alone.void]
     for point in sweep.ordered:
         found += [Verdict(Status.VOID, f"{point.value:.3g} {unit} is void.", fault) for fault in point.result.void]
     return tuple(found)

@@ -4,8 +4,10 @@ A load is *saturated*, in this order, when
 - more than a tenth of its requests fail, or
 - it is served at less than 0.9 of the rate offered: requests that succeeded / (last end - first send - E2E of the first
   third, the time that even an unhurried last request takes) against requests / time of sending, or
-- the queue grows while it runs: the median TTFT of the last third is more than twice that of the first third, and the
-  two differ by the rank-sum test at 0.01 (Mann and Whitney 1947).
+- the queue grows while it runs: the median TTFT of the last third is more than twice that of the first third, the two
+  differ by the rank-sum test at 0.01 (Mann and Whitney 1947), and TTFT grew by more than 25 ms in each second of sending.
+  (Requests that come 1 + x times as fast as they are served wait x / (1 + x) seconds longer each second. Less growth is
+  what a machine does that is busy elsewhere for a moment.)
 For a fixed concurrency, when the output rate is less than 1.05 of the best before it.
 
 Not for one load (`load.py`).
@@ -30,6 +32,7 @@ __all__ = ["Point", "SweepPlan", "SweepResult", "find_saturation", "rank_sum_p",
 FAILED_SHARE = 0.1
 SERVED_SHARE = 0.9
 GROWTH = 2.0
+GROWTH_PER_SECOND = 0.025
 SIGNIFICANCE = 0.01
 GAIN = 1.05
 ALONE_REQUESTS = 5
@@ -138,7 +141,8 @@ def saturation_reason(result: LoadResult) -> str:
     last = [one.ttft for one in seen[-third:] if one.succeeded and one.ttft is not None] if third else []
     if min(len(first), len(last)) >= 4:
         before, after = statistics.median(first), statistics.median(last)
-        if after > GROWTH * before and rank_sum_p(first, last) < SIGNIFICANCE:
+        steep = after - before > GROWTH_PER_SECOND * window * 2 / 3  # from the middle of a third to that of the other
+        if steep and after > GROWTH * before and rank_sum_p(first, last) < SIGNIFICANCE:
             return f"TTFT grows: median {1e3 * before:.0f} ms in the first third, {1e3 * after:.0f} ms in the last"
     return ""
 
