@@ -5,9 +5,9 @@ A load is *saturated*, in this order, when
 - it is served at less than 0.9 of the rate offered: requests that succeeded / (last end - first send - E2E of the first
   third, the time that even an unhurried last request takes) against requests / time of sending, or
 - the queue grows while it runs: the median TTFT of the last third is more than twice that of the first third, the two
-  differ by the rank-sum test at 0.01 (Mann and Whitney 1947), and TTFT grew by more than 25 ms in each second of sending.
-  (Requests that come 1 + x times as fast as they are served wait x / (1 + x) seconds longer each second. Less growth is
-  what a machine does that is busy elsewhere for a moment.)
+  differ by the rank-sum test at 0.01 (Mann and Whitney 1947), and TTFT grew by more than 25 ms in a second of sending.
+  (Where requests come 1 + x times as fast as they are served, each second of sending adds x seconds of queue. Less
+  growth than that of x = 0.025 is what a machine does that is busy elsewhere for a moment.)
 For a fixed concurrency, when the output rate is less than 1.05 of the best before it.
 
 Not for one load (`load.py`).
