@@ -30,28 +30,18 @@ def bench(
     quick: bool = typer.Option(False, "--quick", help="A look in about a minute: fewer points and repetitions."),
     seed: int = typer.Option(0, min=0, help="Of prompts, order and gaps."),
     repetitions: int = typer.Option(None, min=1, help="Of every point; 5, or 3 if quick.", rich_help_panel=SWEEP),
-    max_seconds: float = typer.Option(
-        None, min=1, help="Time to measure; prompts get shorter to fit. 300, or 90 if quick.", rich_help_panel=SWEEP
-    ),
+    max_seconds: float = typer.Option(None, min=1, help="Prompts shorten to fit; 300 or 90.", rich_help_panel=SWEEP),
     max_length: int = typer.Option(None, min=16, help="Longest prompt + output.", rich_help_panel=SWEEP),
     batches: str = typer.Option("1,2,4,8", help="Sequences that decode at once.", rich_help_panel=SWEEP),
     all_: bool = typer.Option(False, "--all", help="The sweep as well as the load.", rich_help_panel=SWEEP),
-    request_rate: float = typer.Option(
-        None, help="Send so many requests a second (open loop). Runs a load instead of the sweep.", rich_help_panel=LOAD
-    ),
+    request_rate: float = typer.Option(None, help="Requests a second, open loop.", rich_help_panel=LOAD),
     constant: bool = typer.Option(False, "--constant", help="Even gaps; Poisson otherwise.", rich_help_panel=LOAD),
-    max_concurrency: int = typer.Option(
-        None, min=1, help="Keep so many in flight (closed loop). A load instead of the sweep.", rich_help_panel=LOAD
-    ),
+    max_concurrency: int = typer.Option(None, min=1, help="Requests in flight, closed loop.", rich_help_panel=LOAD),
     saturate: bool = typer.Option(
-        False, "--saturate", help="Raise the rate until it is too much. Instead of the sweep.", rich_help_panel=LOAD
+        False, "--saturate", help="Raise the load till it is too much.", rich_help_panel=LOAD
     ),
     trace: Path = typer.Option(
-        None,
-        "--trace",
-        "--dataset-path",
-        help="Replay a file (Mooncake, Azure, ShareGPT). A load instead of the sweep.",
-        rich_help_panel=LOAD,
+        None, "--trace", "--dataset-path", help="Replay a file: Mooncake, Azure, ShareGPT.", rich_help_panel=LOAD
     ),
     scale_lengths: float = typer.Option(1.0, help="Of a trace's prompts and outputs.", rich_help_panel=LOAD),
     time_scale: float = typer.Option(1.0, help="Of a trace's gaps; 2: half as fast.", rich_help_panel=LOAD),
@@ -73,7 +63,10 @@ def bench(
     num_kv_blocks: int = typer.Option(None, help="Blocks of the KV cache.", rich_help_panel=ENGINE),
     enable_prefix_caching: bool = typer.Option(None, help="Loads: on. Sweep: off.", rich_help_panel=ENGINE),
 ) -> None:
-    """Measure a target's two phases apart (the default), or under a load; compare two results."""
+    """Measure a target's two phases apart, or compare two results.
+
+    A load is run instead with any of --request-rate, --max-concurrency, --saturate and --trace; both with --all.
+    """
     given = locals()
     words = list(more or [])
     if target == "compare":
