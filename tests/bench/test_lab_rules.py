@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -252,6 +253,7 @@ CASES = [
     (cores, threads(1.9, 1.2), HOLDS),
     (cores, threads(1.9, 1.9), FAILS),
     (cores, threads(1.0, 0.5), FAILS),
+    (cores, replace(threads(1.0, 0.5), others=1.0), UNKNOWN),  # the cores were not free
     (cores, threads(1.3, 1.0, WILD), UNKNOWN),
     (cores, cores.Cores({1: [1.0] * 8}, {1: [1.0] * 8}), UNKNOWN),
     (same_tokens, answers(0, 0), HOLDS),

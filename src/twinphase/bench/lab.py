@@ -243,7 +243,7 @@ def make_report(setting: Setting, findings: Sequence[Finding], noise: Sequence[s
         f"{workshop.config.kv_cache_dtype}",
         "context length": f"{workshop.max_model_len:,}",
         "time to measure": f"{seconds:.0f} s planned, {sum(one.seconds for one in findings):.0f} s taken",
-        "ceilings": _ceilings(setting.ceilings),
+        "ceilings": _ceilings(setting.ceilings, workshop.shape.linear_bytes + workshop.shape.head_bytes),
     }
     path = workshop.loaded.checkpoint.path
     threads = workshop.config.threads or available_cores()
@@ -267,13 +267,14 @@ def make_report(setting: Setting, findings: Sequence[Finding], noise: Sequence[s
     )
 
 
-def _ceilings(ceilings: Ceilings | None) -> str:
+def _ceilings(ceilings: Ceilings | None, weights: int) -> str:
     if ceilings is None:
         return "unknown"
     units = (("int8", ceilings.int8_ops), ("float32", ceilings.float32_flops), ("bfloat16", ceilings.bfloat16_flops))
     peaks = [f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in units if rate]
-    sizes = [(size, rate) for size, rate in ceilings.bandwidth if size >= 1 << 26][:1]
-    return ", ".join([*peaks, *(f"{rate / 1e9:.1f} GB/s reading {size >> 20} MiB" for size, rate in sizes)])
+    rate = ceilings.read_bandwidth(weights)
+    reading = [f"{rate / 1e9:.1f} GB/s reading the weights' {weights / 1e6:,.0f} MB"] if rate else []
+    return ", ".join([*peaks, *reading])
 
 
 def _verdict(finding: Finding) -> Verdict:

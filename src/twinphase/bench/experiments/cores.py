@@ -17,7 +17,7 @@ from twinphase.bench.experiments.experiment import (
     shown,
     unknown,
 )
-from twinphase.bench.experiments.workbench import Workbench
+from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Plot, Table
 from twinphase.bench.statistics import percentile
@@ -33,10 +33,14 @@ GAIN, HELP = "prefill's speed-up", "prefill's speed-up / decode's"
 
 @dataclass(frozen=True)
 class Cores:
-    """Tokens a second of each repetition, by threads; only one entry on a machine with one core."""
+    """Tokens a second of each repetition, by threads; only one entry on a machine with one core.
+
+    `others` is how many cores other programs used meanwhile.
+    """
 
     prefill: dict[int, list[float]]
     decode: dict[int, list[float]]
+    others: float | None = None
 
     @property
     def threads(self) -> list[int]:
@@ -69,12 +73,15 @@ def _measure(bench: Workbench) -> Cores:
         variants["prefill", threads] = partial(prefill, workshop)
         variants["decode", threads] = partial(decode, workshop)
     found = bench.interleave(variants)
-    return Cores({n: found["prefill", n] for n in workshops}, {n: found["decode", n] for n in workshops})
+    return Cores({n: found["prefill", n] for n in workshops}, {n: found["decode", n] for n in workshops}, bench.others)
 
 
 def _estimates(found: Cores) -> Mapping[str, Estimate]:
     if len(found.threads) < 2:
         return dict.fromkeys((GAIN, HELP), unknown("There is one core only."))
+    if found.others is not None and found.others >= QUIET_CORES:
+        note = f"Other programs used {found.others:.1f} cores meanwhile: the second core was not free."
+        return dict.fromkeys((GAIN, HELP), unknown(note))
     return {
         GAIN: median_of(found.speedups(found.prefill)),
         HELP: ratio_of(found.speedups(found.prefill), found.speedups(found.decode)),
