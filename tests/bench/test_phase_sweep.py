@@ -21,7 +21,7 @@ class Made:
 
     def __init__(self, noise=0.01, context=4096, seed=0, memory_bound=True, refuse=lambda phase, at: False):
         self.facts = TargetFacts(
-            "made", "openai", "made 1", "none", "exact", context, "as the law has it", "as the law has it"
+            "made", "openai", "made 1", "none", "exact", context, "by its law", "by its law", {"threads": "3"}
         )
         self.random, self.noise, self.refuse, self.memory_bound = random.Random(seed), noise, refuse, memory_bound
         self.asked = []
@@ -236,6 +236,7 @@ def test_report_is_whole_and_its_json_has_everything_raw():
     result = swept(quick=True)
     report = bench_report(result.facts, [sweep_parts(result)])
     assert [section.title for section in report.sections] == ["Both phases", "Prefill", "Decode"]
+    assert report.conditions["threads"] == "3"
     names = [plot.name for section in report.sections for plot in section.plots]
     assert len(names) == len(set(names)) == 6
     assert all(len(row) == len(t.columns) for s in report.sections for t in s.tables for row in t.rows)

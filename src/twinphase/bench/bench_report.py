@@ -133,6 +133,8 @@ def bench_report(
         isa: instruction-set path; "" is unknown.
     """
     flags = {key: value for part in parts for key, value in part.flags.items()}
+    told = facts.details.get("threads", "")
+    threads = int(told) if threads is None and told.isdigit() else threads
     return Report(
         kind="bench",
         title=f"{facts.model} on {facts.engine}: {' and '.join(part.name for part in parts if part.verdicts)}",
