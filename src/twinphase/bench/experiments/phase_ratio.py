@@ -69,9 +69,11 @@ def _why(found: PhaseRatio, judged: Sequence[Judged]) -> Sequence[str]:
     ]
     if found.possible is not None:
         sentences.append(
-            f"With both phases exactly at this machine's measured ceilings the ratio would be {found.possible:.3g}: that "
+            f"With both phases exactly at this machine's measured ceilings the ratio would be {found.possible:.3g}: "
+            "that "
             "is its balance of arithmetic and bandwidth with these weights, and a phase that stays farther below its "
-            "ceiling than the other moves the ratio. An accelerator does 100 to 300 operations in the time of reading a "
+            "ceiling than the other moves the ratio. An accelerator does 100 to 300 operations in the time of reading "
+            "a "
             "byte, hence the ratios of 100 and more that people quote; fewer bits a weight make decode faster and the "
             "ratio smaller."
         )
