@@ -30,6 +30,8 @@ SCRIPT: dict[str, Any] = {
     "multiline": False,
     "join": False,  # all pieces in one write
     "usage": True,
+    "whole_usage": True,  # in answers that are not streamed
+    "finish": "length",
     "role": False,  # an empty first chunk without a token
     "timings": None,
     "content_type": "text/event-stream",
@@ -103,6 +105,8 @@ async def stream(
     line, since = script["newline"], entry["received"]
     prompt = body.get("prompt") or body["messages"][0]["content"]
     num_prompt = script["prompt_tokens"] or len(prompt.split() if isinstance(prompt, str) else prompt)
+    if not body.get("stream"):
+        return plain(writer, 200, {"usage": {"prompt_tokens": num_prompt}} if script["whole_usage"] else {})
 
     def event(data: Any) -> bytes:
         text = data if isinstance(data, str) else json.dumps(data, indent=1 if script["multiline"] else None)
@@ -146,7 +150,7 @@ async def stream(
             send(data)
     usage = {"prompt_tokens": num_prompt, "completion_tokens": sum(tokens)}
     usage["total_tokens"] = num_prompt + sum(tokens)
-    joined += chunk("", "length", **({"timings": script["timings"]} if script["timings"] else {}))
+    joined += chunk("", script["finish"], **({"timings": script["timings"]} if script["timings"] else {}))
     joined += event({"id": name, "choices": [], "usage": usage}) if script["usage"] else b""
     entry["closed"] = time.perf_counter()
     if script["end"] == "done":

@@ -208,16 +208,17 @@ def test_fields_that_a_server_refuses_are_left_out_and_told(stub):
         run(work("prompt", endpoint="completions"))
 
 
-def test_a_stream_without_usage_has_no_counts(stub):
-    async def work():
-        stub.script({"usage": False, "gaps": [0.001]})
+def test_a_stream_without_usage_has_the_count_that_its_end_tells(stub):
+    async def work(**script):
+        stub.script({"usage": False, "gaps": [0.001], **script})
         target = await OpenAITarget.open(stub.url)
-        return target, await target.send(PROMPT, 4), await target.sizing()
+        return target, await target.send(PROMPT, 9), await target.sizing()
 
     target, seen, sizing = run(work())
-    assert seen.succeeded and seen.num_output_tokens is None and seen.tpot is None
-    assert "TPOT is unknown" in " ".join(target.notes)
-    assert not sizing.counted
+    assert seen.num_output_tokens == 9 and seen.tpot is not None, "it ended by its length"
+    assert "no `usage`" in " ".join(target.notes) and sizing.counted, "an answer that is not streamed has the count"
+    _, seen, sizing = run(work(finish="stop", whole_usage=False))
+    assert seen.succeeded and seen.num_output_tokens is None and seen.tpot is None and not sizing.counted
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://localhost:99999", "http://[::1"])

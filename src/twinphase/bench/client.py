@@ -130,6 +130,7 @@ class Reply:
         pieces: parts of the body, each with the moment at which its bytes were read from the socket.
         whole: the reply came to its end.
         error: "KIND: details" if it did not; "" otherwise.
+        asked_tokens: of output, as the sender noted; 0 if it did not.
     """
 
     intended: float
@@ -142,6 +143,7 @@ class Reply:
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
     whole: bool = False
     error: str = ""
+    asked_tokens: int = 0
 
     @property
     def connect_seconds(self) -> float:

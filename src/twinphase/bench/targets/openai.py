@@ -115,11 +115,16 @@ class OpenAITarget:
 
     async def start(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Reply:
         """Send a request when it is due and take what comes, unread: reading costs time that others' stamps need."""
-        return await self.post(ROUTES[self.dialect.endpoint], self.body(prompt, max_tokens), intended)
+        reply = await self.post(ROUTES[self.dialect.endpoint], self.body(prompt, max_tokens), intended)
+        reply.asked_tokens = max_tokens
+        return reply
 
     def read(self, reply: Reply) -> Observation:
         """What became of a request that was started."""
-        return observe(reply)
+        seen = observe(reply)
+        if seen.num_output_tokens is None and seen.finish_reason == "length" and reply.asked_tokens:
+            seen.num_output_tokens = reply.asked_tokens  # the server says that it gave as many as it was to
+        return seen
 
     async def send(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Observation:
         """Send a request at `intended` and take its whole answer; failures are written into the observation.
@@ -127,7 +132,7 @@ class OpenAITarget:
         Call it `lead` seconds early, or the opening of the connection makes it late. `SEND_NOW` means as soon as the
         connection is there.
         """
-        return observe(await self.start(prompt, max_tokens, intended))
+        return self.read(await self.start(prompt, max_tokens, intended))
 
     def body(self, prompt: Prompt, max_tokens: int, dialect: Dialect | None = None) -> dict[str, Any]:
         """The JSON of a request."""
@@ -147,10 +152,9 @@ class OpenAITarget:
     async def sizing(self) -> Sizing:
         """How many tokens this server makes of our words, by its own count of three prompts."""
         if self._sizing is None:
-            word = WORDS[0]
-            counts = [
-                await self._count(text) for text in (word, f"{word} {word}", TextMaker(0x512E).words(PROBE_WORDS, 0))
-            ]
+            word, many_words = WORDS[0], TextMaker(0x512E).words(PROBE_WORDS, 0)
+            texts = (word, f"{word} {word}", many_words)
+            counts = [await self.count_prompt(Prompt(text)) for text in texts]
             if None in counts:
                 self.notes.append("the server does not count prompt tokens: prompt lengths are in words")
                 self._sizing = Sizing(1.0, 0.0, counted=False)
@@ -162,10 +166,21 @@ class OpenAITarget:
                 self._sizing = Sizing((many - overhead) / PROBE_WORDS, overhead)
         return self._sizing
 
-    async def _count(self, text: str) -> int | None:
-        seen = await self.send(Prompt(text), 1)
+    async def count_prompt(self, prompt: Prompt) -> int | None:
+        """Tokens of a prompt by the server's own count; None if it counts none. Costs a request of one token.
+
+        Some servers count only in answers that are not streamed.
+        """
+        seen = await self.send(prompt, 1)
         if seen.error and not seen.error.startswith("no output"):
             raise TargetFailedError(f"{self.facts.name} failed on a short prompt: {seen.error}")
+        if seen.num_prompt_tokens is None:
+            body = {**self.body(prompt, 1), "stream": False}
+            body.pop("stream_options", None)
+            found = (await self.post(ROUTES[self.dialect.endpoint], body)).json()
+            usage = found.get("usage") if isinstance(found, dict) else None
+            count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+            return count if isinstance(count, int) and count > 0 else None
         return seen.num_prompt_tokens
 
     async def get(self, route: str) -> Reply:
@@ -245,7 +260,10 @@ class OpenAITarget:
         elif self.server.kind not in ACCEPTS_IGNORE_EOS:
             self.notes.append("the server may ignore `ignore_eos`: outputs may be shorter than asked for")
         if seen.num_output_tokens is None:
-            self.notes.append("the server's stream has no `usage`: no tokens are counted, TPOT is unknown")
+            self.notes.append(
+                "the server's stream has no `usage`: an output that ended by its length has the length asked for, "
+                "others are not counted and have no TPOT"
+            )
 
     def _make_facts(self, url: str) -> TargetFacts:
         server = self.server
