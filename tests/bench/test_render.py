@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import json
@@ -10,8 +11,10 @@ import math
 import re
 import stat
 import sys
+import threading
 from dataclasses import replace
 from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import resources
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from tests.bench.sample_report import HOSTILE, all_plots, sample_report
 
 from twinphase.bench.extras import MissingExtraError, require
 from twinphase.bench.markdown import markdown
-from twinphase.bench.render import write_report
+from twinphase.bench.render import png, write_report
 from twinphase.bench.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
 from twinphase.bench.result import plain, read_result
 from twinphase.errors import StorageError
@@ -186,6 +189,23 @@ def test_a_package_that_is_there_and_broken_is_not_called_missing(tmp_path, monk
     with pytest.raises(MissingExtraError, match="needs not_there_at_all.*pip install something"):
         require("not_there_at_all.part", "something")
     assert require("json.decoder") is sys.modules["json.decoder"]
+
+
+def test_a_chart_that_wants_the_network_is_not_drawn(tmp_path):
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/data.csv"
+        with contextlib.suppress(ValueError):
+            png(Plot("x", "t", {"data": {"url": url}, "mark": "point", "encoding": {"x": {"field": "a"}}}))
+        server.shutdown()
+    assert asked == []
 
 
 def test_progress_is_told_for_every_file(tmp_path):
