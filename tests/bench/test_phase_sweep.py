@@ -273,3 +273,8 @@ def test_retries_end_where_the_machine_is_always_busy(monkeypatch):
     assert len(result.measurements) == 10 * 3 + 2 * len(plan.places) - 10
     assert result.disturbed_share() == 1.0
     assert sweep_verdicts(result)[0].text.startswith("The machine was busy")
+
+
+def test_one_repetition_tells_nothing_of_noise():
+    bound = [v for v in sweep_verdicts(swept(repetitions=1)) if "compute-bound" in v.text]
+    assert [v.status for v in bound] == [Status.UNKNOWN, Status.UNKNOWN]

@@ -20,6 +20,7 @@ TIMES_A_STEP = 4.0  # a prefill this many decode steps long does not wait for th
 NEARLY_FREE = 0.6  # a batch that takes less than this share of its sequences one by one waits for something they share
 STEADY_BATCH = 4  # sequences from which that can be told
 MEANINGFUL = 0.5  # claimed error above which holding it is no feat
+FEWEST_REPETITIONS = 3  # whose spread tells something
 BUSY_SHARE = 0.2  # of disturbed measurements above which it is the first thing to know
 CHANCE = 0.05  # below it, that many misses of the claimed interval are no luck
 
@@ -136,7 +137,9 @@ def _decode_bound(result: SweepResult) -> Verdict | None:
 
 
 def _ratio(one: Point, other: Point) -> tuple[float, float]:
-    """The least and the most that one / other may be, by the intervals of their medians."""
+    """The least and the most that one / other may be, by the intervals of their medians; anything if too few."""
+    if min(len(one.values), len(other.values)) < FEWEST_REPETITIONS:
+        return 0.0, math.inf
     top, bottom = median_interval(one.values), median_interval(other.values)
     return top.low / bottom.high, top.high / bottom.low
 
