@@ -189,6 +189,8 @@ def test_doubts_are_told():
         one.num_cached_tokens, one.finish_reason, one.num_output_tokens = 8, "stop", 8
     told = " ".join(verdict.text for verdict in load_verdicts(result))
     assert "80% of the prompt tokens came out of the server's prefix cache" in told
+    result.observations[0].finish_reason = ""
+    assert "1 of 2 outputs have no finish_reason" in " ".join(verdict.text for verdict in load_verdicts(result))
     assert "2 of 2 outputs ended before" in told and "4.00 tokens on average" in told
 
 

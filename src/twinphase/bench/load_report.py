@@ -84,6 +84,11 @@ def _doubts(result: LoadResult) -> list[Verdict]:
     short = sum(one.finish_reason not in ("length", "") for one in seen)
     if short:
         found.append(Verdict(Status.INFO, f"{short} of {len(seen)} outputs ended before the length asked for."))
+    broken = sum(not one.finish_reason for one in seen)
+    if broken:
+        text = f"{broken} of {len(seen)} outputs have no finish_reason: the server may have broken them off."
+        reason = "llama-cpp-python does, when another request comes, unless started with --interrupt_requests False."
+        found.append(Verdict(Status.INFO, text, reason))
     pieces, tokens = sum(len(one.token_times) for one in seen), result.num_output_tokens
     if tokens and tokens > 1.02 * pieces:
         text = f"A piece of output has {tokens / pieces:.2f} tokens on average: ITL is of pieces, TPOT of tokens."
