@@ -1,6 +1,7 @@
 """The sweep over a made-up target whose times are a known law of noise: no clock, no machine."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -278,3 +279,12 @@ def test_retries_end_where_the_machine_is_always_busy(monkeypatch):
 def test_one_repetition_tells_nothing_of_noise():
     bound = [v for v in sweep_verdicts(swept(repetitions=1)) if "compute-bound" in v.text]
     assert [v.status for v in bound] == [Status.UNKNOWN, Status.UNKNOWN]
+
+
+def test_disturbed_repetitions_are_left_out_where_enough_were_not():
+    result = sweep(Made(), Plan((Place("prefill", 500),), 5), watch_others=False)
+    for disturbed, used in ((0, 5), (2, 3), (3, 5), (5, 5)):  # of 2 quiet ones among 5 all are used
+        marked = [replace(one, disturbed=one.round < disturbed) for one in result.measurements]
+        again = replace(result, measurements=marked, _fits={})
+        assert len(again.points("prefill")[0][1].values) == used
+        assert len(again.measurements) == 5

@@ -123,13 +123,22 @@ class SweepResult:
         kept = [one for one in self.measurements if one.kept]
         return sum(one.disturbed for one in kept) / len(kept) if len(kept) >= fewest else 0.0
 
+    def used(self, place: Place) -> list[Measurement]:
+        """The repetitions that count: the undisturbed ones if they are half of them at least, otherwise all.
+
+        What is left out is chosen by what others did meanwhile, never by how long it took.
+        """
+        kept = [one for one in self.measurements if one.place == place and one.kept]
+        quiet = [one for one in kept if not one.disturbed]
+        return quiet if 2 * len(quiet) >= max(4, len(kept)) else kept
+
     def points(self, phase: str, held_out: bool | None = None) -> list[tuple[Place, Point]]:
         """Places with their repetitions' seconds, in the plan's order; held-out ones, the others, or (None) all."""
         found = []
         for place in self.plan.places:
             if place.phase != phase or held_out not in (None, place.held_out):
                 continue
-            kept = [one for one in self.measurements if one.place == place and one.kept]
+            kept = self.used(place)
             if kept:
                 x = tuple(float(sum(one.x[axis] for one in kept)) / len(kept) for axis in (0, 1))
                 found.append((place, Point((x[0], x[1]), tuple(one.seconds for one in kept))))

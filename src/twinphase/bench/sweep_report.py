@@ -224,12 +224,14 @@ def sweep_noise(result: SweepResult) -> list[str]:
             f"Repetitions of a point differ by ±{percent(statistics.median(spreads))} (standard deviation, median "
             f"over {len(spreads)} points), ±{percent(max(spreads))} at the worst point."
         )
+    left_out = len(kept) - sum(len(result.used(place)) for place in result.plan.places)
     known = [one.foreign_cores for one in kept if one.foreign_cores is not None]
     if known:
         lines.append(
             f"Others used {statistics.median(known):.2f} cores (median), {max(known):.2f} at most. "
             f"{len(result.measurements) - len(kept)} measurements were replaced by a repetition because others used "
-            f"the processor; {sum(one.disturbed for one in kept)} of {len(kept)} stayed disturbed."
+            f"the processor; {sum(one.disturbed for one in kept)} of {len(kept)} stayed disturbed, {left_out} of which "
+            "are left out where at least half of a point's repetitions were not."
         )
     else:
         lines.append("Whether others used the processor meanwhile is unknown: only repetitions tell of noise here.")
