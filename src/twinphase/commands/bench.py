@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 SWEEP, LOAD, SERVER, ENGINE = "Phase sweep", "Load (vLLM bench's names)", "A server at a URL", "Engine, for a model"
+SWEEP_SEED = 1 << 32  # added for a sweep's prompts
 
 
 def bench(
@@ -28,7 +30,11 @@ def bench(
     out: Path = typer.Option(None, help="Folder for the report; twinphase-bench-DATE-TIME if left out."),
     json: bool = typer.Option(False, "--json", help="The report as JSON on stdout; files only with --out."),
     quick: bool = typer.Option(False, "--quick", help="A look in about a minute: fewer points and repetitions."),
-    seed: int = typer.Option(0, min=0, help="Of prompts, order and gaps."),
+    seed: int = typer.Option(
+        None,
+        min=0,
+        help="Of prompts, order and gaps; drawn anew if left out, as a server may know last time's prompts.",
+    ),
     repetitions: int = typer.Option(None, min=1, help="Of every point; 5, or 3 if quick.", rich_help_panel=SWEEP),
     max_seconds: float = typer.Option(None, min=1, help="Prompts shorten to fit; 300 or 90.", rich_help_panel=SWEEP),
     max_length: int = typer.Option(None, min=16, help="Longest prompt + output.", rich_help_panel=SWEEP),
@@ -75,7 +81,8 @@ def bench(
         levels = [word for word in words if goodput and ":" in word]  # vLLM's form: several behind one --goodput
         if set(words) - set(levels):
             raise InvalidRequestError(f"One target at a time; {words[0]!r} is too much.", "Leave it out.")
-        report = _measured(given | {"goodput": tuple(goodput + levels)})
+        drawn = secrets.randbelow(1 << 31) if seed is None else seed
+        report = _measured(given | {"goodput": tuple(goodput + levels), "seed": drawn})
     _publish(report, out, json)
 
 
@@ -117,7 +124,8 @@ def _measured(given: dict[str, Any]) -> Report:
     )
     engine = fields_of(EngineConfig, given, without={"seed"})
     EngineConfig(**engine)
-    options = TargetOptions(engine, given["api_key"], given["model"], given["endpoint"], given["seed"])
+    # Prompts of a sweep and of a load are not to begin alike: the server may keep prefixes.
+    options = TargetOptions(engine, given["api_key"], given["model"], given["endpoint"], given["seed"] + SWEEP_SEED)
     require("scipy.stats")
     if given["out"] is not None or not given["json"]:
         require("vl_convert")  # before minutes are spent
