@@ -92,6 +92,7 @@ def decode_plots(result: SweepResult, found: Fit) -> list[Plot]:
             ("ms", "time a step (ms)"),
             series="series",
             fitted=fitted,
+            log_x=True,
             caption=caption,
         )
     ]
