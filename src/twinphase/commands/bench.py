@@ -36,15 +36,21 @@ def bench(
         help="Of prompts, order and gaps; drawn anew if left out, as a server may know last time's prompts.",
     ),
     repetitions: int = typer.Option(None, min=1, help="Of every point; 5, or 3 if quick.", rich_help_panel=SWEEP),
-    max_seconds: float = typer.Option(None, min=1, help="Prompts shorten to fit; 300 or 90.", rich_help_panel=SWEEP),
+    max_seconds: float = typer.Option(
+        None, min=1, help="Of measuring; prompts get shorter to fit. 300, or 90 if quick.", rich_help_panel=SWEEP
+    ),
     max_length: int = typer.Option(None, min=16, help="Longest prompt + output.", rich_help_panel=SWEEP),
     batches: str = typer.Option("1,2,4,8", help="Sequences that decode at once.", rich_help_panel=SWEEP),
     all_: bool = typer.Option(False, "--all", help="The sweep as well as the load.", rich_help_panel=SWEEP),
-    request_rate: float = typer.Option(None, help="Requests a second, open loop.", rich_help_panel=LOAD),
+    request_rate: float = typer.Option(
+        None, help="Send so many requests a second, whatever becomes of them (open loop).", rich_help_panel=LOAD
+    ),
     constant: bool = typer.Option(False, "--constant", help="Even gaps; Poisson otherwise.", rich_help_panel=LOAD),
-    max_concurrency: int = typer.Option(None, min=1, help="Requests in flight, closed loop.", rich_help_panel=LOAD),
+    max_concurrency: int = typer.Option(
+        None, min=1, help="Keep so many in flight (closed loop).", rich_help_panel=LOAD
+    ),
     saturate: bool = typer.Option(
-        False, "--saturate", help="Raise the load till it is too much.", rich_help_panel=LOAD
+        False, "--saturate", help="Raise the rate until it is too much.", rich_help_panel=LOAD
     ),
     trace: Path = typer.Option(
         None, "--trace", "--dataset-path", help="Replay a file: Mooncake, Azure, ShareGPT.", rich_help_panel=LOAD
