@@ -283,7 +283,7 @@ def test_one_repetition_tells_nothing_of_noise():
 
 def test_disturbed_repetitions_are_left_out_where_enough_were_not():
     result = sweep(Made(), Plan((Place("prefill", 500),), 5), watch_others=False)
-    for disturbed, used in ((0, 5), (2, 3), (3, 5), (5, 5)):  # of 2 quiet ones among 5 all are used
+    for disturbed, used in ((0, 5), (2, 3), (3, 5), (5, 5)):  # two quiet ones are too few
         marked = [replace(one, disturbed=one.round < disturbed) for one in result.measurements]
         again = replace(result, measurements=marked, _fits={})
         assert len(again.points("prefill")[0][1].values) == used

@@ -25,6 +25,7 @@ __all__ = ["HeldOut", "Measurement", "SweepError", "SweepResult", "calibrate", "
 QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
 FEWEST_TICKS = 2  # of the kernel's clock: one alone may have been anything
 CLOCK_TICK = 0.01  # seconds
+FEWEST_QUIET = 3  # repetitions: fewer tell nothing of their noise
 RETRIES = 2  # of a disturbed measurement
 HOPE_AFTER, HOPE_SHARE = 10, 0.5  # measurements, and the share that stayed disturbed above which retries are no use
 MOST_IN_A_ROW = 8
@@ -124,13 +125,13 @@ class SweepResult:
         return sum(one.disturbed for one in kept) / len(kept) if len(kept) >= fewest else 0.0
 
     def used(self, place: Place) -> list[Measurement]:
-        """The repetitions that count: the undisturbed ones if they are half of them at least, otherwise all.
+        """The repetitions that count: the undisturbed ones if they are three, and half of them at least, otherwise all.
 
         What is left out is chosen by what others did meanwhile, never by how long it took.
         """
         kept = [one for one in self.measurements if one.place == place and one.kept]
         quiet = [one for one in kept if not one.disturbed]
-        return quiet if 2 * len(quiet) >= max(4, len(kept)) else kept
+        return quiet if 2 * len(quiet) >= max(2 * FEWEST_QUIET, len(kept)) else kept
 
     def points(self, phase: str, held_out: bool | None = None) -> list[tuple[Place, Point]]:
         """Places with their repetitions' seconds, in the plan's order; held-out ones, the others, or (None) all."""

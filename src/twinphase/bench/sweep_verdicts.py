@@ -106,7 +106,7 @@ def _prefill_bound(result: SweepResult) -> Verdict | None:
         return Verdict(Status.UNKNOWN, claim, f"The longest prompt had {prompt.x[0]:,.0f} tokens, too few to tell.")
     told = f"Reading {prompt.x[0]:,.0f} prompt tokens takes as long as {steps:,.1f} decode steps"
     if fewest < TIMES_A_STEP <= most:
-        return Verdict(Status.UNKNOWN, claim, f"{told}, but by its noise anything from {fewest:,.1f} to {most:,.1f}.")
+        return Verdict(Status.UNKNOWN, claim, f"{told}, {_doubt(fewest, most)}")
     if steps >= TIMES_A_STEP:
         return Verdict(
             Status.HOLDS,
@@ -132,8 +132,14 @@ def _decode_bound(result: SweepResult) -> Verdict | None:
     )
     fewest, most = _ratio(grid[wide], grid[position, 1])
     if fewest < NEARLY_FREE * batch <= most:
-        return Verdict(Status.UNKNOWN, claim, f"{told} By its noise it may be {fewest:.2f} to {most:.2f} times.")
+        return Verdict(Status.UNKNOWN, claim, f"{told.rstrip('.')}, {_doubt(fewest, most)}")
     return Verdict(Status.HOLDS if times < NEARLY_FREE * batch else Status.FAILS, claim, told)
+
+
+def _doubt(fewest: float, most: float) -> str:
+    if math.isinf(most):
+        return "but so few repetitions do not tell of their noise."
+    return f"but by their noise it may be {fewest:,.1f} to {most:,.1f}."
 
 
 def _ratio(one: Point, other: Point) -> tuple[float, float]:
