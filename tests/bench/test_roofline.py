@@ -411,5 +411,13 @@ def test_ceilings_too_low_are_measured_again(tiny: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "measure_ceilings", ceilings)
     report = roofline(str(tiny), replace(SMALL, repetitions=1, threads=1), 1).report
-    assert len(calls) == 2 and calls[1] == [1]
+    assert len(calls) == 3 and calls[1:] == [[1], [1]]  # before the model, after it, and once more
     assert report.verdicts[0].status is Status.VOID
+
+
+def test_efficiencies_count_from_the_bandwidth_of_this_run_and_the_best_peaks_ever() -> None:
+    first = replace(CEILINGS, int8_ops=800e9, bandwidth=((MIB, 70e9), (64 * MIB, 50e9)))
+    second = replace(CEILINGS, int8_ops=900e9, bandwidth=((MIB, 90e9), (64 * MIB, 40e9)))
+    sweep = Sweep({2: CEILINGS}, {2: [first]}).with_more(Sweep({2: CEILINGS}, {2: [second]}))
+    assert sweep.runs[2] == [first, second]
+    assert sweep.now(2) == replace(CEILINGS, bandwidth=((MIB, 90e9), (64 * MIB, 50e9)))

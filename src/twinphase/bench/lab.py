@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,9 +38,9 @@ from twinphase.bench.progress import Progress
 from twinphase.bench.report import Column, Metric, Report, Section, Status, Table, Verdict
 from twinphase.bench.stepped import Workshop
 from twinphase.config import available_cores
-from twinphase.engine.load import learn_ceilings, measured_ceilings
+from twinphase.engine.load import ceilings_now, measured_ceilings
 from twinphase.errors import InvalidRequestError
-from twinphase.phases.hardware import Ceilings
+from twinphase.phases.hardware import Ceilings, save_ceilings
 from twinphase.weights.gguf import quantization_name
 
 __all__ = ["EXPERIMENTS", "QUICK_SECONDS", "SECONDS", "Finding", "choose", "lab", "make_report"]
@@ -201,10 +201,14 @@ def _prepare(model: str, config: dict[str, Any], progress: Progress) -> Setting:
     ceilings = measured_ceilings(workshop.config)
     if workshop.config.backend == "cpu":
         try:
-            # Again, although they may be known: the best of both is kept, and a busy machine measures too low.
-            ceilings, trouble = learn_ceilings(workshop.config, ceilings)
-            if trouble:
-                notes.append(f"The ceilings could not be kept for later runs: {trouble.strerror}.")
+            # Again, although they may be known: a busy machine measures peaks too low, and what memory gives is
+            # shared with others on the host and changes. So peaks are the best ever, bandwidth is today's.
+            today = ceilings_now(workshop.config).merged(ceilings_now(workshop.config))
+            best = ceilings.merged(today) if ceilings else today
+            ceilings = replace(best, bandwidth=today.bandwidth)
+            save_ceilings(best)
+        except OSError as error:
+            notes.append(f"The ceilings could not be kept for later runs: {error.strerror}.")
         except CeilingsError as error:
             notes.append(str(error))
     progress("calibrating", 0, 0)

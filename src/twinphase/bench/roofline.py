@@ -64,13 +64,15 @@ def roofline(
     with Bystanders() as others:
         sweep = measure_ceilings(counts, isa, ceiling_repetitions, progress)
         points = None if model is None else measure_model(model, replace(settings, threads=threads), progress)
-        found = findings(points, sweep.best[threads]) if points else []
+        found = []
+        if points:  # what memory gives changes: measured on both sides of the model
+            sweep = sweep.with_more(measure_ceilings([threads], isa, ceiling_repetitions, progress))
+            found = findings(points, sweep.now(threads))
         if points and any(placed.over_ceiling for one in found for _, placed in one.placed):
             # A ceiling that was taken on a busy machine is too low: once more, before the counts are doubted.
-            again = measure_ceilings([threads], isa, ceiling_repetitions, progress)
-            sweep = Sweep({**sweep.best, **again.best}, sweep.runs, sweep.problem)
-            found = findings(points, sweep.best[threads])
-    ceilings = sweep.best[threads]
+            sweep = sweep.with_more(measure_ceilings([threads], isa, ceiling_repetitions, progress))
+            found = findings(points, sweep.now(threads))
+    ceilings = sweep.now(threads)
     line = measured_roofline(ceilings, cache_levels(threads))
     turns = breaks(points, found, ceilings) if points else []
     marks = _marks(found)
@@ -145,7 +147,10 @@ def datasheet_report(name: str, model: str | None = None) -> Drawing:
 def _conditions(
     points: ModelPoints | None, settings: Settings, threads: int, ceilings: Ceilings, ceiling_repetitions: int
 ) -> dict[str, str]:
-    flags: dict[str, object] = {"ceilings": f"the best of {ceiling_repetitions} repetitions and of earlier runs"}
+    flags: dict[str, object] = {
+        "ceilings": f"{ceiling_repetitions} repetitions before and after; bandwidth is the best of these, peaks the "
+        "best of these and of earlier runs"
+    }
     if points is None:
         return conditions(threads=threads, isa=ceilings.isa, flags=flags)
     shape, units = points.shape, points.units
@@ -174,7 +179,7 @@ def _noise(sweep: Sweep, threads: int, points: ModelPoints | None, others: Bysta
     if seen < STEADY * known_best:
         lines.append(
             f"This run saw at most {seen / 1e9:,.1f} of the {known_best / 1e9:,.1f} GB/s that were once measured here "
-            f"for the largest working set: an MBU of {seen / known_best:.0%} is what memory gave now. Neighbours on "
+            f"for the largest working set. MBU counts from what it gave in this run. Neighbours on "
             "shared hardware may take bandwidth; no counter here shows it."
         )
     if sweep.problem:
@@ -284,7 +289,7 @@ def _batching_plot(points: ModelPoints, sweep: Sweep, by_batch: Sequence[Finding
     from twinphase.phases.hardware import compute_seconds, memory_seconds
 
     context = by_batch[0].point.tokens
-    ceilings = sweep.best[points.loaded.config.threads or available_cores()]
+    ceilings = sweep.now(points.loaded.config.threads or available_cores())
     measured = [(one.point.batch, statistics.median(s.parts["linear"] for s in one.samples)) for one in by_batch]
     ideal = []
     for batch in range(1, by_batch[-1].point.batch + 1):

@@ -6,7 +6,7 @@ Not for the loops that measure (`backends/cpu/peaks.py`) nor for a model's steps
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twinphase.bench.progress import Progress
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
@@ -19,13 +19,30 @@ class Sweep:
     """Ceilings by number of threads.
 
     Attributes:
-        best: the highest ever measured, earlier runs included: what efficiencies count from.
+        best: the highest ever measured, earlier runs included.
         runs: this run's, one a repetition.
     """
 
     best: Mapping[int, Ceilings]
     runs: Mapping[int, Sequence[Ceilings]]
     problem: str = ""  # why they could not be kept
+
+    def now(self, threads: int) -> Ceilings:
+        """What efficiencies count from: the best peaks ever, and the best bandwidth of this run.
+
+        Arithmetic belongs to the cores, so that a lower peak only means that somebody else used them. Memory is shared
+        with whoever else is on the host, and what it gives changes from one hour to the next.
+        """
+        rates: dict[int, float] = {}
+        for one in self.runs[threads]:
+            for size, rate in one.bandwidth:
+                rates[size] = max(rate, rates.get(size, 0.0))
+        return replace(self.best[threads], bandwidth=tuple(sorted(rates.items())))
+
+    def with_more(self, other: Sweep) -> Sweep:
+        """With the repetitions of another, made later in the same run."""
+        runs = {threads: [*many, *other.runs.get(threads, ())] for threads, many in self.runs.items()}
+        return Sweep({**self.best, **other.best}, runs, other.problem or self.problem)
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:

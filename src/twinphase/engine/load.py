@@ -31,6 +31,7 @@ from twinphase.weights.hub import resolve_model
 
 __all__ = [
     "LoadedEngine",
+    "ceilings_now",
     "best_isa",
     "compute_units",
     "learn_ceilings",
@@ -235,17 +236,22 @@ def best_isa(config: EngineConfig) -> str | None:
     return choose_isa(None).name
 
 
+def ceilings_now(config: EngineConfig) -> Ceilings:
+    """Measure what this machine can do at best just now (2 seconds); nothing is kept."""
+    from twinphase.backends.cpu.ceilings import measure
+    from twinphase.backends.cpu.isa import choose_isa
+
+    threads, isa = config.threads or available_cores(), choose_isa(config.isa).name
+    return Ceilings(processor=processor_name(), threads=threads, isa=isa, **vars(measure(threads, isa)))
+
+
 def learn_ceilings(config: EngineConfig, known: Ceilings | None = None) -> tuple[Ceilings, OSError | None]:
     """Measure what this machine can do at best (2 seconds), and keep the best of that and of what was `known`.
 
     Returns:
         The ceilings, and why they could not be kept, if they could not.
     """
-    from twinphase.backends.cpu.ceilings import measure
-    from twinphase.backends.cpu.isa import choose_isa
-
-    threads, isa = config.threads or available_cores(), choose_isa(config.isa).name
-    found = Ceilings(processor=processor_name(), threads=threads, isa=isa, **vars(measure(threads, isa)))
+    found = ceilings_now(config)
     best = known.merged(found) if known else found
     try:
         save_ceilings(best)
