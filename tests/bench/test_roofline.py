@@ -387,7 +387,7 @@ def test_a_whole_report(tiny: Path, measured: ModelPoints, monkeypatch: pytest.M
     report = drawing.report
     names = {metric.name for metric in report.metrics}
     assert {"prefill[n=8] tok/s", "decode[batch=4,context=32] tok/s"} <= names
-    assert all(len(metric.values) == 2 for metric in report.metrics)
+    assert all(len(metric.values) in (2, 4) for metric in report.metrics)  # ceilings on both sides of the model
     assert report.conditions["model SHA-256"] != "unknown"
     assert {section.title for section in report.sections} >= {"The machine", "Prefill", "Decode"}
     assert any("left out" in line.lower() for line in report.noise)
