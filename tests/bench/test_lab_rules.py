@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +40,9 @@ from twinphase.bench.experiments.workbench import MOST_ROUNDS, ROUNDS, Speed, Wo
 from twinphase.bench.lab import EXPERIMENTS, choose
 from twinphase.bench.report import Status
 from twinphase.errors import InvalidRequestError
+from twinphase.phases.report import Units
+from twinphase.phases.timeline import StepRecord
+from twinphase.phases.work import Cost
 
 HOLDS, FAILS, UNKNOWN = Status.HOLDS, Status.FAILS, Status.UNKNOWN
 STEADY = (0.99, 1.0, 1.0, 1.005, 1.01, 1.0, 0.995, 1.0)  # eight repetitions of a quiet machine
@@ -324,3 +328,58 @@ def test_sizes_shrink_to_the_time_and_to_the_context():
     assert bench_of(1e6).size("prompt", (4096, 2048, 512), bench.speed.prefill, 2500) == 2048
     assert bench_of(1e6).size("prompt", (4096, 2048, 512), bench.speed.prefill, 10_000) == 4096
     assert bench_of(1e6).size("prompt", (4096,), bench.speed.prefill, 100) == 100
+
+
+def records_of(seconds, prefill=0, decode=0):
+    clock, found = 0.0, []
+    for index, one in enumerate(seconds):
+        work = Cost(10**6, 0, 10**6)
+        found.append(StepRecord(index, clock, clock + one, prefill, decode, work if prefill else Cost(),
+                                work if decode else Cost(), executed=one / 2))  # fmt: skip
+        clock += one
+    return found
+
+
+def test_one_decode_step_that_was_held_up_does_not_count():
+    bench = SimpleNamespace(ceilings=None, workshop=SimpleNamespace(units=Units("int8", "int8", "float32")))
+    held_up = [records_of([0.01] * 23 + [1.0], decode=1)]
+    decode = bounds.phase_bound(bench, held_up)
+    assert decode.seconds == [pytest.approx(0.24)]
+    assert decode.outside == pytest.approx(0.5)
+    chunks = [records_of([0.2, 0.3, 0.1], prefill=64)]  # chunks of a prompt differ: all of them count
+    assert bounds.phase_bound(bench, chunks).seconds == [pytest.approx(0.6)]
+
+
+def test_both_phases_of_a_kept_repetition_stay_together():
+    """Every third round is left out; round i's prefill takes i seconds a step, and its decode likewise."""
+
+    class Engine:
+        def __init__(self):
+            self.records, self.round = [], 0
+
+        def submit(self, prompt, max_tokens):
+            self.round += 1
+            return SimpleNamespace(times=[])
+
+        def run_until(self, done):
+            self.records = records_of([self.round * 1.0], prefill=64)
+
+        def run(self):
+            return records_of([self.round * 1.0] * 24, decode=1)
+
+        def clear(self):
+            self.records = []
+
+    workshop = SimpleNamespace(prompt=lambda n: [1] * n, max_model_len=4096, units=Units("int8", "int8", "float32"))
+    bench = bench_of(1e6)
+    bench.workshop, bench.engine = workshop, Engine
+    bench._quiet = lambda others: [i for i in range(len(others)) if i % 3]
+    found = phase_ratio.EXPERIMENT.measure(bench)
+    assert len(found.prefill.seconds) == len(found.decode.seconds) < MOST_ROUNDS
+    pairs = list(zip(found.prefill.seconds, found.decode.seconds, strict=True))
+    assert all(decode == pytest.approx(24 * prefill) for prefill, decode in pairs)
+
+
+def test_repetitions_without_a_partner_are_no_ratio():
+    with pytest.raises(ValueError, match="zip"):
+        ratio_of([1.0, 2.0], [1.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from twinphase.bench.experiments.experiment import (
     Estimate,
@@ -76,7 +77,8 @@ class Bounds:
 def phase_bound(bench: Workbench, repetitions: Sequence[Sequence[StepRecord]]) -> PhaseBound:
     """What bounds the steps of one phase; every repetition did the same work.
 
-    A repetition's time is that of its median step times the number of steps where there are many (decode).
+    A repetition's time is that of its steps. Decode steps all do the same work but for a token more of KV: theirs is
+    the median step times their number, so that one that was held up does not count.
     """
     first = repetitions[0]
     totals = PhaseTotals()
@@ -86,17 +88,23 @@ def phase_bound(bench: Workbench, repetitions: Sequence[Sequence[StepRecord]]) -
             totals.attention_flops += cost.attention_flops
             totals.bytes += cost.bytes
     ceilings, steps = bench.ceilings, len(first)
-    seconds = [sum(record.seconds for record in records) for records in repetitions]
+    taken = sum(record.seconds for records in repetitions for record in records)
     executed = sum(record.executed for records in repetitions for record in records)
     return PhaseBound(
         tokens=sum(record.prefill_tokens + record.decode_tokens for record in first),
-        seconds=seconds,
+        seconds=[_seconds(records) for records in repetitions],
         flops=totals.flops,
         bytes=totals.bytes,
         compute=compute_seconds(flops_by_unit(totals, bench.workshop.units), ceilings),
         memory=memory_seconds(totals.bytes, totals.bytes / steps, ceilings),
-        outside=1 - executed / sum(seconds),
+        outside=1 - executed / taken,
     )
+
+
+def _seconds(records: Sequence[StepRecord]) -> float:
+    seconds = [record.seconds for record in records]
+    decode = not any(record.prefill_tokens for record in records)
+    return median(seconds) * len(seconds) if decode else sum(seconds)
 
 
 def _measure(bench: Workbench) -> Bounds:

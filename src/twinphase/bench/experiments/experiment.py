@@ -115,9 +115,10 @@ def median_of(values: Sequence[float]) -> Estimate:
 def ratio_of(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
     """The median of the ratios within each repetition: both were measured moments apart, so that a slow minute cancels.
 
-    Repetitions without a partner are left out.
+    Raises:
+        ValueError: one side has more repetitions: then it is not known which belong together.
     """
-    pairs = zip(numerators, denominators, strict=False)
+    pairs = zip(numerators, denominators, strict=True)
     return median_of([one / other if other > 0 else math.nan for one, other in pairs])
 
 

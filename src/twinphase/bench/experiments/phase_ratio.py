@@ -42,19 +42,18 @@ class PhaseRatio:
 def _measure(bench: Workbench) -> PhaseRatio:
     length = bench.size("prompt, tokens", PROMPT, lambda n: bench.speed.prefill(n) + bench.speed.decode(STEPS))
     engine = bench.engine()
-    prefills: list[list[StepRecord]] = []
 
-    def both() -> list[StepRecord]:
+    def both() -> tuple[list[StepRecord], list[StepRecord]]:
         ticket = engine.submit(bench.workshop.prompt(length), STEPS + 1)
         engine.run_until(lambda: bool(ticket.times))
-        prefills.append(list(engine.records))
+        prefill = list(engine.records)
         engine.records.clear()
-        decodes = engine.run()
+        decode = engine.run()
         engine.clear()
-        return decodes
+        return prefill, decode
 
-    found = bench.interleave({"both": both})
-    return PhaseRatio(phase_bound(bench, prefills), phase_bound(bench, found["both"]))
+    found = bench.interleave({"both": both})["both"]
+    return PhaseRatio(phase_bound(bench, [one for one, _ in found]), phase_bound(bench, [one for _, one in found]))
 
 
 def _estimates(found: PhaseRatio) -> Mapping[str, Estimate]:
