@@ -114,8 +114,8 @@ def test_a_fit_finds_its_coefficients():
     assert (a, b, c) == (pytest.approx(0.01), pytest.approx(2e-4), pytest.approx(3e-8))
 
 
-def prefills(law, noise=STEADY):
-    lengths = (64, 128, 256, 512, 1024, 2048)
+def prefills(law, noise=STEADY, longest=4096):
+    lengths = tuple(longest >> i for i in range(5, -1, -1))
     seconds = {n: times(law(n), noise) for n in lengths}
     return prefill_length.PrefillLength(seconds, {n: 1000 * n for n in lengths}, {n: n * n for n in lengths})
 
@@ -124,51 +124,55 @@ def phase(tokens, seconds, compute, memory, noise=STEADY):
     return bounds.PhaseBound(tokens, times(seconds, noise), 10**9, 10**7, compute, memory, 0.01)
 
 
-def both(prefill=1.0, decode=1.0, compute=0.7, memory=0.01, others=None):
-    return bounds.Bounds(phase(512, prefill, compute, memory), phase(24, decode, 0.1, 0.7), others)
+def both(prefill=1.0, decode=1.0, compute=0.7, memory=0.01, others=None, prompt=512):
+    return bounds.Bounds(phase(prompt, prefill, compute, memory), phase(24, decode, 0.1, 0.7), others)
 
 
-def positions(slope=1e-6, noise=STEADY, late=1.0, bandwidth=1e10):
+def positions(slope=1e-6, noise=STEADY, late=1.0, bandwidth=1e10, furthest=4096):
     gaps = [[0.004 * factor] * 64 + [0.004 * late * factor] * 64 for factor in noise]
-    seconds = {p: times(0.004 + slope * p, noise) for p in (16, 512, 1024, 2048)}
+    seconds = {p: times(0.004 + slope * p, noise) for p in (16, furthest // 4, furthest // 2, furthest)}
     return decode_position.DecodePosition(seconds, gaps, 10_000, bandwidth, 69_120)
 
 
-def batches(each, noise=STEADY):
-    sizes = (1, 2, 4, 8, 16, 32)
+def batches(each, noise=STEADY, largest=32):
+    sizes = tuple(b for b in (1, 2, 4, 8, 16, 32) if b <= largest)
     steps = {b: times(0.003 + each * b, noise) for b in sizes}
     known = {b: 0.001 * b for b in sizes}
     return batching.Batching(steps, dict.fromkeys(sizes, 2.0), known, dict.fromkeys(sizes, 0.002))
 
 
-def visits(warm, same=True, noise=STEADY):
+def visits(warm, same=True, noise=STEADY, longest=1024):
     def visit(factor):
         return prompt_cache.Visit((1.0 * factor, 0.004), (warm * factor**2, 0.004), 16, same)
 
-    return prompt_cache.PromptCache({n: [visit(factor) for factor in noise] for n in (256, 512, 1024)})
+    return prompt_cache.PromptCache(
+        {n: [visit(factor) for factor in noise] for n in (longest // 4, longest // 2, longest)}
+    )
 
 
-def interruptions(worst, price, noise=STEADY):
+def interruptions(worst, price, noise=STEADY, prompt=1024):
     def one(gap, ttft, factor):
         return chunked_prefill.Interruption(gap * factor, 0.004, ttft, [(-0.1, 0.004), (gap, gap), (gap + 1, 0.004)], 4)
 
     found = {64: [one(0.05, price, 1.0) for _ in noise], 1028: [one(worst, 1.0, factor) for factor in noise]}
-    return chunked_prefill.ChunkedPrefill(1024, {**found, 256: found[64]})
+    return chunked_prefill.ChunkedPrefill(prompt, {**found, 256: found[64]})
 
 
-def bursts(ttft, tpot, noise=STEADY):
+def bursts(ttft, tpot, noise=STEADY, requests=8):
     def burst(ttft, tpot):
         return [queue.Burst(ttft * f, tpot * f**0.5, dict.fromkeys(queue.KINDS, 0.01)) for f in noise]
 
     calm = [queue.Burst(0.1, 0.004, dict.fromkeys(queue.KINDS, 0.01)) for _ in noise]
-    return queue.Queue(8, {queue.ALONE: calm, queue.SEATED: burst(ttft, 0.004), queue.TOGETHER: burst(ttft, tpot)})
+    return queue.Queue(
+        requests, {queue.ALONE: calm, queue.SEATED: burst(ttft, 0.004), queue.TOGETHER: burst(ttft, tpot)}
+    )
 
 
-def shorts(apart, together, noise=STEADY):
+def shorts(apart, together, noise=STEADY, total=256):
     lengths = (8, 16, 32)
     whole = dict.fromkeys(lengths, [1.0] * len(noise))
     joined = {n: [together] * len(noise) for n in lengths}
-    return short_prompts.ShortPrompts(256, {n: times(apart, noise) for n in lengths}, joined, whole[8], 10**8, None)
+    return short_prompts.ShortPrompts(total, {n: times(apart, noise) for n in lengths}, joined, whole[8], 10**8, None)
 
 
 def held(extra=0, kv_heads=3):
@@ -177,10 +181,10 @@ def held(extra=0, kv_heads=3):
     return kv_size.KVSize(tokens, blocks, 16, 17_640, 30, 9, kv_heads, 64, 10**9)
 
 
-def int8(size, seconds, noise=STEADY):
+def int8(size, seconds, noise=STEADY, context=2048):
     names = (kv_int8.AUTO, kv_int8.INT8)
     measured = {names[0]: [0.006] * len(noise), names[1]: times(seconds, noise)}
-    return kv_int8.KVInt8(2048, {names[0]: 17_640, names[1]: size}, 23_040, measured)
+    return kv_int8.KVInt8(context, {names[0]: 17_640, names[1]: size}, 23_040, measured)
 
 
 def threads(prefill, decode, noise=STEADY):
@@ -194,13 +198,13 @@ def answers(tokens, bits):
                                   counts | {"cached": bits, "batched": 0, "chunked": 0}, 16)  # fmt: skip
 
 
-def shapes(prompt, answer, noise=STEADY):
+def shapes(prompt, answer, noise=STEADY, long=512):
     reading = [(prompt * f, prompt * f + 0.1) for f in noise]
-    return request_shapes.RequestShapes(512, 16, reading, [(0.02, answer)] * len(noise))
+    return request_shapes.RequestShapes(long, 16, reading, [(0.02, answer)] * len(noise))
 
 
-def rates(prefill, noise=STEADY):
-    return phase_ratio.PhaseRatio(phase(1000, prefill, 0.01, 0.001, noise), phase(10, 1.0, 0.01, 0.5))
+def rates(prefill, noise=STEADY, prompt=1000):
+    return phase_ratio.PhaseRatio(phase(prompt, prefill, 0.01, 0.001, noise), phase(10, 1.0, 0.01, 0.5))
 
 
 CASES = [
@@ -253,6 +257,7 @@ CASES = [
     (kv_int8, int8(12_240, 0.004), HOLDS),
     (kv_int8, int8(12_240, 0.006), FAILS),
     (kv_int8, int8(17_640, 0.004), FAILS),
+    (kv_int8, int8(0.8 * 17_640, 0.004), FAILS),  # an eighth less than 16 bits would be, and too much
     (kv_int8, int8(12_240, 0.006, WILD), UNKNOWN),
     (cores, threads(1.9, 1.2), HOLDS),
     (cores, threads(1.9, 1.9), FAILS),
@@ -277,6 +282,48 @@ def test_the_verdict_on_made_up_measurements(module, found, expected):
     assert all(sentence.strip() for sentence in experiment.why(found, judged))
     assert all(len(row) == len(table.columns) for table in experiment.tables(found) for row in table.rows)
     assert experiment.plots(found)
+
+
+TOO_SHORT = [  # what fails at the size that the rule asks for
+    (prefill_length, prefills(lambda n: 4e-4 * n, longest=2048)),
+    (decode_position, positions(slope=2e-8, furthest=2048, bandwidth=5e11)),
+    (phase_ratio, rates(5.0, prompt=64)),
+    (bounds, both(prefill=2.0, prompt=128)),
+    (bounds, both(compute=0.7, memory=0.8, prompt=128)),
+    (request_shapes, shapes(0.03, 2.0, long=256)),
+    (request_shapes, shapes(0.5, 0.3, long=256)),
+    (batching, batches(0.0005, largest=4)),  # 4 together cannot be much above 3 times as fast as one
+    (batching, batches(0.0, largest=16)),
+    (short_prompts, shorts(1.1, 1.0, total=128)),
+    (prompt_cache, visits(0.5, longest=256)),
+    (chunked_prefill, interruptions(0.06, 1.1, prompt=512)),
+    (queue, bursts(0.15, 0.004, requests=4)),
+    (kv_int8, int8(12_240, 0.006, context=512)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "found"), TOO_SHORT)
+def test_a_size_that_shrank_makes_no_failure(module, found):
+    status, judged = module.EXPERIMENT.evaluate(found)
+    reasons = [one.reason for one in judged if one.status is UNKNOWN]
+    assert status is UNKNOWN, [(one.line, one.status, one.reason) for one in judged]
+    assert reasons and all(reason.startswith(("Too short to see", "Too small to see")) for reason in reasons)
+    assert FAILS not in {one.status for one in judged}
+
+
+def test_every_rule_that_depends_on_a_size_is_told_the_size():
+    for module, found, _ in CASES:
+        estimates = module.EXPERIMENT.estimates(found)
+        for rule in module.EXPERIMENT.rules:
+            assert (rule.fails_from is None) == (estimates[rule.name].size is None), rule.name
+
+
+def test_a_size_that_shrank_can_hold_all_the_same():
+    rule = Rule("x", "", at_least=1, fails_from=100, sized_in="prompt tokens")
+    assert decide(rule, exactly(2).at(10)).status is HOLDS
+    assert decide(rule, exactly(0).at(100)).status is FAILS
+    assert decide(rule, exactly(0).at(99)).status is UNKNOWN
+    assert decide(rule, exactly(0)).status is UNKNOWN  # the size was forgotten
 
 
 def test_every_claim_can_hold_and_fail_and_is_tried_once():

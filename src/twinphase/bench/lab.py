@@ -315,7 +315,7 @@ def _section(finding: Finding) -> Section:
         (
             one.rule.name,
             one.rule.formula,
-            one.rule.text,
+            f"{one.rule.text} ({one.rule.scope})" if one.rule.scope else one.rule.text,
             one.rule.measured(one.estimate),
             str(one.estimate.n),
             one.status.value,

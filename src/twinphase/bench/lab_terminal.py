@@ -55,4 +55,5 @@ def list_experiments(experiments: Sequence[AnyExperiment], console: Console | No
     for number, experiment in enumerate(experiments, 1):
         console.print(Text(f"{number:>2} {experiment.name}", "bold").append(f"  {experiment.claim}", "not bold"))
         for rule in experiment.rules:
-            console.print(Padding(Text(f"{rule.name}: {rule.text}", "dim"), (0, 0, 0, 3)))
+            scope = f" ({rule.scope})" if rule.scope else ""
+            console.print(Padding(Text(f"{rule.name}: {rule.text}{scope}", "dim"), (0, 0, 0, 3)))

@@ -101,8 +101,8 @@ def _estimates(found: Batching) -> Mapping[str, Estimate]:
     largest = found.batches[-1]
     return {
         TWO: ratio_of(_rates(found, 2), _rates(found, 1)),
-        TOTAL: ratio_of(_rates(found, largest), _rates(found, 1)),
-        SLOWER: ratio_of(found.seconds[largest], found.seconds[1]),
+        TOTAL: ratio_of(_rates(found, largest), _rates(found, 1)).at(largest),
+        SLOWER: ratio_of(found.seconds[largest], found.seconds[1]).at(largest),
     }
 
 
@@ -191,8 +191,8 @@ EXPERIMENT = Experiment(
     method="1, 2, 4, ... requests with short prompts of their own decode together.",
     rules=(
         Rule(TWO, "tokens/s of two requests together / of one alone; 2 is linear", at_least=1.6),
-        Rule(TOTAL, "tokens/s of the largest batch / of one alone", at_least=3),
-        Rule(SLOWER, "time of a token there / of one alone", at_least=1.2),
+        Rule(TOTAL, "tokens/s of the largest batch / of one alone", at_least=3, fails_from=16, sized_in="requests"),
+        Rule(SLOWER, "time of a token there / of one alone", at_least=1.2, fails_from=32, sized_in="requests"),
     ),
     meaning="Serving several users at once costs far less than one after the other, but each of them gets a slower "
     "stream.",

@@ -141,9 +141,9 @@ def _side(one: float | None, other: float | None) -> Estimate:
 def _estimates(found: Bounds) -> Mapping[str, Estimate]:
     prefill, decode = found.prefill, found.decode
     return {
-        PREFILL_SIDE: _side(prefill.compute, prefill.memory),
+        PREFILL_SIDE: _side(prefill.compute, prefill.memory).at(prefill.tokens),
         DECODE_SIDE: _side(decode.memory, decode.compute),
-        MFU: _efficiency(prefill, prefill.compute, found.others),
+        MFU: _efficiency(prefill, prefill.compute, found.others).at(prefill.tokens),
         MBU: _efficiency(decode, decode.memory, found.others),
     }
 
@@ -237,8 +237,22 @@ EXPERIMENT = Experiment(
     method="One prompt read, and tokens decoded alone; FLOP and bytes by the model's shape, against ceilings measured "
     "on this machine.",
     rules=(
-        Rule(PREFILL_SIDE, "time of its FLOP at the peak / time of its bytes at the bandwidth", at_least=1),
-        Rule(MFU, "time of its FLOP at the peak / time taken; from half on, arithmetic explains most", HALF, 1, "%"),
+        Rule(
+            PREFILL_SIDE,
+            "time of its FLOP at the peak / time of its bytes at the bandwidth",
+            at_least=1,
+            fails_from=256,
+            sized_in="prompt tokens",
+        ),
+        Rule(
+            MFU,
+            "time of its FLOP at the peak / time taken; from half on, arithmetic explains most",
+            HALF,
+            1,
+            "%",
+            fails_from=256,
+            sized_in="prompt tokens",
+        ),
         Rule(DECODE_SIDE, "time of its bytes at the bandwidth / time of its FLOP at the peak", at_least=1),
         Rule(MBU, "time of its bytes at the bandwidth / time taken; from half on, memory explains most", HALF, 1, "%"),
     ),

@@ -94,7 +94,7 @@ def _measure(bench: Workbench) -> ChunkedPrefill:
 def _estimates(found: ChunkedPrefill) -> Mapping[str, Estimate]:
     small, whole = found.found[found.chunks[0]], found.found[found.chunks[-1]]
     return {
-        WORST: ratio_of([one.worst for one in whole], [one.worst for one in small]),
+        WORST: ratio_of([one.worst for one in whole], [one.worst for one in small]).at(found.prompt),
         PRICE: ratio_of([one.ttft for one in small], [one.ttft for one in whole]),
     }
 
@@ -188,7 +188,13 @@ EXPERIMENT = Experiment(
     claim="Reading a long prompt in chunks protects the tokens of those who are decoding, at a small price.",
     method="A long prompt comes while others decode, with different limits on the tokens of a step.",
     rules=(
-        Rule(WORST, "longest gap of a decode, whole prompt in one step / small chunks", at_least=3),
+        Rule(
+            WORST,
+            "longest gap of a decode, whole prompt in one step / small chunks",
+            at_least=3,
+            fails_from=1024,
+            sized_in="prompt tokens",
+        ),
         Rule(PRICE, "TTFT of the long prompt in small chunks / in one step", at_most=1.5),
     ),
     meaning="If streams stutter when others send long prompts, lower max_num_batched_tokens (or set itl_slo_ms).",

@@ -106,7 +106,7 @@ def _estimates(found: DecodePosition) -> Mapping[str, Estimate]:
     predicted = found.predicted
     return {
         FLAT: ratio_of(second, first),
-        RISE: ratio_of(far, near),
+        RISE: ratio_of(far, near).at(found.positions[-1]),
         SLOPE: median_of([slope / predicted for slope in slopes])
         if predicted
         else unknown("This machine's bandwidth is unknown."),
@@ -204,7 +204,7 @@ EXPERIMENT = Experiment(
     method="One request alone: an answer behind a short prompt, and a few tokens behind prompts of growing length.",
     rules=(
         Rule(FLAT, "time of the answer's second half / first half", 0.85, 1.15),
-        Rule(RISE, "time of a token at the last position / at position 16", at_least=1.02),
+        Rule(RISE, "time of a token at the last position / at position 16", at_least=1.02, fails_from=FURTHEST[0]),
         Rule(SLOPE, "measured seconds for each earlier token / (its KV bytes / measured bandwidth)", 0.5, 2.0),
     ),
     meaning="The time of an answer is about its length times one number; a long context makes that number larger.",

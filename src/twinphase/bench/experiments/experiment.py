@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from twinphase.bench.experiments.workbench import Workbench
@@ -46,6 +46,9 @@ class Rule:
         at_least: the interval's lower end must not be below it.
         at_most: the interval's upper end must not be above it.
         unit: behind the number: "x", "%" (the value is a fraction), "" or another.
+        fails_from: the smallest size at which it may fail, where the quantity depends on the size that fitted the time
+            and the context; a smaller one shows nothing against the claim.
+        sized_in: of what that is the size: "prompt tokens".
     """
 
     name: str
@@ -53,6 +56,13 @@ class Rule:
     at_least: float | None = None
     at_most: float | None = None
     unit: str = "x"
+    fails_from: int | None = None
+    sized_in: str = "tokens"
+
+    @property
+    def scope(self) -> str:
+        """From which size on it may fail; "" if at any."""
+        return "" if self.fails_from is None else f"may fail from {self.fails_from:,} {self.sized_in} on"
 
     @property
     def text(self) -> str:
@@ -93,6 +103,7 @@ class Estimate:
         confidence: that the interval really has.
         n: repetitions.
         note: why it is unknown, if it is.
+        size: at which it was measured, for a rule with `fails_from`.
     """
 
     value: float
@@ -101,6 +112,11 @@ class Estimate:
     confidence: float
     n: int
     note: str = ""
+    size: int | None = None
+
+    def at(self, size: int) -> Estimate:
+        """The same, measured at a size."""
+        return replace(self, size=size)
 
 
 def median_of(values: Sequence[float]) -> Estimate:
@@ -148,7 +164,10 @@ class Judged:
 
 
 def decide(rule: Rule, estimate: Estimate) -> Judged:
-    """HOLDS if the whole interval keeps the limits, FAILS if all of it is beyond one, otherwise UNKNOWN."""
+    """HOLDS if the whole interval keeps the limits, FAILS if all of it is beyond one, otherwise UNKNOWN.
+
+    Below the rule's `fails_from` it is UNKNOWN instead of FAILS.
+    """
     if estimate.note or not math.isfinite(estimate.value):
         return Judged(rule, estimate, Status.UNKNOWN, estimate.note or "It could not be measured.")
     if estimate.confidence < CONFIDENCE:
@@ -157,6 +176,11 @@ def decide(rule: Rule, estimate: Estimate) -> Judged:
     low = -math.inf if rule.at_least is None else rule.at_least
     high = math.inf if rule.at_most is None else rule.at_most
     if estimate.high < low or estimate.low > high:
+        if rule.fails_from is not None and (estimate.size is None or estimate.size < rule.fails_from):
+            size = "an unknown number of" if estimate.size is None else f"{estimate.size:,}"
+            few = "short" if "tokens" in rule.sized_in else "small"
+            note = f"Too {few} to see: {size} {rule.sized_in}; it {rule.scope}."
+            return Judged(rule, estimate, Status.UNKNOWN, note)
         return Judged(rule, estimate, Status.FAILS)
     if estimate.low >= low and estimate.high <= high:
         return Judged(rule, estimate, Status.HOLDS)

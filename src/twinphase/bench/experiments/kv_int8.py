@@ -1,4 +1,4 @@
-"""Claim: an int8 KV cache halves the memory and speeds up decode behind a long context."""
+"""Claim: an int8 KV cache makes a context's memory smaller and decode behind it faster, both against the default."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["EXPERIMENT", "KVInt8"]
 CONTEXT = (2048, 1024, 512, 256, 128)
 STEPS = 16
 AUTO, INT8 = "auto: int8 keys, 16-bit values", "int8: keys and values"
-AGAINST_16, FASTER = "int8 bytes / 16-bit bytes", "decode time, default / int8"
+SMALLER, FASTER = "memory, int8 / default", "decode time, default / int8"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class KVInt8:
     Attributes:
         context: tokens before the decoded ones.
         token_bytes: of a token in the cache, by format.
-        formula: 2 L H_kv d b with 16-bit values.
+        formula: 2 L H_kv d b with b = 2, for comparison: no cache of this engine is like that.
         seconds: of a token, median of each repetition, by format.
     """
 
@@ -67,8 +67,8 @@ def _measure(bench: Workbench) -> KVInt8:
 
 def _estimates(found: KVInt8) -> Mapping[str, Estimate]:
     return {
-        AGAINST_16: exactly(found.token_bytes[INT8] / found.formula),
-        FASTER: ratio_of(found.seconds[AUTO], found.seconds[INT8]),
+        SMALLER: exactly(found.token_bytes[INT8] / found.token_bytes[AUTO]),
+        FASTER: ratio_of(found.seconds[AUTO], found.seconds[INT8]).at(found.context),
     }
 
 
@@ -77,9 +77,10 @@ def _why(found: KVInt8, judged: Sequence[Judged]) -> Sequence[str]:
     saved = (auto - int8) * found.context
     change = (median_of(found.seconds[AUTO]).value - median_of(found.seconds[INT8]).value) * 1e3
     return [
-        f"A token takes {found.formula:,} bytes with 16-bit keys and values, {auto:,} in this engine's default format, "
-        f"which has int8 keys already, and {int8:,} with int8 values too; the scales of each head come on top of one "
-        "byte a value.",
+        f"A token takes {auto:,} bytes in this engine's default format, which has int8 keys already, and {int8:,} with "
+        "int8 values too; the scales of each head come on top of one byte a value. Beside that: 16-bit keys and values "
+        f"would take {found.formula:,} bytes by the formula 2 L H_kv d b, {found.formula / int8:.2f} times as many as "
+        "int8; this engine has no such format to measure.",
         f"Behind {found.context:,} tokens, int8 spares reading {saved / 1e6:.3g} MB for each token; the measured "
         "change is "
         f"{change:+.3g} ms less a token. Values must be scaled back to be summed, which costs arithmetic: reading less "
@@ -124,11 +125,11 @@ def _plots(found: KVInt8) -> Sequence[Plot]:
 
 EXPERIMENT = Experiment(
     name="kv-int8",
-    claim="An int8 KV cache halves the memory of a context and makes decode behind it faster.",
+    claim="An int8 KV cache makes a context's memory smaller by a quarter or more, and decode behind it faster.",
     method="The same decode behind the same long context, with this engine's default KV format and with int8.",
     rules=(
-        Rule(AGAINST_16, "bytes of a token, int8 with its scales / 2 L H_kv d b with b = 2", at_most=0.55),
-        Rule(FASTER, "time of a token with the default format / with int8", at_least=1.03),
+        Rule(SMALLER, "bytes of a token as stored, int8 / default format (int8 keys, 16-bit values)", at_most=0.75),
+        Rule(FASTER, "time of a token with the default format / with int8", at_least=1.03, fails_from=CONTEXT[0]),
     ),
     meaning="Choose the KV format by the memory that long contexts need; measure before expecting speed.",
     share=1.0,

@@ -57,7 +57,7 @@ def _measure(bench: Workbench) -> PhaseRatio:
 
 
 def _estimates(found: PhaseRatio) -> Mapping[str, Estimate]:
-    return {RATIO: ratio_of(found.rates(found.prefill), found.rates(found.decode))}
+    return {RATIO: ratio_of(found.rates(found.prefill), found.rates(found.decode)).at(found.prefill.tokens)}
 
 
 def _why(found: PhaseRatio, judged: Sequence[Judged]) -> Sequence[str]:
@@ -110,7 +110,15 @@ EXPERIMENT = Experiment(
     name="phase-ratio",
     claim="Prefill handles tokens ten times faster than decode, or more.",
     method="One request alone: its prompt is read, then its answer is decoded behind it.",
-    rules=(Rule(RATIO, "(prompt tokens / prefill time) / (output tokens / decode time)", at_least=10),),
+    rules=(
+        Rule(
+            RATIO,
+            "(prompt tokens / prefill time) / (output tokens / decode time)",
+            at_least=10,
+            fails_from=256,
+            sized_in="prompt tokens",
+        ),
+    ),
     meaning="Count prompt tokens and output tokens apart: an output token costs as much as several prompt tokens.",
     share=0.6,
     measure=_measure,

@@ -72,7 +72,7 @@ def _estimates(found: PrefillLength) -> Mapping[str, Estimate]:
     low, high = lengths[max(0, len(lengths) - 5)], lengths[max(1, len(lengths) - 3)]
     pairs = zip(found.seconds[low], found.seconds[high], strict=True)
     growth = [math.log(two / one) / math.log(high / low) for one, two in pairs]
-    return {EXPONENT: median_of(growth), QUADRATIC: median_of(found.quadratic_shares(lengths[-1]))}
+    return {EXPONENT: median_of(growth), QUADRATIC: median_of(found.quadratic_shares(lengths[-1])).at(lengths[-1])}
 
 
 def _why(found: PrefillLength, judged: Sequence[Judged]) -> Sequence[str]:
@@ -147,7 +147,14 @@ EXPERIMENT = Experiment(
     "repetition.",
     rules=(
         Rule(EXPONENT, "log(t2 / t1) / log(n2 / n1), where n2 = 4 n1; 1 is linear, 2 quadratic", 0.8, 1.2, ""),
-        Rule(QUADRATIC, "c n² / (a + b n + c n²)", at_least=0.05, unit="%"),
+        Rule(
+            QUADRATIC,
+            "c n² / (a + b n + c n²)",
+            at_least=0.05,
+            unit="%",
+            fails_from=LONGEST[0],
+            sized_in="prompt tokens",
+        ),
     ),
     meaning="A prompt twice as long costs a bit more than twice the wait; cutting a long prompt saves more than its "
     "share.",

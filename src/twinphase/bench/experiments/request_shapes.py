@@ -49,8 +49,8 @@ def _measure(bench: Workbench) -> RequestShapes:
 
 def _estimates(found: RequestShapes) -> Mapping[str, Estimate]:
     return {
-        TTFT: ratio_of([ttft for ttft, _ in found.reading], [ttft for ttft, _ in found.writing]),
-        E2E: ratio_of([e2e for _, e2e in found.writing], [e2e for _, e2e in found.reading]),
+        TTFT: ratio_of([ttft for ttft, _ in found.reading], [ttft for ttft, _ in found.writing]).at(found.long),
+        E2E: ratio_of([e2e for _, e2e in found.writing], [e2e for _, e2e in found.reading]).at(found.long),
     }
 
 
@@ -116,8 +116,10 @@ EXPERIMENT = Experiment(
     claim="The prompt's length decides when the first token comes; the output's length decides when the last one does.",
     method="Two requests, each alone, with the same number of tokens: long prompt and short answer, and the reverse.",
     rules=(
-        Rule(TTFT, "TTFT of the long prompt / TTFT of the short prompt", at_least=4),
-        Rule(E2E, "E2E of the long answer / E2E of the long prompt, the same tokens in all", at_least=1.5),
+        Rule(TTFT, "TTFT of the long prompt / TTFT of the short prompt", at_least=4, fails_from=512),
+        Rule(
+            E2E, "E2E of the long answer / E2E of the long prompt, the same tokens in all", at_least=1.5, fails_from=512
+        ),
     ),
     meaning="If the first token is late look at the prompt and the queue; if the answer is slow look at its length.",
     share=1.6,
