@@ -15,11 +15,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from twinphase.errors import TwinphaseError
     from twinphase.phases.report import PhaseRow, Report
 
 __all__ = [
     "Bar",
+    "answers",
     "describe_bytes",
     "error_line",
     "model_line",
@@ -33,6 +36,7 @@ __all__ = [
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 BAR_WIDTH = 28
 REDRAW_SECONDS = 0.1
+PLAIN_WIDTH = 120  # columns where no terminal says
 
 
 def _is_terminal() -> bool:
@@ -66,6 +70,13 @@ def error_line(error: TwinphaseError) -> None:
     """Cause and fix, in one line whatever they contain."""
     cause, fix = (" ".join(part.split()) for part in (error.cause, error.fix))
     _write(f"{paint('error:', BOLD, RED)} {cause}{' ' + fix if fix else ''}\n")
+
+
+def answers() -> Console:
+    """Where commands print tables: stdout, as wide as its terminal, and wide enough for tables where it is none."""
+    from rich.console import Console  # here, because a run without tables shall not wait for it
+
+    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
 class Bar:

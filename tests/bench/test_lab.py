@@ -45,6 +45,7 @@ def test_every_claim_gets_a_verdict_with_numbers(made):
 def test_what_no_noise_can_change_is_the_same_everywhere(made):
     found = {one.experiment.name: one for one in made[1]}
     assert found["same-tokens"].status is Status.HOLDS
+    assert found["same-tokens"].found.happened == found["same-tokens"].found.compared
     assert found["kv-size"].status is Status.HOLDS  # four heads on two KV heads
     judged = {one.rule.name: one for one in found["prompt-cache"].judged}
     assert judged["answers that differ"].status is Status.HOLDS

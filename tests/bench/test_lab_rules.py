@@ -192,10 +192,10 @@ def threads(prefill, decode, noise=STEADY):
     return cores.Cores({1: one, 2: times(100 * prefill, noise)}, {1: one, 2: [100.0 * decode] * len(noise)})
 
 
-def answers(tokens, bits):
+def answers(tokens, bits, **happened):
     counts = dict.fromkeys(same_tokens.WAYS, 4)
-    return same_tokens.SameTokens(counts, counts | {"cached": tokens, "batched": 0, "chunked": 0},
-                                  counts | {"cached": bits, "batched": 0, "chunked": 0}, 16)  # fmt: skip
+    none = dict.fromkeys(same_tokens.WAYS, 0)
+    return same_tokens.SameTokens(counts, none | {"cached": tokens}, none | {"cached": bits}, 16, counts | happened)
 
 
 def shapes(prompt, answer, noise=STEADY, long=512):
@@ -268,6 +268,10 @@ CASES = [
     (same_tokens, answers(0, 0), HOLDS),
     (same_tokens, answers(0, 1), FAILS),
     (same_tokens, answers(1, 1), FAILS),
+    (same_tokens, answers(0, 0, cached=0), UNKNOWN),  # nothing was in the cache: nothing was shown
+    (same_tokens, answers(0, 0, batched=3), UNKNOWN),
+    (same_tokens, answers(0, 0, chunked=0), UNKNOWN),
+    (same_tokens, answers(1, 0, batched=0), FAILS),
 ]  # fmt: skip
 
 
@@ -430,3 +434,18 @@ def test_both_phases_of_a_kept_repetition_stay_together():
 def test_repetitions_without_a_partner_are_no_ratio():
     with pytest.raises(ValueError, match="zip"):
         ratio_of([1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize("way", same_tokens.WAYS)
+def test_a_way_must_have_happened(way):
+    request = SimpleNamespace(request_id="r", num_cached_tokens=0)
+    ticket = SimpleNamespace(request=request, steps=[1, 2])
+    alone = replace(records_of([0.1], prefill=8)[0], prefill_ids=("r",))
+    others = [replace(alone, index=i, num_decodes=4, prefill_ids=("x",)) for i in (0, 9)]  # while it was not there
+    assert not same_tokens._happened(way, ticket, [alone, *others])
+    if way == "cached":
+        request.num_cached_tokens = 16
+        assert same_tokens._happened(way, ticket, [alone])
+    else:
+        seen = replace(alone, index=2, num_decodes=2) if way == "batched" else replace(alone, index=1)
+        assert same_tokens._happened(way, ticket, [alone, *others, seen])

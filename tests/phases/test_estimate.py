@@ -135,6 +135,15 @@ def test_break_even_is_the_first_batch_bound_by_compute() -> None:
         assert on_a100(model, 10, batch=batch - 1).decode.linear.bound == "memory"
 
 
+def test_no_break_even_is_never_where_everything_is_known() -> None:
+    result = estimate(LLAMA, replace(ROUND, peaks={"fp16": 1e30}), scenario())
+    assert result.break_even_batch is None
+    assert result.no_break_even.startswith("never: with 16,777,216 requests")
+    blind = estimate(LLAMA, replace(ROUND, bandwidth=None), scenario())
+    assert blind.no_break_even == "unknown: no memory bandwidth is known"
+    assert on_a100("llama-2-7b", 10).no_break_even == ""
+
+
 def test_largest_batch_fills_the_memory() -> None:
     result = on_a100("llama-2-7b", 1000)
     assert result.max_batch is not None
@@ -189,6 +198,7 @@ def test_without_a_peak_times_are_unknown_and_memory_still_bounds() -> None:
     result = estimate(LLAMA, replace(ROUND, peaks={}), scenario())
     assert result.prefill.seconds is result.decode.seconds is result.ttft is result.prefill_share is None
     assert result.break_even_batch is result.balance is None
+    assert result.no_break_even == "unknown: no peak in fp16 is known"
     assert result.decode.bound == result.decode.linear.bound == "unknown"
     assert result.decode.memory_seconds == pytest.approx(result.decode.bytes / 1e12)
     assert "No peak in fp16" in " ".join(warnings(result))

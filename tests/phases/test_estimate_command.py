@@ -110,6 +110,15 @@ def test_what_does_not_fit_is_said_first(capsys: pytest.CaptureFixture[str]) -> 
     assert "but only 129 fit" in run(capsys, "--model", "llama-3-70b", "--hardware", "mi300x")
 
 
+def test_never_is_not_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = ["--model", "llama-3-8b", "--flops", "1e30", "--bandwidth", "1T"]
+    assert "break-even batch    never: " in run(capsys, *fast)
+    found = run_json(capsys, *fast)
+    assert found["break_even_batch"] is None and found["no_break_even"].startswith("never")
+    apple = ["--model", "llama-3-8b", "--hardware", "apple-m4-pro"]
+    assert "break-even batch    unknown: no peak in" in run(capsys, *apple)
+
+
 def test_what_no_datasheet_says_is_unknown_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "llama-3-8b", "--hardware", "apple-m4-pro", "--price-per-hour", "1"]
     found = run_json(capsys, *arguments)

@@ -107,6 +107,10 @@ def test_defaults_are_those_of_the_family_s_class_and_of_no_other() -> None:
         ({"model_type": "gemma2", "head_dim": 16, "sliding_window": 8}, (8, None, 8)),
         ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, None)),
         (
+            {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7},
+            (8, 8, 8, 8, 8, None, 8),  # its class's pattern is 6
+        ),
+        (
             {"model_type": "phi3", "sliding_window": 8, "layer_types": ["full_attention"] + ["sliding_attention"] * 2},
             (None, 8, 8),
         ),
@@ -119,7 +123,7 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8}, "sliding_window_pattern"),
+        ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 0}, "pattern"),
         ({"model_type": "gemma2", "head_dim": 16}, "sliding_window"),
         ({"model_type": "mistral", "layer_types": ["linear_attention"] * 3}, "layer_types"),
         ({"model_type": "mixtral"}, "num_local_experts"),

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from twinphase.bench.report import Report, Section, Status, Table
+from twinphase.terminal import answers
 
 __all__ = ["aligned", "show"]
 
@@ -25,7 +26,7 @@ def show(report: Report, console: Console | None = None) -> None:
         report: of a bench or a comparison.
         console: where to; stdout unless told.
     """
-    console = console or Console(highlight=False)
+    console = console or answers()
     console.print(Text(report.title, "bold"))
     console.print()
     for verdict in report.verdicts:

@@ -11,6 +11,7 @@ from rich.text import Text
 from twinphase.bench.experiments.experiment import AnyExperiment
 from twinphase.bench.lab import Finding
 from twinphase.bench.report import Report, Status
+from twinphase.terminal import answers
 
 __all__ = ["list_experiments", "show"]
 
@@ -27,7 +28,7 @@ def show(report: Report, findings: Sequence[Finding], console: Console | None = 
         findings: in order.
         console: where to; stdout unless told.
     """
-    console = console or Console(highlight=False)
+    console = console or answers()
     console.print(Text(report.title, "bold"))
     for one in findings:
         console.print()
@@ -51,7 +52,7 @@ def _indented(console: Console, text: Text) -> None:
 
 def list_experiments(experiments: Sequence[AnyExperiment], console: Console | None = None) -> None:
     """Print claims and rules without measuring anything."""
-    console = console or Console(highlight=False)
+    console = console or answers()
     for number, experiment in enumerate(experiments, 1):
         console.print(Text(f"{number:>2} {experiment.name}", "bold").append(f"  {experiment.claim}", "not bold"))
         for rule in experiment.rules:

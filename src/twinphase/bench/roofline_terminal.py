@@ -9,6 +9,7 @@ from rich.text import Text
 from twinphase.bench.report import Status, Table, Verdict
 from twinphase.bench.roofline import Drawing
 from twinphase.bench.roofline_plots import canvas
+from twinphase.terminal import answers
 
 __all__ = ["show"]
 
@@ -29,7 +30,7 @@ def show(drawing: Drawing, console: Console | None = None) -> None:
         drawing: what to show.
         console: where to; stdout unless told.
     """
-    console = console or Console(highlight=False)
+    console = console or answers()
     report = drawing.report
     console.print(Text(report.title, "bold"))
     for verdict in report.verdicts:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,16 +15,12 @@ from twinphase.phases.datasheets import DATASHEETS
 from twinphase.phases.estimate import Estimate, Part, PhaseEstimate, assumptions, warnings
 from twinphase.phases.known_models import KNOWN_MODELS
 from twinphase.phases.shapes import read_shape
+from twinphase.terminal import answers
 
 __all__ = ["print_json", "show_estimate", "show_hardware", "show_models"]
 
-PLAIN_WIDTH = 120  # columns where no terminal says
 STYLES = {"compute": "yellow", "memory": "cyan", "unknown": "dim"}
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
 def _scaled(value: float | None, unit: str) -> str:
@@ -105,7 +99,7 @@ def _hardware_line(result: Estimate) -> str:
 
 def show_estimate(result: Estimate, explain: bool) -> None:
     """Print both phases side by side, what follows from them, and what to know; formulas too if asked to `explain`."""
-    console, scenario = _console(), result.scenario
+    console, scenario = answers(), result.scenario
     console.print(Text(_model_line(result), "bold"))
     console.print(Text(f"  from {result.shape.source}", "dim"))
     console.print(Text(_hardware_line(result)))
@@ -173,7 +167,7 @@ def _consequences(result: Estimate) -> Iterable[tuple[str, str]]:
         text = f"decode's linear layers are compute-bound from {result.break_even_batch:,} requests on{beyond}"
         yield "break-even batch", text
     else:
-        yield "break-even batch", "unknown"
+        yield "break-even batch", result.no_break_even
 
 
 def _formulas(result: Estimate) -> Iterable[str]:
@@ -267,6 +261,7 @@ def print_json(result: Estimate) -> None:
         "largest_batch": result.max_batch,
         "balance_flops_per_byte": result.balance,
         "break_even_batch": result.break_even_batch,
+        "no_break_even": result.no_break_even,
         "price_per_million_prompt_tokens": result.prefill_cost,
         "price_per_million_output_tokens": result.decode_cost,
         "warnings": warnings(result),
@@ -280,7 +275,7 @@ def show_hardware(as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(sheet) for sheet in DATASHEETS.values()], indent=1))
         return
-    console = _console()
+    console = answers()
     table = Table("name", "product", "bandwidth", "memory", "peak FLOP/s, dense", box=SIMPLE_HEAD, pad_edge=False)
     for sheet in DATASHEETS.values():
         rates = (f"{precision} {_scaled(peak, '')}" for precision, peak in sheet.peaks.items())
@@ -309,5 +304,5 @@ def show_models(as_json: bool) -> None:
     for shape in shapes:
         counts = (f"{shape.total_parameters:,}", f"{shape.active_parameters:,}" if shape.num_experts else "")
         table.add_row(shape.name, *counts, _count(shape.context_length), KNOWN_MODELS[shape.name].repo)
-    _console().print(table)
-    _console().print(Text("Shapes are those of each repository's config.json on https://huggingface.co.", "dim"))
+    answers().print(table)
+    answers().print(Text("Shapes are those of each repository's config.json on https://huggingface.co.", "dim"))

@@ -127,7 +127,8 @@ class Estimate:
         decode_last: the last.
         decode_steps: how many: output tokens - 1.
         balance: FLOP a byte at which the linear layers' unit and the memory take equally long.
-        break_even_batch: smallest batch at which decode's linear layers are bound by compute.
+        break_even_batch: smallest batch at which decode's linear layers are bound by compute; None if unknown or never.
+        no_break_even: why there is none, beginning with "unknown" or "never"; "" if there is one.
         max_batch: sequences of this length that fit beside the weights; 0 where the weights do not fit.
         sequence_bytes: KV of one sequence at its end.
     """
@@ -144,6 +145,7 @@ class Estimate:
     decode_steps: int
     balance: float | None
     break_even_batch: int | None
+    no_break_even: str
     max_batch: int | None
     sequence_bytes: float
 
@@ -248,8 +250,13 @@ class _Model:
         moved = self.linear_bytes(batch) + kv
         return PhaseEstimate(self.linear(batch, batch, moved), self.attention(tokens, kv, moved))
 
-    def break_even(self) -> int | None:
-        """Smallest batch whose decode has its linear layers bound by compute; None if unknown or out of reach."""
+    def break_even(self) -> tuple[int | None, str]:
+        """Smallest batch whose decode has its linear layers bound by compute; or None, and why."""
+        unit = self.scenario.units.linear
+        missing = [] if self.hardware.peak(unit) else [f"peak in {unit}"]
+        missing += [] if self.hardware.read_bandwidth(self.linear_bytes(1)) else ["memory bandwidth"]
+        if missing:
+            return None, f"unknown: no {' and no '.join(missing)} is known"
 
         def compute_bound(batch: int) -> bool:
             return self.linear(batch, batch, self.linear_bytes(batch)).bound == "compute"
@@ -258,11 +265,13 @@ class _Model:
         while not compute_bound(high):
             low, high = high, high * 2
             if high > _LARGEST_BATCH:
-                return None
+                return None, (
+                    f"never: with {low:,} requests at once reading the weights still takes longer than the arithmetic"
+                )
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if compute_bound(middle) else (middle, high)
-        return high
+        return high, ""
 
 
 def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario) -> Estimate:
@@ -275,6 +284,7 @@ def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario) -> Est
     n, steps = scenario.prompt_tokens, scenario.output_tokens - 1
     peak, bandwidth = hardware.peak(scenario.units.linear), hardware.read_bandwidth(model.linear_bytes(1))
     sequence = kv_bytes(shape, n + steps, scenario.kv_head_bytes)
+    break_even, why_not = model.break_even()
     free = None if hardware.capacity is None else hardware.capacity - model.weights.total
     return Estimate(
         shape=shape,
@@ -288,7 +298,8 @@ def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario) -> Est
         decode_last=model.decode(n + max(steps, 1) - 1, 1),
         decode_steps=steps,
         balance=peak / bandwidth if peak and bandwidth else None,
-        break_even_batch=model.break_even(),
+        break_even_batch=break_even,
+        no_break_even=why_not,
         max_batch=None if free is None else max(0, int(free // sequence)),
         sequence_bytes=sequence,
     )

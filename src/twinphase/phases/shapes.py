@@ -329,5 +329,5 @@ def _hf_windows(fields: Fields, family: _Family, layers: int, name: str) -> tupl
     if family.windows == "qwen":
         first = fields.number("max_window_layers", least=0)
         return tuple(window if i >= first else None for i in range(layers))
-    every = 2 if family.windows == "alternate" else fields.number("sliding_window_pattern")
+    every = 2 if family.windows == "alternate" else fields.number("sliding_window_pattern", 6)  # as its class
     return tuple(window if (i + 1) % every else None for i in range(layers))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, exactly
+from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, exactly, unknown
 from twinphase.bench.experiments.workbench import Workbench
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Plot, Table
 from twinphase.bench.stepped import Ticket
+from twinphase.phases.timeline import StepRecord
 
 __all__ = ["EXPERIMENT", "SameTokens"]
 
@@ -28,12 +29,20 @@ class SameTokens:
         tokens: how many of them had another token.
         bits: how many had a log probability with other bits.
         output: tokens of an answer.
+        happened: in how many of them the request really was batched with others, read in several chunks, or found its
+            prefix in the cache.
     """
 
     compared: dict[str, int]
     tokens: dict[str, int]
     bits: dict[str, int]
     output: int
+    happened: dict[str, int]
+
+    @property
+    def missing(self) -> list[str]:
+        """Ways that did not happen in every answer."""
+        return [way for way in WAYS if self.happened[way] < self.compared[way] or not self.compared[way]]
 
 
 def _measure(bench: Workbench) -> SameTokens:
@@ -41,7 +50,8 @@ def _measure(bench: Workbench) -> SameTokens:
     length = bench.size(
         "prompt, tokens", PROMPT, lambda n: (3 + OTHERS) * speed.prefill(n) / 2 + 4 * speed.decode(OUTPUT, 3)
     )
-    found = SameTokens(dict.fromkeys(WAYS, 0), dict.fromkeys(WAYS, 0), dict.fromkeys(WAYS, 0), OUTPUT)
+    compared, tokens, bits, happened = (dict.fromkeys(WAYS, 0) for _ in range(4))
+    found = SameTokens(compared, tokens, bits, OUTPUT, happened)
     others = min(OTHERS, workshop.config.max_num_seqs - 1)
     for done in range(PROMPTS):
         bench.progress(bench.title, 100 * done // PROMPTS, 100)
@@ -50,14 +60,15 @@ def _measure(bench: Workbench) -> SameTokens:
         expected = alone.submit(prompt, OUTPUT, logprobs=True)
         alone.run()
         for way in WAYS:
-            ticket = _answer(bench, way, prompt, others)
+            ticket, records = _answer(bench, way, prompt, others)
             found.compared[way] += 1
+            found.happened[way] += _happened(way, ticket, records)
             found.tokens[way] += ticket.tokens != expected.tokens
             found.bits[way] += ticket.logprobs != expected.logprobs
     return found
 
 
-def _answer(bench: Workbench, way: str, prompt: list[int], others: int) -> Ticket:
+def _answer(bench: Workbench, way: str, prompt: list[int], others: int) -> tuple[Ticket, list[StepRecord]]:
     if way == "chunked":
         engine = bench.engine(max_num_batched_tokens=CHUNK)
     else:
@@ -68,12 +79,24 @@ def _answer(bench: Workbench, way: str, prompt: list[int], others: int) -> Ticke
     if way == "cached":
         engine.prefill(prompt)
     ticket = engine.submit(prompt, OUTPUT, logprobs=True)
-    engine.run()
-    return ticket
+    return ticket, engine.run()
+
+
+def _happened(way: str, ticket: Ticket, records: Sequence[StepRecord]) -> bool:
+    """Whether the engine did what the way is about."""
+    if way == "batched":
+        return any(record.num_decodes > 1 and record.index in ticket.steps for record in records)
+    if way == "chunked":
+        return sum(ticket.request.request_id in record.prefill_ids for record in records) > 1
+    return ticket.request.num_cached_tokens > 0
 
 
 def _estimates(found: SameTokens) -> Mapping[str, Estimate]:
-    return {TOKENS: exactly(sum(found.tokens.values())), BITS: exactly(sum(found.bits.values()))}
+    tokens, bits = sum(found.tokens.values()), sum(found.bits.values())
+    if found.missing and not tokens and not bits:  # a difference is one, whatever did not happen
+        note = f"Not shown: {', '.join(found.missing)} did not happen in every answer."
+        return dict.fromkeys((TOKENS, BITS), unknown(note))
+    return {TOKENS: exactly(tokens), BITS: exactly(bits)}
 
 
 def _why(found: SameTokens, judged: Sequence[Judged]) -> Sequence[str]:
@@ -100,6 +123,10 @@ def _tables(found: SameTokens) -> Sequence[Table]:
     columns = (
         Column("against the request alone"),
         Column("answers compared"),
+        Column(
+            "of these it happened in",
+            "decoded in a step with others; prompt computed in several steps; tokens of the prompt found in the cache",
+        ),
         Column("other tokens", "answers with at least one other token id"),
         Column("other bits", "answers with at least one log probability whose bits differ"),
     )
@@ -108,7 +135,8 @@ def _tables(found: SameTokens) -> Sequence[Table]:
         "chunked": f"prompt in chunks of {CHUNK}",
         "cached": "prefix from the cache",
     }
-    rows = tuple((names[way], str(found.compared[way]), str(found.tokens[way]), str(found.bits[way])) for way in WAYS)
+    counts = (found.compared, found.happened, found.tokens, found.bits)
+    rows = tuple((names[way], *(str(count[way]) for count in counts)) for way in WAYS)
     return (Table("The same request, computed differently", columns, rows),)
 
 
