@@ -32,7 +32,11 @@ SCRIPT: dict[str, Any] = {
     "usage": True,
     "whole_usage": True,  # in answers that are not streamed
     "finish": "length",
-    "role": False,  # an empty first chunk without a token
+    "role": False,  # an empty first chunk without a token, which names the role where the protocol has roles
+    "empty": [],  # pieces by number whose token has no text: sent with an empty one
+    "silent": [],  # pieces by number whose token has no text: not sent at all
+    "merged_end": False,  # the last piece brings finish_reason with it
+    "reasoning": 0,  # pieces at the beginning that are thinking (chat)
     "timings": None,
     "content_type": "text/event-stream",
     "message": "as the script has it",
@@ -114,10 +118,10 @@ async def stream(
         before = [": still here", "event: message", "id: 7"] if script["comments"] else []
         return (line.join([*before, *lines]) + line + line).encode()
 
-    def chunk(text: str, finish: str | None = None, **more: Any) -> bytes:
+    def chunk(text: str, finish: str | None = None, field: str = "content", **more: Any) -> bytes:
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
-        choice |= {"delta": {"content": text}} if "messages" in body else {"text": text}
-        return event({"id": name, "choices": [choice], **more})
+        choice |= {"delta": {field: text}} if "messages" in body else {"text": text}
+        return event({"id": name, "object": "text_completion", "choices": [choice], **more})
 
     def send(data: bytes) -> None:
         size = script["split"] or len(data)
@@ -135,23 +139,32 @@ async def stream(
     head = f"HTTP/1.1 200 OK\r\ncontent-type: {script['content_type']}\r\ntransfer-encoding: chunked\r\n\r\n"
     writer.write(head.encode())
     if script["role"]:
-        send(chunk(""))
+        role = {"delta": {"role": "assistant", "content": ""}} if "messages" in body else {"text": ""}
+        send(event({"id": name, "object": "text_completion", "choices": [{"index": 0, "finish_reason": None, **role}]}))
     tokens = [*script["tokens"], *[1] * (1 + len(script["gaps"]))][: 1 + len(script["gaps"])]
     joined = b""
     for number, count in enumerate(tokens):
         if number:
             await pause(script["gaps"][number - 1], since)
-        data = chunk(" word" * count)
+        last = script["merged_end"] and number == len(tokens) - 1
+        text = "" if number in script["empty"] or (last and number in script["silent"]) else " word" * count
+        field = "reasoning_content" if number < script["reasoning"] else "content"
+        data = chunk(text, script["finish"] if last else None, field)
         since = time.perf_counter()
         entry["sent"].append(since)
+        if number in script["silent"] and not last:
+            continue
         if script["join"]:
             joined += data
         else:
             send(data)
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": sum(tokens)}
+    usage: dict[str, Any] = {"prompt_tokens": num_prompt, "completion_tokens": sum(tokens)}
     usage["total_tokens"] = num_prompt + sum(tokens)
-    joined += chunk("", script["finish"], **({"timings": script["timings"]} if script["timings"] else {}))
-    joined += event({"id": name, "choices": [], "usage": usage}) if script["usage"] else b""
+    if script["reasoning"]:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(tokens[: script["reasoning"]])}
+    if not script["merged_end"]:
+        joined += chunk("", script["finish"], **({"timings": script["timings"]} if script["timings"] else {}))
+    joined += event({"id": name, "object": "text_completion", "choices": [], "usage": usage}) if script["usage"] else b""
     entry["closed"] = time.perf_counter()
     if script["end"] == "done":
         send(joined + event("[DONE]"))
