@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
-import statistics
 import time
 
 import pytest
 
 from bench.stub_server import RunningStub
-from twinphase.bench.client import SEND_NOW, Address, ServerUnreachableError, exchange, run
-from twinphase.bench.sse import EventReader, failure_kind, read_events
+from twinphase.bench.client import SEND_NOW, Address, Reply, ServerUnreachableError, exchange, run
+from twinphase.bench.sse import EventReader, failure_kind, observe, read_events
 from twinphase.bench.target import Prompt
 from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
 from twinphase.errors import InvalidRequestError
@@ -72,6 +72,7 @@ def test_an_event_has_the_time_of_its_last_bytes():
         {"split": 1},
         {"join": True},
         {"role": True},
+        {"merged_end": True},
         {"newline": "\r", "multiline": True},
     ],
     ids=str,
@@ -83,7 +84,98 @@ def test_every_form_of_stream_is_read(stub, form, endpoint):
     assert seen.text == " word" * 6
     assert (seen.num_prompt_tokens, seen.num_output_tokens, seen.num_cached_tokens) == (3, 6, None)
     assert (seen.request_id, seen.finish_reason, seen.status) == ("stub-0", "length", 200)
-    assert len(seen.token_times) == 3, "pieces with a token; the empty first chunk and the last have none"
+    number = 4 if form == {"role": True} and endpoint == "completions" else 3
+    assert len(seen.token_times) == number, "pieces with a token; a role and the end have none"
+
+
+def stream(*events, step=0.01):
+    """A reply whose events came one every `step` seconds, after a request that was sent at 0."""
+    pieces = [(step * n, b"data: " + json.dumps(one).encode() + b"\n\n") for n, one in enumerate(events, 1)]
+    pieces.append((pieces[-1][0], b"data: [DONE]\n\n"))
+    return Reply(0.0, sent=0.0, ended=pieces[-1][0], status=200, pieces=pieces, whole=True)
+
+
+def text(found, finish=None):
+    return {"id": "x", "choices": [{"index": 0, "text": found, "finish_reason": finish}]}
+
+
+def delta(finish=None, **found):
+    return {"id": "x", "choices": [{"index": 0, "delta": found, "finish_reason": finish}]}
+
+
+def usage(number, **details):
+    return {"id": "x", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": number, **details}}
+
+
+def test_figures_of_recorded_pieces_are_exact():
+    """Nothing is sent here: what is computed from given stamps has no tolerance."""
+    seen = observe(stream(text(" a"), text(" b"), text(" c"), text(" d", "length"), usage(4)))
+    assert seen.token_times == [0.01, 0.02, 0.03, 0.04] and seen.error == ""
+    assert (seen.ttft, seen.e2e) == (0.01, 0.04) and seen.tpot == pytest.approx(0.01, rel=1e-12)
+    assert seen.itl == pytest.approx([0.01] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("events", "pieces"),
+    [
+        # Ten tokens of 10 ms, the last five without text.
+        ([text(" a")] * 5 + [text("")] * 4 + [text("", "length")], 9),  # as vLLM sends them
+        ([delta(content=" a")] * 5 + [delta(content="")] * 4 + [delta("length", content="")], 9),
+        ([text(" a")] * 3 + [text("")] * 2 + [text(" a")] * 4 + [text(" a", "length")], 10),
+        ([text(" a")] * 9 + [text("", "length")], 9),
+    ],
+)
+def test_tokens_without_text_are_tokens(events, pieces):
+    seen = observe(stream(*events, usage(10)))
+    assert seen.tpot == pytest.approx(0.01, rel=1e-9) and seen.e2e == pytest.approx(0.1) and seen.ttft == 0.01
+    assert len(seen.token_times) == pieces and seen.succeeded
+
+
+def test_tokens_that_a_server_does_not_send_end_with_the_output():
+    end = (0.1, b"data: " + json.dumps(text("", "length")).encode() + b"\n\n")
+    reply = stream(*[text(" a")] * 5)
+    reply.pieces[-1:] = [end, (0.1, b"data: " + json.dumps(usage(10)).encode() + b"\n\ndata: [DONE]\n\n")]
+    seen = observe(reply)
+    assert seen.tpot == pytest.approx(0.01, rel=1e-9) and seen.e2e == pytest.approx(0.1), "not 4.44 ms"
+    del reply.pieces[5]
+    reply.pieces.insert(5, (0.1, b": nothing says when it was complete\n\n"))
+    seen = observe(reply)
+    assert seen.tpot is None and failure_kind(seen.error) == "broken off"
+
+
+def test_more_pieces_than_tokens_have_no_token_at_their_beginning():
+    seen = observe(stream(text(""), text(" a"), text(" b", "length"), usage(2)))
+    assert seen.token_times == [0.02, 0.03] and seen.tpot == pytest.approx(0.01)
+    seen = observe(stream(delta(role="assistant", content=""), delta(content=" a"), delta("stop"), usage(1)))
+    assert seen.token_times == [0.02] and seen.ttft == 0.02
+    only = observe(stream(text("", "length"), usage(1)))
+    assert only.succeeded and only.ttft == 0.01, "the only token had no text"
+
+
+def test_thinking_is_told_from_the_answer():
+    events = [delta(role="assistant", content=""), *[delta(reasoning_content="hm")] * 3, delta(content="so")]
+    seen = observe(
+        stream(*events, delta("stop", content="."), usage(5, completion_tokens_details={"reasoning_tokens": 3}))
+    )
+    assert seen.ttft == 0.02 and seen.ttfo == pytest.approx(0.05) and seen.num_reasoning_tokens == 3
+    assert seen.tpot == pytest.approx(0.01) and seen.text == "so."
+    seen = observe(stream(delta(content="so"), delta("stop"), usage(1)))
+    assert seen.ttfo is None and seen.num_reasoning_tokens is None, "it does not think"
+
+
+@pytest.mark.parametrize("end", [{"merged_end": True}, {}], ids=str)
+@pytest.mark.parametrize("way", ["empty", "silent"])
+def test_tokens_without_text_of_a_server(stub, way, end):
+    """In the middle and at the end, TPOT and E2E are those of the last token that the stub made."""
+    script = {"gaps": [0.01] * 9, way: [3, 4, 7, 8, 9], **end}
+    for _ in range(8):  # each time all of it, on a machine that does other things too
+        (seen,), (log,) = ask(stub, script)
+        assert seen.succeeded and seen.num_output_tokens == 10
+        assert len(seen.token_times) == (5 if way == "silent" else 9 if end else 10)
+        first, last = log["sent"][0], log["sent"][-1]
+        if abs(seen.tpot - (last - first) / 9) < 2e-4 and abs(seen.e2e - (last - seen.intended)) < 1e-3:
+            return
+    raise AssertionError((seen, log))
 
 
 def test_every_moment_is_right_within_a_millisecond(stub):
@@ -97,28 +189,32 @@ def test_every_moment_is_right_within_a_millisecond(stub):
         }
         for _ in range(6)
     ]
-    best: dict[tuple[str, int], float] = {}  # of each figure over the attempts: a machine that does other things too
-    for _ in range(10):  # delays now this one, now that one, an error of the client is there each time
-        seen, log = ask(stub, *scripts)
-        errors = []
-        for one, true, script in zip(seen, log, scripts, strict=True):
-            assert one.succeeded and one.num_output_tokens == sum(script["tokens"]) > len(one.token_times)
-            assert all(b > a for a, b in zip(true["sent"], one.token_times, strict=True)), "one clock"
-            assert one.ttft >= script["queue"] + script["first"], "the stub's delays are no shorter than told"
-            errors += [("arrival", b - a) for a, b in zip(true["sent"], one.token_times, strict=True)]
-            errors.append(("sent", true["received"] - one.sent))
-            true_gaps = [b - a for a, b in itertools.pairwise(true["sent"])]
-            errors += [("gap", abs(a - b)) for a, b in zip(true_gaps, one.itl, strict=True)]
-            first, last = true["sent"][0], true["sent"][-1]
-            errors.append(("ttft", abs(one.ttft - (first - one.intended))))
-            errors.append(("e2e", abs(one.e2e - (last - one.intended))))
-            errors.append(("tpot", abs(one.tpot - (last - first) / (sum(script["tokens"]) - 1))))
-        for number, (name, error) in enumerate(errors):
-            best[name, number] = min(error, best.get((name, number), 1.0))
-        middle = statistics.median(error for _, error in errors)
-        if max(best.values()) < 1e-3 and middle < 1e-3:
-            return
-    raise AssertionError((middle, sorted(best.items(), key=lambda item: -item[1])[:10]))
+    for script in scripts:
+        worst = []
+        for _ in range(40):  # a machine that does other things too delays now this, now that: all must hold at once
+            (seen,), (log,) = ask(stub, script)
+            errors = moment_errors(seen, log, script)
+            worst.append(max(errors, key=lambda item: item[1]))
+            if worst[-1][1] < 1e-3:
+                break
+        else:
+            raise AssertionError(worst)
+
+
+def moment_errors(seen, true, script):
+    """By how much each figure of a request differs from what the stub stamped."""
+    assert seen.succeeded and seen.num_output_tokens == sum(script["tokens"]) > len(seen.token_times)
+    assert all(b > a for a, b in zip(true["sent"], seen.token_times, strict=True)), "one clock"
+    assert seen.ttft >= script["queue"] + script["first"], "the stub's delays are no shorter than told"
+    errors = [("arrival", b - a) for a, b in zip(true["sent"], seen.token_times, strict=True)]
+    errors.append(("sent", true["received"] - seen.sent))
+    true_gaps = [b - a for a, b in itertools.pairwise(true["sent"])]
+    errors += [("gap", abs(a - b)) for a, b in zip(true_gaps, seen.itl, strict=True)]
+    first, last = true["sent"][0], true["sent"][-1]
+    errors.append(("ttft", abs(seen.ttft - (first - seen.intended))))
+    errors.append(("e2e", abs(seen.e2e - (last - seen.intended))))
+    errors.append(("tpot", abs(seen.tpot - (last - first) / (sum(script["tokens"]) - 1))))
+    return errors
 
 
 def test_opening_the_connection_is_no_part_of_a_latency(stub):
@@ -148,6 +244,9 @@ def test_opening_the_connection_is_no_part_of_a_latency(stub):
         ({"end": "message", "message": "no"}, "http 200 with an error", "no"),
         ({"content_type": "text/html"}, "not a stream", "text/html"),
         ({"tokens": [0]}, "no output", ""),
+        ({"finish": "abort", "gaps": [0.001]}, "broken off", "'abort'"),
+        ({"finish": "error", "gaps": [0.001]}, "broken off", "'error'"),
+        ({"finish": None, "gaps": [0.001]}, "broken off", "no finish_reason"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

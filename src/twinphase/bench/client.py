@@ -14,8 +14,10 @@ Not for: redirects, proxies, compression, HTTP/2. What a stream says is read by 
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import math
+import resource
 import socket
 import ssl
 import time
@@ -30,11 +32,31 @@ import uvloop
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["SEND_NOW", "Address", "Reply", "ServerUnreachableError", "exchange", "run", "wait_until"]
+__all__ = [
+    "CLIENT_LIMIT",
+    "SEND_NOW",
+    "Address",
+    "Reply",
+    "ServerUnreachableError",
+    "allow_connections",
+    "exchange",
+    "run",
+    "wait_until",
+]
 
 SEND_NOW = math.nan  # for `intended`: as soon as the connection is there; that moment is then the intended one
 SPIN_SECONDS = 0.0015  # event loops sleep by the millisecond; the rest is waited for in turns of the loop
 DONE = b"[DONE]"
+CLIENT_LIMIT = "client limit"  # the kind of failures that are this machine's: the server was never asked
+OWN_ERRORS = {
+    errno.EMFILE: "this process may have no more open files (ulimit -n)",
+    errno.ENFILE: "this machine has no more open files",
+    errno.EADDRNOTAVAIL: "no local port is free",
+    errno.EAGAIN: "no local port is free",
+    errno.ENOBUFS: "no memory for more sockets",
+    errno.ENOMEM: "no memory for more sockets",
+}
+SPARE_FILES = 64  # that a process has open besides connections
 Value = TypeVar("Value")
 
 
@@ -128,6 +150,7 @@ class Reply:
         status: of HTTP; 0 if nothing came.
         headers: names in lower case.
         pieces: parts of the body, each with the moment at which its bytes were read from the socket.
+        connected_late: the connection was asked for in time and was there, or had failed, only after `intended`.
         whole: the reply came to its end.
         error: "KIND: details" if it did not; "" otherwise.
         asked_tokens: of output, as the sender noted; 0 if it did not.
@@ -141,6 +164,7 @@ class Reply:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    connected_late: bool = False
     whole: bool = False
     error: str = ""
     asked_tokens: int = 0
@@ -252,6 +276,7 @@ async def exchange(address: Address, request: bytes, *, intended: float = SEND_N
         transport, protocol = await asyncio.wait_for(opening, min(timeout, 60.0))
     except (OSError, asyncio.TimeoutError) as error:
         reply.error = _connect_error(error)
+        reply.connected_late = reply.connect_began <= intended < time.perf_counter()
         await wait_until(intended)
         reply.sent = reply.ended = time.perf_counter()
         if math.isnan(intended):
@@ -259,6 +284,7 @@ async def exchange(address: Address, request: bytes, *, intended: float = SEND_N
         return reply
     try:
         reply.connected = time.perf_counter()
+        reply.connected_late = reply.connect_began <= intended < reply.connected
         await wait_until(intended)
         reply.sent = time.perf_counter()
         transport.write(request)
@@ -282,7 +308,23 @@ def _connect_error(error: Exception) -> str:
         return f"connection refused: {error}"
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
         return "timeout: the connection was not opened in time"
+    if isinstance(error, OSError) and error.errno in OWN_ERRORS:
+        return f"{CLIENT_LIMIT}: {OWN_ERRORS[error.errno]}: {error}"
     return f"connection failed: {type(error).__name__}: {error}"
+
+
+def allow_connections(wanted: int) -> int:
+    """How many connections this process may have at once, after raising its own limit as far as that many need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
+        except (OSError, ValueError):  # what a machine forbids, the error of a connection tells
+            pass
+    return wanted if soft == resource.RLIM_INFINITY else max(0, soft - SPARE_FILES)
 
 
 def run(work: Coroutine[Any, Any, Value]) -> Value:

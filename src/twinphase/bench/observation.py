@@ -20,10 +20,16 @@ class Observation:
         request_id: the target's own id where it gave one.
         intended: when it was to be sent: latencies count from here, so that a late client hides nothing.
         sent: when its bytes were handed over; `sent - intended` is the client's lag.
-        token_times: when each piece of output with at least one token came. A target that sends several tokens in
-            one piece has fewer entries than tokens.
+        token_times: when each piece of output with at least one token came, also one whose token has no text. A target
+            that sends several tokens in one piece, or nothing for a token without text, has fewer entries than tokens.
+        finished: when the target said that the output was complete; the last token came no later, and with servers
+            that say it with the last token or right behind it, no earlier. None if it did not say so.
+        first_answer: when the first piece of the answer itself came, of an output that reasons first; None of others.
         ended: when the reply was complete, or broke.
         num_prompt_tokens, num_cached_tokens, num_output_tokens: by the target's own count; None if it gave none.
+        num_reasoning_tokens: those of the output that are none of the answer, by the same count.
+        connected_late: the connection was there only after `intended` though the client asked for it in time: what
+            the request waited for then was the server or the network, not the client.
         status: of HTTP; 0 if nothing came; 200 for targets in this process.
         error: what went wrong; "" for a request that succeeded. Failures are counted apart and have no latencies.
         finish_reason: as the target named it.
@@ -46,6 +52,10 @@ class Observation:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     claims: dict[str, Any] = field(default_factory=dict)
+    finished: float | None = None
+    first_answer: float | None = None
+    num_reasoning_tokens: int | None = None
+    connected_late: bool = False
 
     @property
     def succeeded(self) -> bool:
@@ -63,16 +73,41 @@ class Observation:
         return self.token_times[0] - self.intended if self.token_times else None
 
     @property
+    def ttfo(self) -> float | None:
+        """First piece of the answer here - intended send, of an output that reasons first; None of others."""
+        return self.first_answer - self.intended if self.first_answer is not None else None
+
+    @property
+    def last_token(self) -> float | None:
+        """When the last token came.
+
+        With as many pieces as tokens it is the last piece. With fewer, the last tokens may have had no text, and the
+        target sent nothing for them until it said that it was done: then it is that moment.
+        """
+        if not self.token_times:
+            return None
+        if self.finished is None or (self.num_output_tokens or 0) <= len(self.token_times):
+            return self.token_times[-1]
+        return max(self.token_times[-1], self.finished)
+
+    @property
     def e2e(self) -> float | None:
-        """Last piece of output here - intended send."""
-        return self.token_times[-1] - self.intended if self.token_times else None
+        """Last token here - intended send."""
+        return None if self.last_token is None else self.last_token - self.intended
 
     @property
     def tpot(self) -> float | None:
-        """(last token - first token) / (output tokens - 1); None below two tokens or without the target's count."""
-        if not self.token_times or self.num_output_tokens is None or self.num_output_tokens < 2:
+        """(last token - first token) / (output tokens - 1).
+
+        None below two tokens, without the target's count, and where the moment of the last token is not known: fewer
+        pieces than tokens, and no word of when the output was complete.
+        """
+        number = self.num_output_tokens
+        if self.last_token is None or number is None or number < 2:
             return None
-        return (self.token_times[-1] - self.token_times[0]) / (self.num_output_tokens - 1)
+        if self.finished is None and number > len(self.token_times):
+            return None
+        return (self.last_token - self.token_times[0]) / (number - 1)
 
     @property
     def itl(self) -> list[float]:
