@@ -113,6 +113,33 @@ def test_differing_conditions_are_said_first_and_loudly():
     assert same.verdicts[0].status is Status.HOLDS
 
 
+@pytest.mark.parametrize("key", ["seed", "seed of prompts and order", "sweep took", "longest prompt", "load average"])
+def test_what_differs_between_any_two_runs_is_no_difference_of_conditions(key):
+    a, b = (result(metric("m", noisy(1.0)), conditions={"model": "m", key: text}) for text in ("1", "2"))
+    first = compare_reports(a, b).verdicts[0]
+    assert (first.status, first.reason) == (Status.HOLDS, "")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "status"),
+    [
+        ("1.302 tokens a word", "1.297 tokens a word", Status.HOLDS),
+        ("1.3 tokens a word", "1.9 tokens a word", Status.FAILS),
+        ("1.3 tokens a word", "random token ids", Status.FAILS),
+    ],
+)
+def test_conditions_that_are_measured_may_differ_a_little(a, b, status):
+    first, second = (result(metric("m", noisy(1.0)), conditions={"prompts": text}) for text in (a, b))
+    assert compare_reports(first, second).verdicts[0].status is status
+
+
+@pytest.mark.parametrize("name", ["ttft_seconds", "tpot_seconds[rate=4]", "e2e_seconds"])
+def test_requests_of_one_run_are_no_repetitions(name):
+    """They wait in one queue: a run that was slow as a whole would look as if it were surely slower."""
+    found = only(metric(name, noisy(1.0, 200)), metric(name, noisy(1.5, 200)))
+    assert found.verdict == CANNOT and "repeat the load" in found.reason
+
+
 def test_a_void_measurement_stays_void():
     void = Verdict(Status.VOID, "The run.", "The client was the limit.")
     a = result(metric("m", noisy(1.0)))

@@ -27,8 +27,21 @@ CONFIDENCE = 0.95
 FEWEST = 5  # values on each side: fewer give an interval that is too narrow
 RESAMPLES = 9999
 SEED = 20240501  # so that the same files give the same report
-# Conditions that differ between any two runs, and change nothing.
-INCIDENTAL = ("date", "command", "load average")
+# Conditions that differ between any two runs of one command and change nothing: prompts are drawn anew each time, and
+# a sweep ends where its time does ("longest prompt"); only places that both have are compared.
+INCIDENTAL = (
+    "date",
+    "command",
+    "load average",
+    "seed",
+    "seed of prompts and order",
+    "sweep took",
+    "longest prompt",
+)
+NEARLY = {"prompts": 0.02}  # conditions that are measured: numbers so close, as a share, are the same
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+# One value a request of one run: they wait in one queue and depend on each other, and nothing is known of other runs.
+OF_ONE_RUN = ("ttft_seconds", "tpot_seconds", "itl_seconds", "e2e_seconds")
 SPEEDS = ("s", "ms", "us", "µs", "tok/s", "req/s")
 SAME, CANNOT = "no difference shown", "cannot tell"
 TONES = {"faster": "role:good", "better": "role:good", "slower": "role:bad", "worse": "role:bad"}
@@ -85,7 +98,8 @@ def compare_reports(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -
         raise ResultError(f"{names[0]} and {names[1]} have no metric in common.", "Compare two runs of one command.")
     found = _corrected([_compared(ours[name], theirs[name]) for name in shared])
     differing = _differing(a.conditions, b.conditions)
-    same = {key: value for key, value in a.conditions.items() if b.conditions.get(key) == value}
+    apart_keys = {key for key, _, _ in differing}
+    same = {key: value for key, value in a.conditions.items() if key not in apart_keys}
     origin = {
         f"{letter}": f"{name} ({report.title}, {report.conditions.get('date', 'date unknown')})"
         for letter, name, report in zip("AB", names, (a, b), strict=True)
@@ -113,7 +127,9 @@ def _compared(a: Metric, b: Metric) -> Comparison:
     counts = (len(values[0]), len(values[1]))
     medians = tuple(statistics.median(side) if side else math.nan for side in values)
     reason = ""
-    if min(counts) < FEWEST:
+    if a.name.partition("[")[0] in OF_ONE_RUN:
+        reason = "the requests of one run depend on each other: repeat the load (--repetitions 5)"
+    elif min(counts) < FEWEST:
         reason = f"fewer than {FEWEST} values"
     elif min(map(min, values)) <= 0:
         reason = "a ratio needs values above 0"
@@ -161,9 +177,16 @@ def _corrected(found: Sequence[Comparison]) -> list[Comparison]:
 
 def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(condition, A's, B's), those that matter first."""
-    keys = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
+    keys = [key for key in dict.fromkeys([*a, *b]) if not _same(key, a.get(key), b.get(key))]
     keys.sort(key=lambda key: key in INCIDENTAL)
     return [(key, a.get(key, "not stated"), b.get(key, "not stated")) for key in keys]
+
+
+def _same(key: str, a: str | None, b: str | None) -> bool:
+    if a == b or a is None or b is None or key not in NEARLY or NUMBER.sub("", a) != NUMBER.sub("", b):
+        return a == b
+    pairs = zip(map(float, NUMBER.findall(a)), map(float, NUMBER.findall(b)), strict=True)
+    return all(abs(x - y) <= NEARLY[key] * max(x, y) for x, y in pairs)
 
 
 def _warnings(a: Report, b: Report, differing: list[tuple[str, str, str]]) -> Iterable[Verdict]:

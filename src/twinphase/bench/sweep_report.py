@@ -237,6 +237,7 @@ def sweep_noise(result: SweepResult) -> list[str]:
         lines.append("Whether others used the processor meanwhile is unknown: only repetitions tell of noise here.")
     plan = result.plan
     fewest = min((len(p.values) for phase in ("prefill", "decode") for _, p in result.points(phase)), default=0)
+    lines.append(f"The sweep took {result.seconds:.0f} s.")
     lines.append(f"{plan.repetitions} rounds over all points, each in an order of its own; {fewest} at the least.")
     if result.stopped:
         lines.append(f"Cut short: {result.stopped}. What is here is complete in itself, with fewer repetitions.")
