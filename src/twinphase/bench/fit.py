@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.bench.extras import require
-from twinphase.bench.statistics import percentile
 
 __all__ = ["DECODE_LAWS", "PREFILL_LAW", "Coefficient", "Fit", "Law", "Point", "Prediction", "best_fit", "fit"]
 
@@ -197,7 +196,7 @@ class Fit:
     @property
     def typical_error(self) -> float:
         """Claimed relative error at a fitted point, the middle one of them."""
-        return percentile([self.predict(point.x).error for point in self.points], 50)
+        return float(np.median([self.predict(point.x).error for point in self.points]))
 
 
 def _student(freedom: int) -> float:

@@ -8,6 +8,7 @@ look like a law. Some points are held out of the fits, which must predict them. 
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from typing import Any
 
 from twinphase.bench.conditions import Bystanders
 from twinphase.bench.fit import DECODE_LAWS, PREFILL_LAW, Fit, Point, Prediction, best_fit, fit
-from twinphase.bench.statistics import percentile
 from twinphase.bench.sweep_plan import ENOUGH_SECONDS, UNKNOWN_CONTEXT, Pace, Place, Plan
 from twinphase.bench.target import DecodeSample, PrefillSample, Target, TargetFacts
 from twinphase.errors import TwinphaseError
@@ -75,7 +75,7 @@ class Measurement:
         first = self.samples[0]
         if isinstance(first, DecodeSample):
             return sum(first.gaps) / len(first.gaps)
-        return percentile([sample.seconds for sample in self.samples if isinstance(sample, PrefillSample)], 50)
+        return statistics.median(sample.seconds for sample in self.samples if isinstance(sample, PrefillSample))
 
 
 @dataclass(frozen=True)

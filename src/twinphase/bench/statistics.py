@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,13 @@ class Summary:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The nearest-rank percentile, `q` in percent: a value that occurred. NaN without values."""
+    """The nearest-rank percentile, `q` in percent: a value that occurred. NaN without values.
+
+    But 50 is the median as everywhere else, the mean of the middle two where their number is even: the nearest rank
+    would be the lower of two, a bias that grows as values get fewer.
+    """
+    if q == 50:
+        return statistics.median(values) if values else math.nan
     ordered = sorted(values)
     return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)] if ordered else math.nan
 

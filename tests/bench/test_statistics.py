@@ -1,0 +1,37 @@
+"""Percentiles, medians and their intervals."""
+
+import math
+import statistics
+
+import pytest
+
+from twinphase.bench.phase_sweep import Measurement
+from twinphase.bench.statistics import median_interval, percentile, summary
+from twinphase.bench.sweep_plan import Place
+from twinphase.bench.target import PrefillSample
+
+
+@pytest.mark.parametrize("values", [[3.0], [1.0, 3.0], [5.0, 1.0, 3.0], [4.0, 1.0, 2.0, 9.0]])
+def test_the_median_is_the_same_everywhere(values):
+    assert percentile(values, 50) == summary(values).median == statistics.median(values)
+
+
+def test_tails_are_values_that_occurred():
+    values = [float(n) for n in range(1, 101)]
+    found = summary(values)
+    assert (found.n, found.p90, found.p95, found.p99) == (100, 90.0, 95.0, 99.0)
+    assert (found.lowest, found.highest) == (1.0, 100.0)
+    assert percentile([1.0, 3.0], 90) == 3.0
+    assert math.isnan(percentile([], 50)) and math.isnan(summary([]).p99)
+
+
+def test_two_prefills_in_a_row_count_as_their_mean():
+    """The lower one would make prompts that are measured twice faster than those measured once or thrice."""
+    samples = (PrefillSample(100, 0.03), PrefillSample(100, 0.05))
+    one = Measurement(Place("prefill", 100), 0, 0.0, samples, None, disturbed=False, kept=True)
+    assert one.seconds == pytest.approx(0.04)
+
+
+def test_interval_of_five_goes_from_the_lowest_to_the_highest():
+    found = median_interval([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert (found.low, found.high, found.confidence) == (1.0, 5.0, 0.9375)
