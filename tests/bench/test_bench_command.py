@@ -8,9 +8,11 @@ from bench.stub_server import RunningStub
 from tiny_gguf import write_tiny_gguf
 from twinphase.bench.bench_load import LoadOptions
 from twinphase.bench.bench_terminal import aligned
-from twinphase.bench.report import Column, Table
+from twinphase.bench.compare import CANNOT, compare_reports
+from twinphase.bench.report import Column, Status, Table
 from twinphase.bench.result import read_result
 from twinphase.cli import run_app
+from twinphase.commands.bench import VOID_EXIT_CODE
 from twinphase.errors import InvalidRequestError
 
 FEW = ("--quick", "--repetitions", "2", "--max-length", "96", "--batches", "1,4", "--max-seconds", "60")
@@ -32,9 +34,11 @@ def stub():
 def small(monkeypatch):
     """The slow reference backend needs no compiled kernels; the command has no option for it."""
     from twinphase.bench.targets import engine
+    from twinphase.engine import load
 
-    loaded = engine.LoadedEngine
-    monkeypatch.setattr(engine, "LoadedEngine", lambda *a, **k: loaded(*a, **{**k, "backend": "reference"}))
+    loaded = load.LoadedEngine
+    for module in (engine, load):
+        monkeypatch.setattr(module, "LoadedEngine", lambda *a, **k: loaded(*a, **{**k, "backend": "reference"}))
 
 
 def test_sweep_of_a_model_to_files(gguf_path, small, tmp_path, capsys):
@@ -51,13 +55,58 @@ def test_sweep_of_a_model_to_files(gguf_path, small, tmp_path, capsys):
     assert {"report.html", "report.md", "result.json", "prefill-time.png", "decode-position.png"} <= names
 
 
-def test_two_results_are_compared(gguf_path, small, tmp_path, capsys):
-    for name in ("a", "b"):
-        assert run_app(["bench", gguf_path, *FEW, "--out", str(tmp_path / name)]) == 0
+def test_a_load_beside_a_sweep_is_the_load_alone(gguf_path, small, tmp_path, capsys):
+    """The sweep's engine has no prefix cache; a load's has one, whether or not a sweep came before."""
+    words = ["--max-concurrency", "2", "--num-prompts", "3", "--random-input-len", "20", "--random-output-len", "4"]
+    for more in (["--all", *FEW], []):
+        out = tmp_path / str(len(more))
+        assert run_app(["bench", gguf_path, *words, *more, "--out", str(out)]) in (0, VOID_EXIT_CODE)
+        found = read_result(out)
+        assert found.conditions["prefix caching in the load"] == "on"
+        assert found.data["load"]["target"]["details"]["prefix caching"] == "on"
+        assert ("phase sweep" in found.data) == bool(more)
+        assert found.conditions.get("prefix caching in the sweep") == ("off" if more else None)
+
+
+def test_two_results_are_compared(gguf_path, small, tmp_path, capsys, monkeypatch):
+    for name in ("a", "b"):  # seeds are drawn, and the second command writes elsewhere
+        words = ["bench", gguf_path, *FEW, "--out", str(tmp_path / name)]
+        monkeypatch.setattr("sys.argv", ["twinphase", *words])
+        assert run_app(words) == 0
+    seeds = {read_result(tmp_path / name).conditions["seed of prompts and order"] for name in ("a", "b")}
+    assert len(seeds) == 2
     capsys.readouterr()
     assert run_app(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["kind"] == "compare"
+    assert (found["verdicts"][0]["status"], found["verdicts"][0]["reason"]) == ("holds", "")
+
+
+def test_two_loads_of_one_command_have_the_same_conditions(stub, tmp_path, capsys):
+    stub.script({"gaps": [0.001] * 7})
+    words = ["bench", stub.url, "--request-rate", "50", "--num-prompts", "6"]
+    for name in ("a", "b"):
+        assert run_app([*words, "--out", str(tmp_path / name)]) in (0, VOID_EXIT_CODE)
+    a, b = (read_result(tmp_path / name) for name in ("a", "b"))
+    assert a.conditions["seed"] != b.conditions["seed"]
+    report = compare_reports(a, b)
+    assert [v.status for v in report.verdicts if "same conditions" in v.text] == [Status.HOLDS]
+    # One run tells nothing of how runs differ.
+    assert {item.verdict for item in report.data["comparisons"]} <= {CANNOT}
+
+
+def test_no_secret_is_in_a_result(stub, tmp_path, monkeypatch):
+    stub.script({"gaps": [0.001] * 7})
+    words = ["bench", f"{stub.url}/v1?api_key=querysecret#anchorsecret", "--api-key", "-keysecret"]
+    words += ["--request-rate", "50", "--num-prompts", "4", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["twinphase", *words])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_app(words) in (0, VOID_EXIT_CODE)
+    for path in ("result.json", "report.md", "report.html"):
+        text = (tmp_path / "out" / path).read_text()
+        assert "secret" not in text.lower()
+        assert str(tmp_path) not in text
+    assert "--api-key ***" in read_result(tmp_path / "out").conditions["command"]
 
 
 def test_sweep_of_a_server_has_its_claims(stub, tmp_path, capsys):

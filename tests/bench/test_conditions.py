@@ -48,6 +48,10 @@ def test_what_is_not_known_is_unknown(tmp_path):
         (["twinphase", "--api-key=abc", "--hf-token", "abc"], "twinphase --api-key=*** --hf-token ***"),
         (["twinphase", "--header", "Authorization: Bearer abc"], "twinphase --header ***"),
         (["twinphase", "http://u:abc@h:1/v1"], "twinphase 'http://***@h:1/v1'"),
+        (["twinphase", "--api-key", "-abc", "--rate", "2"], "twinphase --api-key *** --rate 2"),
+        (["twinphase", "--api-key", "--key", "abc"], "twinphase --api-key *** abc"),
+        (["twinphase", "http://h/v1?api_key=abc&x=1#abc"], "twinphase 'http://h/v1?***#***'"),
+        (["twinphase", "--url=http://u:p@h?token=abc"], "twinphase '--url=http://***@h?***'"),
         (["twinphase", "a b"], "twinphase 'a b'"),
     ],
 )

@@ -155,6 +155,20 @@ def test_a_void_load_says_so_first_and_has_no_metrics():
     assert [v.status for v in verdicts[:3]] == [Status.VOID] * 3
     assert "500.0 ms" in verdicts[0].reason and "300.0 ms" in verdicts[1].reason and "0.95" in verdicts[2].reason
     assert load_metrics(result) == ()
+    assert verdicts[3].text.startswith("VOID: 15 req/s served")  # right where the figures are
+    section = load_sections(result)[0]
+    assert section.title.startswith("VOID: ")
+    assert [table.title for table in section.tables[:2]] == ["VOID: Latencies of requests that succeeded", "VOID: Throughput"]  # fmt: skip  # noqa: E501
+
+
+def test_metrics_have_one_value_a_run():
+    """Requests of a run depend on each other; only runs tell how runs differ."""
+    runs = [made([(i * 0.1, [0.05 + 0.01 * run, 0.2], "") for i in range(30)]) for run in range(5)]
+    void = made([(0.0, [0.1, 0.2], "")] * 3, client=ClientHealth([0.5] * 3, [0.3] * 100, 0.95))
+    metrics = {metric.name: metric.values for metric in load_metrics([*runs, void])}
+    assert metrics["ttft_p50_seconds"] == pytest.approx((0.05, 0.06, 0.07, 0.08, 0.09))
+    assert {len(values) for values in metrics.values()} == {5}
+    assert {"requests_per_second", "tpot_p50_seconds", "e2e_p99_seconds"} < set(metrics)
 
 
 def test_lag_that_changes_nothing_voids_nothing():
@@ -179,7 +193,7 @@ def test_sections_of_a_load():
     assert latencies.rows[0][:3] == ("TTFT", "30", "50.00") and latencies.rows[1][:3] == ("TPOT", "30", "15.00")
     assert latencies.rows[2][:2] == ("ITL", "60")
     metrics = {metric.name: metric for metric in load_metrics(result, "rate=1")}
-    assert len(metrics["ttft_seconds[rate=1]"].values) == 30 and metrics["goodput[rate=1]"].values == (0.0,)
+    assert metrics["ttft_p50_seconds[rate=1]"].values == (0.05,) and metrics["goodput[rate=1]"].values == (0.0,)
     json.dumps(load_data(result), allow_nan=False)
 
 

@@ -145,7 +145,7 @@ async def _load(target: Any, options: LoadOptions, progress: Progress) -> Parts:
             load_report.sweep_sections(found),
             load_report.sweep_metrics(found),
             data=load_report.sweep_data(found),
-            flags={"load": f"raised until saturated, {options.lengths}"},
+            flags={"load": f"raised until saturated, {options.lengths}", **_of_target(target)},
         )
     reader = claims_reader(target, PromptMaker(sizing, options.seed + 1))
     result = await run_load(target, options.workload(sizing), options.arrivals(), None, slos, progress, reader)
@@ -156,5 +156,11 @@ async def _load(target: Any, options: LoadOptions, progress: Progress) -> Parts:
         load_report.load_metrics(result),
         noise=result.notes,
         data=load_report.load_data(result),
-        flags={"load": f"{result.workload}, {result.arrivals}", **result.conditions},
+        flags={"load": f"{result.workload}, {result.arrivals}", **_of_target(target), **result.conditions},
     )
+
+
+def _of_target(target: Any) -> dict[str, object]:
+    """What a load's target has otherwise than that of a sweep beside it."""
+    cache = target.facts.details.get("prefix caching")
+    return {} if cache is None else {"prefix caching in the load": cache}

@@ -93,7 +93,6 @@ def sweep_parts(result: SweepResult) -> Parts:
         "batch sizes": ", ".join(map(str, batches)),
         "steps of a decode measurement": plan.decode_tokens,
         "seed of prompts and order": plan.seed,
-        "sweep took": f"{result.seconds:.0f} s",
     }
     if result.facts.context_length is None:
         flags["context length"] = f"unknown to us; planned for {UNKNOWN_CONTEXT:,}"

@@ -20,16 +20,17 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import urlsplit, urlunsplit
 
 from twinphase import __version__
 from twinphase.bench.target import TargetFacts
 from twinphase.phases.hardware import processor_name
 
-__all__ = ["Bystanders", "command_line", "conditions", "file_sha256"]
+__all__ = ["Bystanders", "command_line", "conditions", "file_sha256", "public"]
 
 UNKNOWN = "unknown"
 SECRET_WORDS = ("key", "token", "secret", "password", "authorization", "header")
+# Anywhere in a text: scheme, user and password, host, path, query, fragment.
+URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)([^\s/?#]*@)?([^\s/?#]*)([^\s?#]*)(\?[^\s#]*)?(#\S*)?")
 NOTABLE_CORES = 0.1  # used by others: below it is what any system does
 
 
@@ -55,10 +56,10 @@ def conditions(
     found = {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")}
     found["command"] = command_line(sys.argv if command is None else command)
     if facts is not None:
-        found |= {"target": _public(facts.name), "engine": facts.engine, "model": _public(facts.model)}
+        found |= {"target": public(facts.name), "engine": facts.engine, "model": public(facts.model)}
         found["precision"] = facts.precision
         found["context length"] = f"{facts.context_length:,}" if facts.context_length else UNKNOWN
-        found |= {key: _public(value) for key, value in facts.details.items()}
+        found |= {key: public(value) for key, value in facts.details.items()}
     if model is not None:
         found["model file"] = _model_file(model)
         found["model SHA-256"] = file_sha256(model)
@@ -152,12 +153,16 @@ def command_line(arguments: Sequence[str]) -> str:
         is_option = argument.startswith("-")
         if index == 0:
             words.append("twinphase" if Path(argument).name in ("__main__.py", "cli.py") else Path(argument).name)
-        elif secret and not is_option:
+        elif secret:  # whatever it begins with: a key may begin with a hyphen
             words.append("***")
+            secret = False
+            continue
         elif is_option and equals and _is_secret(name):
             words.append(f"{name}=***")
+        elif is_option and equals:
+            words.append(_quoted(f"{name}={public(argument[len(name) + 1 :])}"))
         else:
-            words.append(_quoted(_public(argument)) if index else argument)
+            words.append(_quoted(public(argument)) if index else argument)
         secret = is_option and not equals and _is_secret(name)
     return " ".join(words)
 
@@ -173,17 +178,20 @@ def _is_secret(name: str) -> bool:
 
 
 def _flag(name: str, value: object) -> str:
-    return "***" if _is_secret(name) else _public(str(value))
+    return "***" if _is_secret(name) else public(str(value))
 
 
-def _public(text: str) -> str:
-    """Text without a password in a URL and without the user's home folder."""
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(text)
-        if parts.scheme and "@" in parts.netloc:
-            text = urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
+def public(text: str) -> str:
+    """Text without what a URL may keep secret (password, query, fragment), and without the user's home folder."""
+    text = URL.sub(_public_url, text)
     home = os.path.expanduser("~")
     return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if len(home) > 1 else text
+
+
+def _public_url(found: re.Match[str]) -> str:
+    scheme, user, host, path, query, fragment = found.groups()
+    user = "***@" if user else ""
+    return f"{scheme}{user}{host}{path}{'?***' if query else ''}{'#***' if fragment else ''}"
 
 
 class Bystanders:

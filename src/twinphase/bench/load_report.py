@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from twinphase.bench.client_health import CPU_OF_CORE, HEARTBEAT_SECONDS
 from twinphase.bench.foreign_claims import claims_section
-from twinphase.bench.load import CPU_OF_CORE, HEARTBEAT_SECONDS, LoadResult
+from twinphase.bench.load import LoadResult
 from twinphase.bench.load_plots import latency_plots, sweep_plots, timeline_plot
 from twinphase.bench.report import Column, Metric, Section, Status, Table, Verdict
 from twinphase.bench.saturation import SweepResult
 from twinphase.bench.slo import PHASES
-from twinphase.bench.statistics import summary
+from twinphase.bench.statistics import percentile, summary
 
 __all__ = [
     "load_data",
@@ -31,11 +32,13 @@ __all__ = [
 
 DEFINITIONS = {
     "TTFT": "first piece of output at the client - intended send; queue and network in it, opening the connection not",
-    "TPOT": "(last piece - first piece) / (output tokens - 1), of each request; tokens by the target's count",
+    "TPOT": "(last token - first piece) / (output tokens - 1), of each request; tokens by the target's count",
     "ITL": "gap between consecutive pieces of output, pooled over all requests, not divided by the tokens in a piece",
-    "E2E": "last piece of output - intended send",
+    "E2E": "last token - intended send; with fewer pieces than tokens, the last is taken to come when the target says "
+    "that it has finished",
+    "TTFO": "first piece of the answer itself - intended send, of requests that reasoned first",
 }
-PERCENTILES = "nearest rank: a value that occurred"
+PERCENTILES = "nearest rank: a value that occurred; p50 is the median"
 
 
 def load_verdicts(result: LoadResult) -> tuple[Verdict, ...]:
@@ -52,7 +55,7 @@ def load_verdicts(result: LoadResult) -> tuple[Verdict, ...]:
         text += f" of {result.offered:.3g} offered" if result.offered is not None else ""
         text += f", {_number(result.output_rate)} output tok/s; median TTFT {_ms(ttft.median)} ms (p99 {_ms(ttft.p99)})"
         text += f", median TPOT {_ms(tpot.median)} ms (p99 {_ms(tpot.p99)})."
-        found.append(Verdict(Status.INFO, text))
+        found.append(Verdict(Status.INFO, _void_mark(result) + text))
     goodput = result.goodput
     if goodput is not None:
         found.append(_goodput_verdict(result))
@@ -69,7 +72,7 @@ def _goodput_verdict(result: LoadResult) -> Verdict:
     text = f"Goodput {goodput.rate:.3g} req/s: {goodput.fraction:.0%} of the requests met {result.slos}."
     late = {name: goodput.by_level[name] for name in PHASES if name in goodput.by_level}
     blamed = [f"{name} was missed by {number}: {PHASES[name]}" for name, number in late.items()]
-    return Verdict(Status.INFO, text, "; ".join(blamed))
+    return Verdict(Status.INFO, _void_mark(result) + text, "; ".join(blamed))
 
 
 def _doubts(result: LoadResult) -> list[Verdict]:
@@ -80,19 +83,24 @@ def _doubts(result: LoadResult) -> list[Verdict]:
     if prompt and cached > 0.02 * prompt and not any("share prefixes" in note for note in result.notes):
         text = f"{cached / prompt:.0%} of the prompt tokens came out of the server's prefix cache: prefill was less."
         reason = "Prompts have unique words; a template before them, or an earlier run with the same seed, is shared."
+        if "sharegpt" in result.conditions.get("trace", ""):
+            reason = "Questions of a file may begin alike; a template before them, or an earlier run of it, is shared."
         found.append(Verdict(Status.INFO, text, reason))
     short = sum(one.finish_reason not in ("length", "") for one in seen)
     if short:
         found.append(Verdict(Status.INFO, f"{short} of {len(seen)} outputs ended before the length asked for."))
-    broken = sum(not one.finish_reason for one in seen)
-    if broken:
-        text = f"{broken} of {len(seen)} outputs have no finish_reason: the server may have broken them off."
+    if any(kind == "broken off" for kind in result.failures):
+        text = "Outputs that the server broke off are failures."
         reason = "llama-cpp-python does, when another request comes, unless started with --interrupt_requests False."
         found.append(Verdict(Status.INFO, text, reason))
+    if result.client.connected_late:
+        text = f"{result.client.connected_late} requests waited for their connection: it is in their latencies."
+        found.append(Verdict(Status.INFO, text, "The client asked for it in time; an overloaded server takes it late."))
     pieces, tokens = sum(len(one.token_times) for one in seen), result.num_output_tokens
     if tokens and tokens > 1.02 * pieces:
         text = f"A piece of output has {tokens / pieces:.2f} tokens on average: ITL is of pieces, TPOT of tokens."
-        found.append(Verdict(Status.INFO, text))
+        reason = "Or tokens have no text, and the server sends nothing for them."
+        found.append(Verdict(Status.INFO, text, reason))
     return found
 
 
@@ -105,7 +113,7 @@ def load_sections(result: LoadResult) -> tuple[Section, ...]:
         f"{result.workload}; {result.arrivals}.",
         *(f"{note[:1].upper()}{note[1:]}." for note in result.notes),
     )
-    title = f"Load: {result.arrivals}"
+    title = f"{_void_mark(result)}Load: {result.arrivals}"
     first = Section(title, load_verdicts(result), paragraphs, tables, (*latency_plots(result), timeline_plot(result)))
     return (first, claims_section(result))
 
@@ -113,10 +121,13 @@ def load_sections(result: LoadResult) -> tuple[Section, ...]:
 def _latencies(result: LoadResult) -> Table:
     columns = (Column("figure"), Column("n"), *(Column(f"{p}, ms", PERCENTILES) for p in ("p50", "p90", "p95", "p99")))
     rows = []
-    for name, values in (("TTFT", result.ttft), ("TPOT", result.tpot), ("ITL", result.itl), ("E2E", result.e2e)):
+    figures = [("TTFT", result.ttft), ("TPOT", result.tpot), ("ITL", result.itl), ("E2E", result.e2e)]
+    for name, values in figures + ([("TTFO", result.ttfo)] if result.ttfo else []):
         s = summary(values)
         rows.append((name, str(s.n), *(_ms(value) for value in (s.median, s.p90, s.p95, s.p99)), DEFINITIONS[name]))
-    return Table("Latencies of requests that succeeded", (*columns, Column("definition")), tuple(rows))
+    return Table(
+        _void_mark(result) + "Latencies of requests that succeeded", (*columns, Column("definition")), tuple(rows)
+    )
 
 
 def _throughput(result: LoadResult) -> Table:
@@ -129,6 +140,7 @@ def _throughput(result: LoadResult) -> Table:
         ("requests offered", _number(result.offered) if result.concurrency is None else "closed loop", offered),
         ("requests served", _number(result.request_rate), f"req/s: succeeded / seconds; {seconds}"),
         ("output", _number(result.output_rate), "tok/s: output tokens of succeeded requests / seconds"),
+        *_reasoning(result),
         ("prompt and output", _number(result.total_rate), "tok/s, cached prompt tokens in it"),
         ("sent", str(sent), f"requests, of {result.num_requests} in the workload"),
         ("succeeded", str(len(result.succeeded)), "requests"),
@@ -139,7 +151,17 @@ def _throughput(result: LoadResult) -> Table:
         rows.insert(2, ("goodput", rate, f"req/s: succeeded and {result.slos} / seconds"))
         missed = ", ".join(f"{number} {name}" for name, number in goodput.missed.items()) or "none"
         rows.insert(3, ("missed", missed, "requests by the levels they missed"))
-    return Table("Throughput", (Column("figure"), Column("value"), Column("definition")), tuple(rows))
+    return Table(
+        _void_mark(result) + "Throughput", (Column("figure"), Column("value"), Column("definition")), tuple(rows)
+    )
+
+
+def _reasoning(result: LoadResult) -> list[tuple[str, str, str]]:
+    counts = [one.num_reasoning_tokens for one in result.succeeded if one.num_reasoning_tokens is not None]
+    if not any(counts):
+        return []
+    told = f"by the target's count, of {len(counts)} requests that have one; part of the output"
+    return [("reasoning", f"{sum(counts):,}", f"tokens before the answers, {told}")]
 
 
 def _client(result: LoadResult) -> Table:
@@ -147,9 +169,7 @@ def _client(result: LoadResult) -> Table:
     send, loop = summary(client.send_lags), summary(client.loop_lags)
     connect = [c for one in result.observations if (c := one.claims.get("client_connect_seconds")) is not None]
     columns = (Column("figure"), Column("p50, ms"), Column("p99, ms"), Column("most, ms"), Column("definition"))
-    beat = (
-        f"how late a heartbeat of {1e3 * HEARTBEAT_SECONDS:.0f} ms was, over time; up to 1 ms is the loop's own timer"
-    )
+    beat = f"how late a heartbeat of {1e3 * HEARTBEAT_SECONDS:.0f} ms was when a token was stamped; up to 1 ms is the timer's own"
     rows = [
         ("send lag", _ms(send.median), _ms(send.p99), _ms(send.highest), "sent - intended; part of every latency"),
         ("loop lag", _ms(loop.median), _ms(loop.p99), _ms(loop.highest), beat),
@@ -157,7 +177,10 @@ def _client(result: LoadResult) -> Table:
     ]
     if connect:
         c = summary(connect)
-        rows.append(("connect", _ms(c.median), _ms(c.p99), _ms(c.highest), "opening a connection; part of no latency"))
+        what = "opening a connection; part of no latency unless it was there too late"
+        if client.connected_late:
+            what += f", as {client.connected_late} were, which were asked for in time: the server took them slowly"
+        rows.append(("connect", _ms(c.median), _ms(c.p99), _ms(c.highest), what))
     return Table("The client itself", columns, tuple(rows))
 
 
@@ -169,29 +192,38 @@ def _failures(result: LoadResult) -> Table:
     return Table("Failures", (Column("kind"), Column("requests"), Column("the first one")), tuple(rows))
 
 
-def load_metrics(result: LoadResult, point: str = "") -> tuple[Metric, ...]:
-    """What `bench compare` compares. Pooled gaps depend on each other and would seem surer than they are: no ITL.
+def load_metrics(results: LoadResult | Sequence[LoadResult], point: str = "") -> tuple[Metric, ...]:
+    """What `bench compare` compares: one value a run, so that how runs differ is in it.
+
+    The requests of a run wait in one queue and depend on each other; as if independent, they would make any two runs
+    differ.
 
     Args:
-        result: of a load that is not void; one that is gives nothing.
+        results: of a load, or of its repetitions; those that are void or empty give nothing.
         point: in the names, "rate=4" for instance, where a report has several loads.
     """
-    if result.void or not result.succeeded:
-        return ()
+    runs = [results] if isinstance(results, LoadResult) else list(results)
+    runs = [run for run in runs if not run.void and run.succeeded]
     at = f"[{point}]" if point else ""
-    found = [
-        Metric(f"ttft_seconds{at}", "s", "lower", tuple(result.ttft), DEFINITIONS["TTFT"]),
-        Metric(f"tpot_seconds{at}", "s", "lower", tuple(result.tpot), DEFINITIONS["TPOT"]),
-        Metric(f"e2e_seconds{at}", "s", "lower", tuple(result.e2e), DEFINITIONS["E2E"]),
-        Metric(f"requests_per_second{at}", "req/s", "higher", (result.request_rate,), "succeeded requests / seconds"),
-    ]
-    if result.output_rate is not None:
-        values = (result.output_rate,)
-        found.append(Metric(f"output_tokens_per_second{at}", "tok/s", "higher", values, "output tokens / seconds"))
-    if result.goodput is not None and result.goodput.rate is not None:
-        values = (result.goodput.rate,)
-        found.append(Metric(f"goodput{at}", "req/s", "higher", values, f"requests that met {result.slos} / seconds"))
+    found = []
+    for name in ("TTFT", "TPOT", "E2E"):
+        of_runs = [values for run in runs if (values := getattr(run, name.lower()))]
+        for word, q in (("p50", 50), ("p99", 99)):
+            values = tuple(percentile(of_run, q) for of_run in of_runs)
+            definition = f"{word} over a run's requests of {DEFINITIONS[name]}"
+            found.append(Metric(f"{name.lower()}_{word}_seconds{at}", "s", "lower", values, definition))
+    for name, unit, rates, definition in (
+        ("requests_per_second", "req/s", [run.request_rate for run in runs], "succeeded requests / seconds"),
+        ("output_tokens_per_second", "tok/s", [run.output_rate for run in runs], "output tokens / seconds"),
+        ("goodput", "req/s", [_goodput_rate(run) for run in runs], "requests that met the levels / seconds"),
+    ):
+        known = tuple(rate for rate in rates if rate is not None)
+        found.append(Metric(f"{name}{at}", unit, "higher", known, f"{definition}, of each run"))
     return tuple(metric for metric in found if metric.values)
+
+
+def _goodput_rate(result: LoadResult) -> float | None:
+    return None if result.goodput is None else result.goodput.rate
 
 
 def load_data(result: LoadResult) -> dict[str, Any]:
@@ -286,6 +318,11 @@ def sweep_data(sweep: SweepResult) -> dict[str, Any]:
         "alone": load_data(sweep.alone),
         "points": [{"value": p.value, "saturated": p.saturated, **load_data(p.result)} for p in points],
     }
+
+
+def _void_mark(result: LoadResult) -> str:
+    """Before every figure of a run that is void, as a reader may see nothing else of it."""
+    return "VOID: " if result.void else ""
 
 
 def _ms(seconds: float) -> str:

@@ -18,6 +18,7 @@ __all__ = ["bench"]
 
 SWEEP, LOAD, SERVER, ENGINE = "Phase sweep", "Load (vLLM bench's names)", "A server at a URL", "Engine, for a model"
 SWEEP_SEED = 1 << 32  # added for a sweep's prompts
+VOID_EXIT_CODE = 10  # the figures are not to be used: the client was the limit, in all of them or in some
 
 
 def bench(
@@ -78,6 +79,7 @@ def bench(
     """Measure a target's two phases apart, or compare two results.
 
     A load is run instead with any of --request-rate, --max-concurrency, --saturate and --trace; both with --all.
+    Exit code 10: figures are void, because the client was the limit.
     """
     given = locals()
     words = list(more or [])
@@ -90,6 +92,13 @@ def bench(
         drawn = secrets.randbelow(1 << 31) if seed is None else seed
         report = _measured(given | {"goodput": tuple(goodput + levels), "seed": drawn})
     _publish(report, out, json)
+    if target != "compare" and _has_void(report):
+        raise typer.Exit(VOID_EXIT_CODE)
+
+
+def _has_void(report: Report) -> bool:
+    verdicts = [*report.verdicts, *(verdict for section in report.sections for verdict in section.verdicts)]
+    return any(verdict.status.value == "void" for verdict in verdicts)
 
 
 def _compared(words: list[str]) -> Report:
@@ -141,6 +150,7 @@ def _measured(given: dict[str, Any]) -> Report:
 def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: Any) -> Report:
     from twinphase.bench.bench_load import load_parts
     from twinphase.bench.bench_report import bench_report, claims_parts, run_sweep, sweep_parts
+    from twinphase.bench.conditions import public
     from twinphase.bench.progress import live
     from twinphase.bench.targets.opening import machine_facts, open_load_target, open_target
     from twinphase.terminal import Bar
@@ -149,7 +159,7 @@ def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: A
     parts: list[Parts] = []
     target: Any = None
     with live("twinphase bench") as progress:
-        progress(f"opening {text}", 0, 0)
+        progress(f"opening {public(text)}", 0, 0)
         if sweep is not None:
             target = open_target(text, kind, options, lambda done, total, kernel: bar.update(done, total))
             bar.clear()
@@ -158,6 +168,9 @@ def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: A
         loaded = getattr(target, "loaded", None)
         facts = getattr(target, "facts", None)
         if load.wanted:
+            if loaded is not None:  # its weights and cache are not held twice
+                target.close()
+                target = loaded = None
             server, loaded = open_load_target(text, kind, options, target)
             facts = facts or server.facts
             parts.append(load_parts(server, load, progress))

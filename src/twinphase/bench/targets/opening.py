@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from twinphase.bench.target import Target
+from twinphase.bench.conditions import public
+from twinphase.bench.target import Target, TargetFacts
 from twinphase.errors import InvalidRequestError
 
 __all__ = ["FORMS", "TargetOptions", "kind_of", "machine_facts", "open_load_target", "open_target"]
@@ -104,6 +105,14 @@ def open_target(
         TwinphaseError: it cannot be loaded or reached, or a package is missing.
     """
     options.check(text, kind)
+    target = _opened(text, kind, options, compile_progress)
+    target.facts = _public_facts(target.facts)
+    return target
+
+
+def _opened(
+    text: str, kind: str, options: TargetOptions, compile_progress: Callable[[int, int, str], None] | None
+) -> Target:
     path = text.partition(":")[2]
     if kind == MODEL:
         from twinphase.bench.targets.engine import EngineTarget
@@ -129,8 +138,13 @@ def open_target(
     return LlamaCppTarget(path, threads=threads, seed=options.seed)
 
 
+def _public_facts(facts: TargetFacts) -> TargetFacts:
+    """Facts end in files that are shown around: without secrets of a URL and without the user's home folder."""
+    return replace(facts, name=public(facts.name), model=public(facts.model))
+
+
 def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = None) -> tuple[Any, Any]:
-    """What takes many requests at once: our engine or a server, that of the sweep before where there was one.
+    """What takes many requests at once: our engine, loaded anew, or a server, that of the sweep where there was one.
 
     Returns:
         The target, and the `LoadedEngine` behind it, None for a server.
@@ -141,6 +155,7 @@ def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = 
     options.check(text, kind)
     if kind == URL:
         if swept is not None:
+            swept.target.facts = _public_facts(swept.target.facts)
             return swept.target, None
         from twinphase.bench.client import run
         from twinphase.bench.targets.openai import OpenAITarget
@@ -148,12 +163,15 @@ def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = 
         opening = OpenAITarget.open(
             text, model=options.model, api_key=options.api_key, endpoint=options.endpoint or "auto"
         )
-        return run(opening), None
+        target = run(opening)
+        target.facts = _public_facts(target.facts)
+        return target, None
     from twinphase.bench.targets.engine_load import EngineLoadTarget
     from twinphase.engine.load import LoadedEngine
 
-    loaded = LoadedEngine(text, **options.engine) if swept is None else swept.loaded
-    return EngineLoadTarget(loaded, text), loaded
+    # An engine of its own, whatever was measured before: a sweep switches the prefix cache off, a load does not.
+    loaded = LoadedEngine(text, **options.engine)
+    return EngineLoadTarget(loaded, public(text)), loaded
 
 
 def machine_facts(loaded: Any) -> dict[str, Any]:
