@@ -73,6 +73,7 @@ def aiperf(args: argparse.Namespace, workload: Workload, load: Mapping[str, Any]
             "--output-artifact-dir", folder, "--workers-max", "1", "--record-processors", "1", "--ui", "none",
             "--extra-inputs", f"max_tokens:{args.output_len}", "--extra-inputs", "ignore_eos:true",
             "--extra-inputs", "temperature:0",
+            "--connection-reuse-strategy", "never",  # as ours; but its TTFT has the opening of the connection in it
         ]  # fmt: skip
         for option, value in load.items():
             command += [option, str(value)]
