@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
+from twinphase.bench.experiments.bounds import Bounds, PhaseBound
 from twinphase.bench.lab import EXPERIMENTS, choose, lab
 from twinphase.bench.lab_terminal import show
+from twinphase.bench.progress import live
 from twinphase.bench.render import write_report
 from twinphase.bench.report import Status
 from twinphase.bench.result import read_result, result_json
 from twinphase.bench.stepped import Workshop
 from twinphase.cli import run_app
-from twinphase.errors import InvalidRequestError
+from twinphase.errors import InvalidRequestError, OutOfMemoryError
+from twinphase.phases.hardware import Ceilings
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +109,16 @@ def test_the_page_draws_every_plot_without_a_complaint(made, written, browser):
     assert all(finding.experiment.claim in shown and finding.experiment.meaning in shown for finding in made[1])
 
 
+def test_progress_says_which_claim(made):
+    told = [what for what, _, total in made[2] if total]
+    count = len(EXPERIMENTS)
+    assert f"claim 4 of {count}: {EXPERIMENTS[3].claim}" in told
+    stream = io.StringIO()
+    with live("twinphase lab", stream, percent=True) as progress:
+        progress(told[0], 334, 1400)
+    assert stream.getvalue().startswith(f"twinphase lab: 23 % claim 1 of {count}: ")
+
+
 def test_progress_rises_to_the_end(made):
     told = [(done, total) for _, done, total in made[2] if total]
     assert told[-1][0] == told[-1][1]
@@ -130,6 +145,7 @@ def test_the_command(tiny, tmp_path, capsys):
 def test_the_command_lists_without_measuring(capsys):
     assert run_app(["lab", "no such model", "--list"]) == 0
     listed = capsys.readouterr().out
+    assert max(map(len, listed.splitlines())) > 80  # no terminal, so no need to break lines at its usual width
     assert all(experiment.name in listed for experiment in EXPERIMENTS)
 
 
@@ -144,6 +160,48 @@ def test_wrong_arguments_are_told_before_anything_is_measured(tiny, wrong, capsy
 def test_a_time_must_be_one(tiny):
     with pytest.raises(InvalidRequestError):
         lab(tiny, experiments=choose(["kv-size"]), seconds=-1)
+
+
+def test_one_experiment_that_fails_loses_only_itself(tiny, tmp_path):
+    def no_room(bench):
+        raise OutOfMemoryError("No memory for the weights: 99.0 GB.", "Use a smaller model.")
+
+    def no_memory(bench):
+        raise MemoryError
+
+    size, cores, same = choose(["kv-size", "cores", "same-tokens"])
+    broken = (replace(size, measure=no_room), replace(cores, measure=no_memory), same)
+    report, findings = lab(tiny, experiments=broken, seconds=1.0)
+    assert [one.status for one in findings] == [Status.UNKNOWN, Status.UNKNOWN, Status.HOLDS]
+    assert "No memory for the weights: 99.0 GB." in report.verdicts[0].reason
+    assert "memory" in report.verdicts[1].reason
+    assert report.data["experiments"]["kv-size"]["found"] is None
+    write_report(report, tmp_path)
+    show(report, findings, Console(width=400, highlight=False))
+
+
+@pytest.mark.parametrize(("later", "expected"), [(40e9, Status.FAILS), (1e9, Status.UNKNOWN)])
+def test_bandwidth_that_was_there_at_another_time_only_makes_no_failure(tiny, monkeypatch, later, expected):
+    """Decode needs 40 % of what memory gave when the run began; it fails if memory still gives that."""
+    calls = []
+
+    def now(config):
+        calls.append(config)
+        rate = 40e9 if len(calls) <= 2 else later  # the first two are the run's beginning
+        return Ceilings("a processor", 2, "generic", ((2**20, rate), (2**30, rate)), 1e12, 2e11, None)
+
+    def phase(tokens, compute, memory):
+        return PhaseBound(tokens, [1.0] * 8, {"int8": int(compute * 1e12)}, int(memory * 40e9), 1, None, None, 0.0)
+
+    found = Bounds(phase(512, 0.7, 0.01), phase(24, 0.01, 0.4))
+    monkeypatch.setattr("twinphase.bench.lab.ceilings_now", now)
+    monkeypatch.setattr("twinphase.bench.lab.measured_ceilings", lambda config: None)
+    monkeypatch.setattr("twinphase.bench.lab.save_ceilings", lambda ceilings: None)
+    report, findings = lab(tiny, experiments=[replace(EXPERIMENTS[3], measure=lambda bench: found)], seconds=1.0)
+    judged = {one.rule.name: one for one in findings[0].judged}
+    assert (findings[0].status, judged["decode's MBU"].status) == (expected, expected)
+    assert judged["decode's MBU"].estimate.value == pytest.approx(0.4)  # the number is that of the best
+    assert len(calls) == 4
 
 
 def test_an_engine_stepped_by_hand_gives_the_tokens_of_an_llm(tiny):

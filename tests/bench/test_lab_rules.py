@@ -34,12 +34,14 @@ from twinphase.bench.experiments.experiment import (
     overall,
     ratio_of,
     shown,
+    tempered,
     unknown,
 )
 from twinphase.bench.experiments.workbench import MOST_ROUNDS, ROUNDS, Speed, Workbench, fitted
 from twinphase.bench.lab import EXPERIMENTS, choose
 from twinphase.bench.report import Status
 from twinphase.errors import InvalidRequestError
+from twinphase.phases.hardware import Ceilings
 from twinphase.phases.report import Units
 from twinphase.phases.timeline import StepRecord
 from twinphase.phases.work import Cost
@@ -121,7 +123,7 @@ def prefills(law, noise=STEADY, longest=4096):
 
 
 def phase(tokens, seconds, compute, memory, noise=STEADY):
-    return bounds.PhaseBound(tokens, times(seconds, noise), 10**9, 10**7, compute, memory, 0.01)
+    return bounds.PhaseBound(tokens, times(seconds, noise), {"int8": 10**9}, 10**7, 1, compute, memory, 0.01)
 
 
 def both(prefill=1.0, decode=1.0, compute=0.7, memory=0.01, others=None, prompt=512):
@@ -131,7 +133,7 @@ def both(prefill=1.0, decode=1.0, compute=0.7, memory=0.01, others=None, prompt=
 def positions(slope=1e-6, noise=STEADY, late=1.0, bandwidth=1e10, furthest=4096):
     gaps = [[0.004 * factor] * 64 + [0.004 * late * factor] * 64 for factor in noise]
     seconds = {p: times(0.004 + slope * p, noise) for p in (16, furthest // 4, furthest // 2, furthest)}
-    return decode_position.DecodePosition(seconds, gaps, 10_000, bandwidth, 69_120)
+    return decode_position.DecodePosition(seconds, gaps, 10_000, bandwidth, 69_120, 10**8)
 
 
 def batches(each, noise=STEADY, largest=32):
@@ -449,3 +451,26 @@ def test_a_way_must_have_happened(way):
     else:
         seen = replace(alone, index=2, num_decodes=2) if way == "batched" else replace(alone, index=1)
         assert same_tokens._happened(way, ticket, [alone, *others, seen])
+
+
+def ceilings(bandwidth, int8=1e12):
+    return Ceilings("a processor", 2, "generic", ((2**20, bandwidth), (2**30, bandwidth)), int8, 2e11, None)
+
+
+def test_what_fails_only_against_a_ceiling_of_another_time_is_unknown():
+    rule = Rule("x", "", at_least=1)
+    good, bad, unclear = (decide(rule, one) for one in (exactly(2), exactly(0), unknown("?")))
+    assert tempered([bad], [bad]) == [bad]
+    assert tempered([good, unclear], [bad, bad]) == [good, unclear]
+    for near in (good, unclear):
+        found = tempered([bad], [near])[0]
+        assert found.status is UNKNOWN and "ceiling of another time" in found.reason
+
+
+def test_a_measurement_is_put_against_other_ceilings():
+    found = bounds.EXPERIMENT.under(both(), ceilings(1e9, int8=2e9))
+    assert (found.prefill.compute, found.decode.memory) == (pytest.approx(0.5), pytest.approx(0.01))
+    assert bounds.EXPERIMENT.under(both(), None).decode.memory is None
+    assert decode_position.EXPERIMENT.under(positions(), ceilings(5e9)).bandwidth == pytest.approx(5e9)
+    compared = {one.name for one in EXPERIMENTS if one.under}
+    assert compared == {"bounds", "decode-position"}

@@ -32,14 +32,14 @@ from twinphase.bench.experiments import (
     same_tokens,
     short_prompts,
 )
-from twinphase.bench.experiments.experiment import AnyExperiment, Judged
+from twinphase.bench.experiments.experiment import AnyExperiment, Judged, judge, overall, tempered, unknown
 from twinphase.bench.experiments.workbench import Speed, Workbench, calibrate
 from twinphase.bench.progress import Progress
 from twinphase.bench.report import Column, Metric, Report, Section, Status, Table, Verdict
 from twinphase.bench.stepped import Workshop
 from twinphase.config import available_cores
 from twinphase.engine.load import ceilings_now, measured_ceilings
-from twinphase.errors import InvalidRequestError
+from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.phases.hardware import Ceilings, save_ceilings
 from twinphase.weights.gguf import quantization_name
 
@@ -72,12 +72,13 @@ class Finding:
 
     Attributes:
         experiment: which.
-        found: what it measured.
+        found: what it measured; None if it failed to.
         status: the verdict.
         judged: its rules.
         seconds: that it took.
         reduced: what was smaller than planned, and why.
         others: cores that other programs used meanwhile; None is unknown.
+        error: why it could not be measured; "" if it was.
     """
 
     experiment: AnyExperiment
@@ -87,6 +88,7 @@ class Finding:
     seconds: float
     reduced: tuple[str, ...] = ()
     others: float | None = None
+    error: str = ""
 
     @property
     def numbers(self) -> str:
@@ -96,6 +98,8 @@ class Finding:
     @property
     def why(self) -> Sequence[str]:
         """What lies behind them."""
+        if self.error:
+            return (f"It could not be measured: {self.error}",)
         return self.experiment.why(self.found, self.judged)
 
     @property
@@ -186,7 +190,7 @@ def lab(
 def _nested(progress: Progress, number: int, count: int, what: str, done: int, total: int) -> None:
     """An experiment's own progress, in hundredths of experiments."""
     inner = min(99, 100 * done // total) if total else 0
-    progress(what, 100 * number + inner, 100 * count)
+    progress(f"claim {number + 1} of {count}: {what}", 100 * number + inner, 100 * count)
 
 
 def _prepare(model: str, config: dict[str, Any], progress: Progress) -> Setting:
@@ -218,10 +222,13 @@ def _prepare(model: str, config: dict[str, Any], progress: Progress) -> Setting:
 def _try(
     experiment: AnyExperiment, setting: Setting, seconds: float, config: dict[str, Any], progress: Progress
 ) -> Finding:
+    """One experiment with its verdict; what keeps it from being measured makes it unknown and not the lab fail."""
     start = time.perf_counter()
+    # What an experiment opens takes a path and not a name, so that no lookup is repeated.
+    path = str(setting.workshop.loaded.checkpoint.path)
+    found, error, status = None, "", Status.UNKNOWN
     with Bystanders() as others:
-        # What an experiment opens takes a path and not a name, so that no lookup is repeated.
-        path = str(setting.workshop.loaded.checkpoint.path)
+        before = _look_again(setting) if experiment.under else None
         bench = Workbench(
             setting.workshop,
             setting.ceilings,
@@ -232,10 +239,39 @@ def _try(
             experiment.claim,
         )
         progress(experiment.claim, 0, 100)
-        found = experiment.measure(bench)
-    status, judged = experiment.evaluate(found)
+        try:
+            found = experiment.measure(bench)
+            found, status, judged = _verdict_of(experiment, found, setting, before)
+        except (TwinphaseError, MemoryError) as failure:
+            found, error = None, str(failure) or "The memory is not enough."
+            judged = judge(experiment.rules, {rule.name: unknown(error) for rule in experiment.rules})
     took = time.perf_counter() - start
-    return Finding(experiment, found, status, tuple(judged), took, tuple(bench.reduced), others.cores)
+    return Finding(experiment, found, status, tuple(judged), took, tuple(bench.reduced), others.cores, error)
+
+
+def _look_again(setting: Setting) -> Ceilings | None:
+    """The ceilings just now, of which the run keeps the best; None where they cannot be measured."""
+    if setting.ceilings is None:
+        return None
+    try:
+        now = ceilings_now(setting.workshop.config)
+    except CeilingsError:
+        return None
+    setting.ceilings = setting.ceilings.merged(now)
+    return now
+
+
+def _verdict_of(
+    experiment: AnyExperiment, found: Any, setting: Setting, before: Ceilings | None
+) -> tuple[Any, Status, list[Judged]]:
+    """Against the best ceilings of this run; what fails only there, and not against those around it, is unknown."""
+    after = _look_again(setting) if experiment.under else None
+    if experiment.under is None or before is None or after is None:
+        return found, *experiment.evaluate(found)
+    found = experiment.under(found, setting.ceilings)
+    around = experiment.evaluate(experiment.under(found, before.merged(after)))[1]
+    judged = tempered(experiment.evaluate(found)[1], around)
+    return found, overall(judged), judged
 
 
 def make_report(setting: Setting, findings: Sequence[Finding], noise: Sequence[str], seconds: float) -> Report:
@@ -252,7 +288,9 @@ def make_report(setting: Setting, findings: Sequence[Finding], noise: Sequence[s
     path = workshop.loaded.checkpoint.path
     threads = workshop.config.threads or available_cores()
     stated = conditions(model=path, threads=threads, isa=setting.ceilings.isa if setting.ceilings else "", flags=flags)
-    metrics: list[Metric] = [metric for one in findings for metric in one.experiment.metrics(one.found)]
+    metrics: list[Metric] = [
+        metric for one in findings if not one.error for metric in one.experiment.metrics(one.found)
+    ]
     counts = {status: sum(one.status is status for one in findings) for status in Status}
     title = f"Prefill and decode on this machine: {counts[Status.HOLDS]} of {len(findings)} claims hold"
     return Report(
@@ -302,7 +340,7 @@ def _noise(findings: Sequence[Finding]) -> list[str]:
 
 def _section(finding: Finding) -> Section:
     experiment = finding.experiment
-    number = EXPERIMENTS.index(experiment) + 1
+    number = [one.name for one in EXPERIMENTS].index(experiment.name) + 1
     columns = (
         Column("the rule, stated before measuring"),
         Column("formula"),
@@ -330,8 +368,11 @@ def _section(finding: Finding) -> Section:
             *finding.why,
             f"What this means for you: {experiment.meaning}",
         ),
-        tables=(Table("The claim holds if every rule holds", columns, rows), *experiment.tables(finding.found)),
-        plots=tuple(experiment.plots(finding.found)),
+        tables=(
+            Table("The claim holds if every rule holds", columns, rows),
+            *(() if finding.error else experiment.tables(finding.found)),
+        ),
+        plots=() if finding.error else tuple(experiment.plots(finding.found)),
     )
 
 
@@ -343,5 +384,6 @@ def _raw(finding: Finding) -> dict[str, Any]:
         "seconds": finding.seconds,
         "reduced": list(finding.reduced),
         "others": finding.others,
-        "found": asdict(finding.found),
+        "error": finding.error,
+        "found": None if finding.error else asdict(finding.found),
     }

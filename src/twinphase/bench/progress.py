@@ -24,7 +24,7 @@ QUIET_SECONDS = 10.0  # between lines where nobody watches
 
 
 @contextmanager
-def live(title: str, stream: TextIO | None = None) -> Iterator[Progress]:
+def live(title: str, stream: TextIO | None = None, *, percent: bool = False) -> Iterator[Progress]:
     """Show progress while the block runs.
 
     On a terminal a bar that is redrawn, with the time since the start and, once two pieces are done, the time left.
@@ -33,13 +33,21 @@ def live(title: str, stream: TextIO | None = None) -> Iterator[Progress]:
     Args:
         title: what all of it is: "twinphase bench".
         stream: where to; stderr unless told.
+        percent: show the share that is done; the number of pieces unless told.
     """
     stream = sys.stderr if stream is None else stream
     if not stream.isatty():
-        yield _Lines(title, stream)
+        yield _Lines(title, stream, percent)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bars
     from rich.table import Column
 
@@ -47,7 +55,7 @@ def live(title: str, stream: TextIO | None = None) -> Iterator[Progress]:
     bars = Bars(
         TextColumn("[bold]{task.fields[title]}", markup=True),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        TaskProgressColumn() if percent else MofNCompleteColumn(),
         TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
         TimeElapsedColumn(),
         TimeRemainingColumn(compact=True, elapsed_when_finished=False),
@@ -73,8 +81,8 @@ class _Bar:
 class _Lines:
     """Writes a line now and then."""
 
-    def __init__(self, title: str, stream: TextIO) -> None:
-        self._title, self._stream = title, stream
+    def __init__(self, title: str, stream: TextIO, percent: bool) -> None:
+        self._title, self._stream, self._percent = title, stream, percent
         self._start = time.monotonic()
         self._written: tuple[str, float] | None = None
 
@@ -83,6 +91,8 @@ class _Lines:
         if self._written and (what == self._written[0] or now - self._written[1] < QUIET_SECONDS):
             return
         self._written = (what, now)
-        share = f"{done}/{total} " if total else ""
+        share = ""
+        if total:
+            share = f"{100 * done // total} % " if self._percent else f"{done}/{total} "
         self._stream.write(f"{self._title}: {share}{what} ({now - self._start:.0f} s)\n")
         self._stream.flush()

@@ -45,7 +45,7 @@ def lab(
         share = sum(one.share for one in experiments) / sum(one.share for one in EXPERIMENTS)
         seconds = whole * min(1.0, 2 * share)
     config = {name: value for name, value in (("threads", threads), ("isa", isa)) if value is not None}
-    with live("twinphase lab") as progress:
+    with live("twinphase lab", percent=True) as progress:
         report, findings = measure(model, experiments=experiments, seconds=seconds, progress=progress, **config)
     if json:
         print(result_json(report))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from twinphase.bench.experiments.experiment import (
@@ -20,7 +20,7 @@ from twinphase.bench.experiments.experiment import (
 from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Metric, Plot, Status, Table
-from twinphase.phases.hardware import compute_seconds, memory_seconds
+from twinphase.phases.hardware import Ceilings, compute_seconds, memory_seconds
 from twinphase.phases.report import flops_by_unit
 from twinphase.phases.timeline import PhaseTotals, StepRecord
 
@@ -41,7 +41,8 @@ class PhaseBound:
     Attributes:
         tokens: computed.
         seconds: of each repetition.
-        flops, bytes: what the algorithm needs.
+        flops: what the algorithm needs, by the unit that computes it.
+        bytes: likewise, in `steps` steps.
         compute: seconds of the arithmetic at the measured peaks; None is unknown.
         memory: seconds of the bytes at the measured bandwidth; None is unknown.
         outside: share of the time outside of the model's computation: scheduling, bookkeeping.
@@ -49,8 +50,9 @@ class PhaseBound:
 
     tokens: int
     seconds: list[float]
-    flops: int
+    flops: Mapping[str, int]
     bytes: int
+    steps: int
     compute: float | None
     memory: float | None
     outside: float
@@ -62,7 +64,12 @@ class PhaseBound:
     @property
     def intensity(self) -> float:
         """FLOP a byte."""
-        return self.flops / self.bytes
+        return sum(self.flops.values()) / self.bytes
+
+    def under(self, ceilings: Ceilings | None) -> PhaseBound:
+        """The same against these ceilings."""
+        compute = compute_seconds(self.flops, ceilings)
+        return replace(self, compute=compute, memory=memory_seconds(self.bytes, self.bytes / self.steps, ceilings))
 
 
 @dataclass(frozen=True)
@@ -87,18 +94,19 @@ def phase_bound(bench: Workbench, repetitions: Sequence[Sequence[StepRecord]]) -
             totals.linear_flops += cost.linear_flops
             totals.attention_flops += cost.attention_flops
             totals.bytes += cost.bytes
-    ceilings, steps = bench.ceilings, len(first)
     taken = sum(record.seconds for records in repetitions for record in records)
     executed = sum(record.executed for records in repetitions for record in records)
-    return PhaseBound(
+    phase = PhaseBound(
         tokens=sum(record.prefill_tokens + record.decode_tokens for record in first),
         seconds=[_seconds(records) for records in repetitions],
-        flops=totals.flops,
+        flops=flops_by_unit(totals, bench.workshop.units),
         bytes=totals.bytes,
-        compute=compute_seconds(flops_by_unit(totals, bench.workshop.units), ceilings),
-        memory=memory_seconds(totals.bytes, totals.bytes / steps, ceilings),
+        steps=len(first),
+        compute=None,
+        memory=None,
         outside=1 - executed / taken,
     )
+    return phase.under(bench.ceilings)
 
 
 def _seconds(records: Sequence[StepRecord]) -> float:
@@ -120,6 +128,10 @@ def _measure(bench: Workbench) -> Bounds:
 
     found = bench.interleave({"prefill": prefill, "decode": decode})
     return Bounds(phase_bound(bench, found["prefill"]), phase_bound(bench, found["decode"]), bench.others)
+
+
+def _under(found: Bounds, ceilings: Ceilings | None) -> Bounds:
+    return replace(found, prefill=found.prefill.under(ceilings), decode=found.decode.under(ceilings))
 
 
 def _efficiency(phase: PhaseBound, ideal: float | None, others: float | None) -> Estimate:
@@ -265,4 +277,5 @@ EXPERIMENT = Experiment(
     tables=_tables,
     plots=_plots,
     metrics=_metrics,
+    under=_under,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from twinphase.bench.experiments.experiment import (
@@ -21,6 +21,7 @@ from twinphase.bench.experiments.workbench import Workbench, fitted
 from twinphase.bench.plots import lines
 from twinphase.bench.report import Column, Metric, Plot, Table
 from twinphase.bench.statistics import percentile
+from twinphase.phases.hardware import Ceilings
 from twinphase.phases.work import kv_bytes_per_token
 
 __all__ = ["EXPERIMENT", "DecodePosition"]
@@ -40,6 +41,7 @@ class DecodePosition:
         gaps: every token of one answer behind a short prompt, by repetition.
         kv_token_bytes: read for each earlier token.
         bandwidth: measured for weights and KV at the last position, bytes/s; None is unknown.
+        working_set: bytes that a step there reads.
         attention_flops: of each earlier token.
     """
 
@@ -48,6 +50,7 @@ class DecodePosition:
     kv_token_bytes: int
     bandwidth: float | None
     attention_flops: int
+    working_set: int
 
     @property
     def positions(self) -> list[int]:
@@ -95,7 +98,12 @@ def _measure(bench: Workbench) -> DecodePosition:
         kv_bytes_per_token(shape),
         bench.ceilings.read_bandwidth(used) if bench.ceilings else None,
         4 * shape.num_layers * shape.num_heads * shape.head_dim,
+        used,
     )
+
+
+def _under(found: DecodePosition, ceilings: Ceilings | None) -> DecodePosition:
+    return replace(found, bandwidth=ceilings.read_bandwidth(found.working_set) if ceilings else None)
 
 
 def _estimates(found: DecodePosition) -> Mapping[str, Estimate]:
@@ -215,4 +223,5 @@ EXPERIMENT = Experiment(
     tables=_tables,
     plots=_plots,
     metrics=_metrics,
+    under=_under,
 )

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from twinphase.bench.experiments.workbench import Workbench
 from twinphase.bench.report import Metric, Plot, Status, Table
 from twinphase.bench.statistics import median_interval, percentile
+from twinphase.phases.hardware import Ceilings
 
 __all__ = [
     "Estimate",
@@ -29,6 +30,7 @@ __all__ = [
     "point",
     "ratio_of",
     "shown",
+    "tempered",
     "unknown",
 ]
 
@@ -193,6 +195,20 @@ def judge(rules: Sequence[Rule], estimates: Mapping[str, Estimate]) -> list[Judg
     return [decide(rule, estimates.get(rule.name, unknown("It was not measured."))) for rule in rules]
 
 
+def tempered(judged: Sequence[Judged], around: Sequence[Judged]) -> list[Judged]:
+    """What fails against the best ceilings of a run, but not against those measured right around it, is UNKNOWN.
+
+    What memory gives is shared with others on the host: a ceiling of another minute may not have been there to use.
+    """
+    found = []
+    for one, near in zip(judged, around, strict=True):
+        if one.status is Status.FAILS and near.status is not Status.FAILS:
+            note = "It fails only against a ceiling of another time: with those measured right before and after it is "
+            one = replace(one, status=Status.UNKNOWN, reason=f"{note}{near.rule.measured(near.estimate)}.")
+        found.append(one)
+    return found
+
+
 def overall(judged: Sequence[Judged]) -> Status:
     """FAILS if any rule fails, HOLDS if all hold, otherwise UNKNOWN; never HOLDS without a rule."""
     statuses = {one.status for one in judged}
@@ -219,6 +235,7 @@ class Experiment(Generic[Found]):
         tables: more numbers.
         plots: at least one.
         metrics: for comparing two runs.
+        under: the same measurement against other ceilings, where a rule compares with them; None if none does.
     """
 
     name: str
@@ -233,6 +250,7 @@ class Experiment(Generic[Found]):
     tables: Callable[[Found], Sequence[Table]]
     plots: Callable[[Found], Sequence[Plot]]
     metrics: Callable[[Found], Sequence[Metric]] = lambda found: ()
+    under: Callable[[Found, Ceilings | None], Found] | None = None
 
     def evaluate(self, found: Found) -> tuple[Status, list[Judged]]:
         """The verdict on what was found."""
