@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from twinphase.batch import Batch, StepOutput
 from twinphase.engine.llm import LLM
 from twinphase.phases.explain import Explanation
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.request import Request, SamplingParams
 
-__all__ = ["Engine", "Life"]
+__all__ = ["Engine", "Life", "Script"]
 
 Life = tuple[Request, RequestTimeline]
 
@@ -70,3 +71,36 @@ class Engine:
     def causes(self, life: Life, phase: str) -> list[str]:
         """Names of the causes of one symptom, first the largest."""
         return [found.cause for found in self.explain(life).diagnoses if found.phase == phase]
+
+
+class Script:
+    """Steps that take what a test says, however busy the machine is: nothing else makes the engine's clock go on."""
+
+    def __init__(
+        self,
+        engine: Any,
+        seconds: Callable[[Batch], float],
+        sampling: float = 0.0,
+        cpu_wait: Callable[[Batch], float] = lambda batch: 0.0,
+    ) -> None:
+        """Replace the clock, the executor's time, and what the system says of waiting.
+
+        Args:
+            engine: an `engine.engine.Engine`.
+            seconds: of a step.
+            sampling: of those, what choosing tokens took.
+            cpu_wait: of those, what passed without a processor.
+        """
+        self.now = self.waited = 0.0
+        self._execute, self._seconds, self._sampling, self._cpu_wait = (
+            engine.executor.execute, seconds, sampling, cpu_wait,
+        )  # fmt: skip
+        engine.clock, engine.cpu_wait = lambda: self.now, lambda: self.waited
+        engine.executor.execute = self._scripted
+
+    def _scripted(self, batch: Batch) -> StepOutput:
+        output: StepOutput = self._execute(batch)
+        self.now += self._seconds(batch)
+        self.waited += self._cpu_wait(batch)
+        output.sampling_seconds = self._sampling
+        return output

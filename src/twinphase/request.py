@@ -71,11 +71,13 @@ class PrefixMiss:
     """The first prompt token that had to be computed although a longer cached prefix would have spared it, and why.
 
     `part` is the kind of prompt part it lies in ("system", "question", ...), where a front end knows the parts.
+    `num_known` tokens from there on are known to have been computed before: of an evicted prefix only.
     """
 
     reason: MissReason
     token_index: int
     part: str = ""
+    num_known: int = 0
 
 
 def _reject(name: str, value: object, allowed: str) -> NoReturn:

@@ -91,9 +91,10 @@ class TestMiss:
         keep(cache, A + B, [0, 1])
         cache.evict(1)
         cache.check_integrity()
-        assert miss(cache, A + B + C) == PrefixMiss(MissReason.EVICTED, 4)
+        assert miss(cache, A + B + C) == PrefixMiss(MissReason.EVICTED, 4, num_known=4)
         cache.evict(0)
-        assert miss(cache, A + B + C) == PrefixMiss(MissReason.EVICTED, 0)
+        assert miss(cache, A + B + C) == PrefixMiss(MissReason.EVICTED, 0, num_known=8)
+        assert miss(cache, A + C) == PrefixMiss(MissReason.EVICTED, 0, num_known=4)  # of the rest nothing is known
         keep(cache, A + B, [5, 6])
         assert hits(cache, A + B) == [5, 6]
 

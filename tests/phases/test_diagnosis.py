@@ -14,7 +14,7 @@ from twinphase.config import EngineConfig
 from twinphase.phases.client_diagnosis import CLIENT_RULES
 from twinphase.phases.cost import CostModel
 from twinphase.phases.diagnosis import DECODE_RULES, PREFILL_RULES, diagnose
-from twinphase.phases.evidence import Evidence, Machine
+from twinphase.phases.evidence import Efficiency, Evidence, Machine
 from twinphase.phases.explain import explain, explain_evidence
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.levers import Lever, rank
@@ -79,14 +79,32 @@ def test_each_symptom_weighs_its_own_side_of_the_first_token():
 @given(
     st.lists(st.tuples(st.sampled_from(list(IntervalKind)), st.floats(1e-4, 10)), min_size=1, max_size=12),
     st.floats(0, 1),
-    st.sampled_from([None, *(PrefixMiss(reason, index) for reason in MissReason for index in (0, 5, 40))]),
-    st.booleans(),
+    st.sampled_from(
+        [
+            None,
+            *(
+                PrefixMiss(reason, index, num_known=70 * (reason is MissReason.EVICTED))
+                for reason in MissReason
+                for index in (0, 5, 40)
+            ),
+        ]
+    ),
+    st.sampled_from([None, {}, {"threads": 1, "cores": 3}, {"isa": "generic", "best_isa": "avx2"}]),
+    st.sampled_from(["memory", "compute", "overhead", "unknown"]),
 )
 @settings(deadline=None)
-@example([(IntervalKind.QUEUE, 2.0)], 0.5, None, False)
-def test_no_second_is_claimed_twice(pieces, first, miss, known):
+@example([(IntervalKind.QUEUE, 2.0)], 0.5, None, None, "unknown")
+def test_no_second_is_claimed_twice_and_none_saved_that_is_not_explained(pieces, first, miss, config, bound):
     whole = sum(seconds for _, seconds in pieces)
-    found = diagnose(evidence(pieces, first * whole, miss, machine=machine() if known else None))
+    known = {} if config is None else {"decode": Efficiency(bound)}
+    given = evidence(pieces, first * whole, miss, machine=None if config is None else machine(**config), known=known)
+    found = diagnose(given)
+    for one in found:
+        if one.lever is not None and one.lever.saved_seconds is not None:
+            assert one.seconds is not None and one.lever.saved_seconds <= one.seconds * (1 + 1e-9)
+    for lever in explain_evidence(given).levers:
+        if lever.saved_seconds is not None:
+            assert lever.saved_seconds <= lever.addressed_seconds * (1 + 1e-9)
     for phase in ("prefill", "decode"):
         assert sum(one.share or 0 for one in found if one.phase == phase) <= 1 + 1e-6
     assert all(one.seconds is None or one.seconds >= 0 for one in found)
@@ -105,19 +123,90 @@ def test_without_an_engine_nothing_is_predicted():
         (10, 900_000, {}, {}, "model_size"),
         (10, 10, {}, {}, "step_overhead"),
         (900_000, 10, {}, {"ceilings": None}, "unknown_bound"),
-        (900_000, 10, {}, {"threads": 1, "cores": 2}, "threads"),
-        (900_000, 10, {}, {"isa": "generic", "best_isa": "avx2"}, "isa"),
+        (900_000, 10, {}, {"threads": 1, "cores": 2}, "model_size"),
+        (10, 900_000, {}, {"threads": 1, "cores": 4}, "threads"),
+        (900_000, 10, {}, {"isa": "generic", "best_isa": "avx2"}, "model_size"),
+        (10, 10, {}, {"isa": "generic", "best_isa": "avx2"}, "step_overhead"),
         (900_000, 10, {"executed": 1.0, "cpu_wait": 0.8}, {}, "contention"),
         (900_000, 10, {"executed": 1.0, "sampling": 0.8}, {}, "sampling"),
         (900_000, 10, {"executed": 0.2}, {}, "step_overhead"),
     ],
 )
 def test_what_a_token_waits_for(bytes_, linear, inside, config, cause):
-    small = Machine(machine(**dict(config)).config, ModelShape(1000, 500, 600_000, 300_000, 2, 4, 2, 64, 800),
+    small = Machine(machine(**dict(config)).config, ModelShape(10**6, 500_000, 600_000, 300_000, 2, 4, 2, 64, 800),
                     CostModel(PRICES), config.get("ceilings", CEILINGS), UNITS, config.get("cores"),
                     config.get("best_isa"))  # fmt: skip
     found = explain(*decoded(bytes_, linear, **inside), small)
     assert causes(found.diagnoses, "decode")[0] == cause
+
+
+def test_threads_claim_what_they_leave_idle_at_most_and_silence_nothing():
+    lived, idle = decoded(10, 900_000), {"threads": 1, "cores": 4}
+    found = [one for one in explain(*lived, machine(**idle)).diagnoses if one.phase == "decode"]
+    shares = {one.cause: one.share for one in found}
+    assert shares["threads"] == pytest.approx(0.75) and shares["context_length"] == pytest.approx(0.25, rel=0.02)
+    assert "at best" in found[0].lever.advice and found[0].lever.saved_seconds == pytest.approx(0.75)
+    found = [one for one in explain(*decoded(900_000), machine(**idle)).diagnoses if one.phase == "decode"]
+    shares = {one.cause: (one.share, one.lever and one.lever.saved_seconds) for one in found}
+    assert shares["threads"] == (None, None)  # memory need not become faster by them
+    found = explain(*decoded(900_000), machine(isa="generic", best_isa="avx2")).diagnoses
+    assert {one.cause: one.share for one in found if one.phase == "decode"} == {
+        "context_length": pytest.approx(1, abs=0.02), "isa": None}  # fmt: skip
+
+
+def stalled(steps, mixed):
+    """Decodes bound by memory, in some of which others' prompts were computed."""
+    request, timeline = decoded(450_000, seconds=0.5)
+    request.output_token_ids = [1] * (steps + 1)
+    for index in range(steps - 1):
+        prefill, ids = (Cost(900_000, 0, 10), ("other",)) if index < mixed else (Cost(), ())
+        at, seconds = timeline.end, 1.5 if ids else 0.5
+        record = StepRecord(11 + index, at, at + seconds, 500, 1, prefill, Cost(10, 0, 450_000), ids, 1)
+        timeline.add_decode(record, 1, 0.5, 0.5)
+        timeline.hand_over_tokens(1, timeline.end)
+    return request, timeline
+
+
+def test_others_prompts_in_its_steps_are_no_work_of_its_decode():
+    found = explain(*stalled(9, 7), machine())
+    assert found.bounds["decode"] == "memory" and found.efficiency["decode"].mbu == pytest.approx(0.9)
+    assert found.efficiency["decode"].mfu < 0.01  # of the others' 900,000 operations nothing
+    assert explain(*stalled(30, 28), machine()).bounds["decode"] == "unknown"  # a fifteenth of it was undisturbed
+
+
+def test_a_prompt_read_beside_many_decodes_has_no_known_bound():
+    def prefilled(decodes):
+        timeline = RequestTimeline(0.0)
+        work = Cost(900_000, 0, 10), Cost(10, 0, 900_000) if decodes else Cost()
+        timeline.add_prefill(StepRecord(9, 0.0, 1.0, 100, decodes, *work, ("me",), decodes), 100, 0.5)
+        return explain(Request("me", [1] * 100, SamplingParams()), timeline, machine()).bounds["prefill"]
+
+    assert [prefilled(decodes) for decodes in (0, 11)] == ["compute", "unknown"]
+
+
+def test_no_lever_for_what_a_greedy_request_did_not_ask_for():
+    request, timeline = decoded(executed=1.0, sampling=0.8)
+    advised = []
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logprobs=5), SamplingParams()):
+        request.sampling_params = params
+        (found,) = (one for one in explain(request, timeline, machine()).diagnoses if one.cause == "sampling")
+        advised.append(found.lever and (found.lever.advice, found.lever.saved_seconds))
+    assert advised[0] is None and "logprobs" in advised[1][0] and "sampled values" in advised[2][0]
+    assert advised[1][1] is advised[2][1] is None  # greedy decoding too has to choose
+
+
+def test_loading_is_in_no_gain():
+    found = explain_evidence(evidence([(IntervalKind.PREFILL, 1.0)], first=1.0, before={"load": 9.0}))
+    assert found.diagnoses[0].cause == "cold_start" and found.diagnoses[0].share == pytest.approx(0.9)
+    assert found.levers[-1].flag == "twinphase serve" and found.levers[-1].saved_seconds is None
+
+
+def test_a_prompt_in_the_first_steps_is_one_of_the_first():
+    request, timeline = Request("me", [1] * 100, SamplingParams()), RequestTimeline(0.0)
+    timeline.add_prefill(StepRecord(3, 0.0, 9.0, 100, 0, Cost(), Cost(), ("me",)), 100, 9.0)
+    (found,) = (one for one in explain(request, timeline, machine()).diagnoses if one.cause == "cold_start")
+    assert "one of the engine's first prompts" in found.evidence
+    assert 0 < found.lever.saved_seconds < 9
 
 
 def test_a_long_context_is_told_from_a_large_model():
@@ -141,8 +230,10 @@ def test_had_it_run_alone_is_the_cost_model_without_the_others():
 
 
 def test_levers_without_a_prediction_come_last():
-    levers = [Lever("a", ""), Lever("b", "", 1.0), Lever("c", "", 2.0), Lever("b", "worse", 0.5)]
-    assert [(lever.flag, lever.saved_seconds) for lever in rank(levers)] == [("c", 2.0), ("b", 1.0), ("a", None)]
+    levers = [Lever("a", ""), Lever("b", "", 1.0), Lever("c", "", 2.0), Lever("b", "worse", 0.5),
+              Lever("d", "", None, 9.0), Lever("e", "", None, 10.0)]  # fmt: skip
+    ranked = [(lever.flag, lever.saved_seconds) for lever in rank(levers)]
+    assert ranked == [("c", 2.0), ("b", 1.0), ("e", None), ("d", None), ("a", None)]
 
 
 def test_the_page_lists_every_cause_and_tests_that_exist():

@@ -8,19 +8,20 @@ import multiprocessing
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from provoked import Engine
+from provoked import Engine, Script
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.cpu.isa import available_isas
 from twinphase.config import available_cores
 from twinphase.engine.llm import LLM
+from twinphase.engine.outputs import Transcript
 from twinphase.phases.evidence import Machine
 from twinphase.phases.explain import explain
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.report import Units
+from twinphase.phases.work import step_cost, weight_bytes_read
 from twinphase.request import SamplingParams
 
 
@@ -97,19 +98,36 @@ def test_cold_start(start):
     assert "cold_start" not in engine.causes(warm, "prefill")
 
 
+def known(found):
+    """Causes of a bad TTFT with a share."""
+    return [one.cause for one in found.diagnoses if one.phase == "prefill" and one.share is not None]
+
+
 def test_missed_prefix_diverged(start):
     engine = start().warm()
     prompt = engine.prompt(1000)
     fresh = engine.serve(prompt)
     moved = engine.serve([*prompt[:40], 4, *prompt[41:]])
-    found = engine.explain(moved).diagnoses[0]
-    assert (found.cause, found.lever.flag) == ("missed_prefix", "prompt") and "at token 40" in found.evidence
+    found = engine.explain(moved)
+    assert known(found)[0] == "prompt_length"  # how much of the rest was sent before is not known
+    (missed,) = (one for one in found.diagnoses if one.cause == "missed_prefix")
+    assert (missed.share, missed.lever.flag, missed.lever.saved_seconds) == (None, "prompt", None)
+    assert "at token 40" in missed.evidence
     assert "missed_prefix" not in engine.causes(fresh, "prefill")
     request, timeline = moved  # a question is expected to be new
     request.prefix_miss = replace(request.prefix_miss, part="question")
-    assert engine.causes((request, timeline), "prefill")[0] == "prompt_length"
+    assert "missed_prefix" not in engine.causes((request, timeline), "prefill")
     request.prefix_miss = replace(request.prefix_miss, part="system")
-    assert engine.causes((request, timeline), "prefill")[0] == "missed_prefix"
+    assert "missed_prefix" in engine.causes((request, timeline), "prefill")
+
+
+def test_a_new_prompt_that_begins_like_another_claims_no_missed_prefix(start):
+    engine = start().warm()
+    prompt = engine.prompt(20)
+    engine.serve([*prompt, *engine.prompt(200)])
+    found = engine.explain(engine.serve([*prompt, *engine.prompt(1500)]))
+    assert known(found)[0] == "prompt_length" and "missed_prefix" not in known(found)
+    assert all(lever.saved_seconds is None for lever in found.levers if "token 20" in lever.advice)
 
 
 def test_missed_prefix_evicted(start):
@@ -124,14 +142,16 @@ def test_missed_prefix_evicted(start):
         assert "--num-kv-blocks" not in [lever.flag for lever in engine.explain(life).levers]
 
 
-def test_missed_prefix_salt(start):
+def test_the_first_prompt_of_a_salt_is_a_prompt_like_any_other(start):
     engine = start().warm()
     prompt = engine.prompt(1000)
     engine.serve(prompt, cache_salt="a")
     salted, shared = engine.serve(prompt, cache_salt="b"), engine.serve(prompt, cache_salt="a")
-    found = engine.explain(salted).diagnoses[0]
-    assert (found.cause, found.lever.flag) == ("missed_prefix", "cache_salt")
-    assert shared[0].num_cached_tokens >= 990 and "cache_salt" not in str(engine.explain(shared).levers)
+    found = engine.explain(salted)
+    assert known(found)[0] == "prompt_length" and "missed_prefix" not in engine.causes(salted, "prefill")
+    assert "others' tokens are not shared with it" in found.diagnoses[0].evidence
+    assert not any("salt" in lever.flag + lever.advice for lever in found.levers)  # tenants stay apart
+    assert shared[0].num_cached_tokens >= 990
 
 
 def test_missed_prefix_block_granularity(start):
@@ -139,8 +159,10 @@ def test_missed_prefix_block_granularity(start):
     prompt = engine.prompt(511)
     fresh, again = engine.serve(prompt), engine.serve(prompt)
     assert again[0].num_cached_tokens == 256
-    found = engine.explain(again).diagnoses[0]
-    assert (found.cause, found.lever.flag) == ("missed_prefix", "--block-size")
+    found = engine.explain(again)
+    (missed,) = (one for one in found.diagnoses if one.cause == "missed_prefix")
+    assert (missed.share, missed.lever.flag, missed.lever.saved_seconds) == (None, "--block-size", None)
+    assert known(found)[0] == "prompt_length"
     assert "missed_prefix" not in engine.causes(fresh, "prefill")
 
 
@@ -154,8 +176,6 @@ def test_contention(model):
     from twinphase.engine.cpu_wait import thread_cpu_wait
 
     engine = Engine(model).warm()
-    quiet = engine.serve(engine.prompt(30), 200)
-    assert "contention" not in engine.causes(quiet, "decode")
     engine.engine.cpu_wait = thread_cpu_wait
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
@@ -174,86 +194,72 @@ def test_contention(model):
     assert any(engine.causes(life, "decode")[0] == "contention" for life in lives)
 
 
-class Reading:
-    """What this machine does at best with float32 in NumPy, which is what the reference backend computes with.
-
-    Measured between the steps of an engine, whose clock stands still meanwhile, so that whatever else the machine does
-    slows both alike.
-    """
-
-    def __init__(self, num_matrices):
-        self.matrices = [np.ones((1024, 1024), np.float32) for _ in range(num_matrices)]
-        self.rows = np.ones((256, 1024), np.float32)
-        self.reading, self.peaks, self.spent = [], [], 0.0
-
-    def __call__(self):
-        start = time.perf_counter()
-        for matrix in self.matrices:
-            self.rows[:1] @ matrix.T
-        read = time.perf_counter()
-        self.rows @ self.matrices[0].T
-        self.reading.append(read - start)
-        end = time.perf_counter()
-        self.peaks.append(2 * 256 * 1024 * 1024 / (end - read))
-        self.spent += end - start
-        return False
-
-    def clock(self):
-        return time.perf_counter() - self.spent
-
-    def ceilings(self, best=False):
-        """In the mean, as the steps between were; or the best, as a machine's ceilings are."""
-        size = len(self.matrices) << 22
-        seconds = min(self.reading) if best else sum(self.reading) / len(self.reading)
-        peak = max(self.peaks) if best else sum(self.peaks) / len(self.peaks)
-        return Ceilings("here", 1, "numpy", ((size, size / seconds),), peak, peak, None)
+def test_contention_is_told_of_the_phase_that_met_it(start):
+    engine = start()
+    Script(engine.engine, lambda batch: 1.0, cpu_wait=lambda batch: 0.9 * bool(batch.prefills))
+    life = engine.warm().serve(engine.prompt(30), 20)
+    assert engine.causes(life, "prefill")[0] == "contention"
+    assert "contention" not in engine.causes(life, "decode")
 
 
-def machine_of(engine, ceilings, **known):
+BANDWIDTH, PEAK = 1e9, 1e18  # of a machine that computes in no time and reads slowly
+
+
+def decode_of(engine, length, busy):
+    """Causes of slow tokens after a prompt of `length`, in steps whose bytes take the part `busy` of their time."""
+    shape, ceilings = (
+        engine.engine.shape,
+        Ceilings("p", 1, "numpy", ((1, BANDWIDTH), (1 << 40, BANDWIDTH)), PEAK, PEAK, None),
+    )
+
+    def seconds(batch):
+        read = step_cost(shape, batch.work, length).bytes + weight_bytes_read(shape, batch.work.logits)
+        return read / BANDWIDTH / busy
+
+    Script(engine.engine, seconds)
+    life = engine.serve(engine.prompt(length), 20)
     units = Units("float32", "float32", "float32")
-    return Machine(engine.llm.config, engine.engine.shape, engine.engine.cost_model, ceilings, units, **known)
+    found = explain(*life, Machine(engine.llm.config, shape, engine.engine.cost_model, ceilings, units))
+    return [one for one in found.diagnoses if one.phase == "decode"]
 
 
-def test_model_size(tmp_path):
-    path = write_tiny_gguf(tmp_path / "wide.gguf", hidden=1024, heads=8, layers=2, ffn=4096, tensor_type="F32")
-    large = Engine(path, max_model_len=256).warm()
-    reading = Reading(large.engine.shape.linear_bytes >> 22)
-    large.engine.clock = reading.clock
-    life = large.add(large.prompt(20), 40)
-    large.run(until=reading)
-    found = explain(*life, machine_of(large, reading.ceilings()))
-    assert found.bounds["decode"] == "memory"
-    causes = [one for one in found.diagnoses if one.phase == "decode"]
-    assert causes[0].cause == "model_size" and causes[0].lever.flag == "model" and "MBU" in causes[0].evidence
-    small = Engine(write_tiny_gguf(tmp_path / "small.gguf", tensor_type="F32"), max_model_len=256).warm()
-    found = explain(*small.serve(small.prompt(20), 30), machine_of(small, reading.ceilings(best=True)))
-    assert [one.cause for one in found.diagnoses if one.phase == "decode"][0] == "step_overhead"
-    assert "model_size" not in [one.cause for one in found.diagnoses]
+def test_model_size(start):
+    (found, *rest) = decode_of(start(), 20, 0.8)
+    assert (found.cause, found.lever.flag, rest) == ("model_size", "model", []) and "MBU 8" in found.evidence
+    assert [one.cause for one in decode_of(start(), 20, 0.1)] == ["step_overhead"]
+
+
+def test_context_length(start):
+    (found, *_) = decode_of(start(max_model_len=4096, max_num_batched_tokens=512), 3000, 0.8)
+    assert found.cause == "context_length" and "3000 tokens" in found.evidence
+    assert "context_length" not in [one.cause for one in decode_of(start(), 20, 0.8)]
 
 
 def decode_causes(llm):
     """Of an answer that the compiled backend gave."""
-    llm.engine.cpu_wait = lambda: 0.0
-    (output,) = llm.generate([[5] * 20], SamplingParams(max_tokens=60, ignore_eos=True, temperature=0), use_tqdm=False)
+    Script(llm.engine, lambda batch: 0.01)
+    (output,) = llm.generate([[5] * 20], SamplingParams(max_tokens=20, ignore_eos=True, temperature=0), use_tqdm=False)
     explanation = llm.explain(output)
-    return [one for one in explanation.diagnoses if one.phase == "decode"]
+    return {one.cause: one for one in explanation.diagnoses if one.phase == "decode"}
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="one processor")
 def test_threads(tmp_path):
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    (found, *_), usual = decode_causes(LLM(path, threads=1)), decode_causes(LLM(path))
-    assert (found.cause, found.lever.flag) == ("threads", "--threads")
-    assert "threads" not in [one.cause for one in usual]
+    found, usual = decode_causes(LLM(path, threads=1)), decode_causes(LLM(path))
+    assert found["threads"].lever.flag == "--threads" and found["threads"].share is None  # no ceiling is known
+    assert found["unknown_bound"].share > 0.9  # what else there is to say is said too
+    assert "threads" not in usual
 
 
 @pytest.mark.skipif(len(available_isas()) < 2, reason="one instruction-set path")
 def test_isa(tmp_path):
     best, weaker = available_isas()[:2]
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    (found, *_), usual = decode_causes(LLM(path, isa=weaker)), decode_causes(LLM(path, isa=best))
-    assert (found.cause, found.lever.flag) == ("isa", "--isa") and best in found.evidence
-    assert "isa" not in [one.cause for one in usual]
+    found, usual = decode_causes(LLM(path, isa=weaker)), decode_causes(LLM(path, isa=best))
+    assert found["isa"].lever.flag == "--isa" and best in found["isa"].evidence and found["isa"].share is None
+    assert found["unknown_bound"].share > 0.9
+    assert "isa" not in usual
 
 
 def test_decode_batching(start):
@@ -265,7 +271,9 @@ def test_decode_batching(start):
 
 
 def test_cache_pressure(start):
-    engine = start(num_kv_blocks=40, max_model_len=620, enable_prefix_caching=False).warm()
+    engine = start(num_kv_blocks=40, max_model_len=620, enable_prefix_caching=False)
+    Script(engine.engine, lambda batch: 0.01 * (1 + len(batch.prefills)))
+    engine.warm()
     kept, lost = engine.add(engine.prompt(180), 420), engine.add(engine.prompt(180), 150)
     engine.run()
     assert (kept[0].num_preemptions, lost[0].num_preemptions) == (0, 1)
@@ -286,35 +294,84 @@ def test_stalls(start):
     assert "stalls" not in engine.causes(engine.serve(engine.prompt(30), 12), "decode")
 
 
+def answered(model, step=0.01, pause=0.0, text="hello world", **config):
+    """Causes by phase of an answer whose steps take `step`, and whose reader takes `pause` for each piece."""
+    llm = LLM(model, backend="reference", **config)
+    script = Script(llm.engine, lambda batch: step)
+    for update in llm.stream(text, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)):
+        script.now += pause
+        output = update.output if update.finished else None
+    found = llm.explain(output).diagnoses
+    return {phase: [one.cause for one in found if one.phase == phase] for phase in ("prefill", "decode")}
+
+
 def test_slow_reader(model):
+    assert answered(model, pause=0.05)["decode"][0] == "slow_reader"
+    assert "slow_reader" not in answered(model, pause=0.0005)["decode"]
+
+
+def test_slow_reader_of_progress(model):
+    chunks = {"text": "hello world " * 40, "max_num_batched_tokens": 16}
+    assert answered(model, pause=0.05, **chunks)["prefill"][0] == "slow_reader"
+    assert "slow_reader" not in answered(model, pause=0.0005, **chunks)["prefill"]
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_tokenize(model, monkeypatch, slow):
     llm = LLM(model, backend="reference")
+    script, encode = Script(llm.engine, lambda batch: 0.01), llm._loaded.encode
+
+    def slowly(prompt):
+        script.now += 0.5 if slow else 0.0005
+        return encode(prompt)
+
+    monkeypatch.setattr(llm._loaded, "encode", slowly)
+    (output,) = llm.generate(["hello"], SamplingParams(max_tokens=2, temperature=0.0), use_tqdm=False)
+    causes = [one.cause for one in llm.explain(output).diagnoses if one.phase == "prefill"]
+    assert (causes[0] == "tokenize") if slow else ("tokenize" not in causes)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_detokenize(model, monkeypatch, slow):
+    llm = LLM(model, backend="reference")
+    script, take = Script(llm.engine, lambda batch: 0.01), Transcript.take_tokens
+
+    def slowly(*args):
+        script.now += 0.5 if slow else 0.0005
+        return take(*args)
+
+    monkeypatch.setattr(Transcript, "take_tokens", slowly)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    for pause in (0.05, 0.0):
-        for update in llm.stream("hello world", params):
-            if pause:
-                time.sleep(pause)
-            output = update.output if update.finished else None
-        causes = [one.cause for one in llm.explain(output).diagnoses if one.phase == "decode"]
-        assert (causes[0] == "slow_reader") if pause else ("slow_reader" not in causes)
+    (output,) = llm.generate(["hello"], params, use_tqdm=False)
+    for phase in ("prefill", "decode"):
+        causes = [one.cause for one in llm.explain(output).diagnoses if one.phase == phase]
+        assert (causes[0] == "detokenize") if slow else ("detokenize" not in causes)
 
 
-class Costly:
-    """A constraint, such as a grammar, that takes its time for each token."""
+def test_unattributed(start):
+    for pause in (0.5, 0.0005):
+        engine = start()
+        script = Script(engine.engine, lambda batch: 0.01)
 
-    def restrict(self, logits, output_token_ids):
-        time.sleep(0.03)
-        return logits
+        def idle(script=script, pause=pause):  # between two steps, which nobody names
+            script.now += pause
+            return False
+
+        life = engine.add(engine.prompt(20), 20)
+        engine.run(idle)
+        causes = engine.causes(life, "decode")
+        assert (causes[0] == "unattributed") if pause > 0.1 else ("unattributed" not in causes)
 
 
 def test_sampling(start):
-    engine = start().warm()
-    life = engine.add(engine.prompt(20), 20)
-    life[0].constraint = Costly()
-    engine.run()
-    found = [one for one in engine.explain(life).diagnoses if one.phase == "decode"]
-    assert (found[0].cause, found[0].lever.flag) == ("sampling", "sampling")
-
-
-def test_greedy_sampling_is_no_cause(start):
-    engine = start().warm()
-    assert "sampling" not in engine.causes(engine.serve(engine.prompt(20), 20), "decode")
+    for seconds in (0.9, 0.05):
+        engine = start()
+        Script(engine.engine, lambda batch: 1.0, sampling=seconds)
+        life = engine.warm().serve(engine.prompt(20), 20, temperature=1.0)
+        found = [one for one in engine.explain(life).diagnoses if one.phase == "decode"]
+        if seconds > 0.1:
+            assert (found[0].cause, found[0].lever.flag) == ("sampling", "sampling")
+            greedy = engine.explain(engine.serve(engine.prompt(20), 20)).diagnoses
+            assert [one.lever for one in greedy if one.cause == "sampling"] == [None]
+        else:
+            assert "sampling" not in [one.cause for one in found]

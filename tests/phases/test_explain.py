@@ -66,11 +66,14 @@ def test_what_kept_it_waiting_names_the_flag(reason, flag):
 
 def test_a_stall_names_who_caused_it_when_and_the_flag():
     timeline = lived(length=0.05, tokens=400, ids=("long",))
-    found = explain(make_request(), timeline, make_machine())
+    found = explain(make_request(), timeline, make_machine(), names=True)
     assert found.dominant is IntervalKind.STALL
-    assert "request long" in found.sentences[1] and "4000 prompt tokens" in found.sentences[1]
+    assert "4000 prompt tokens of 1 other request (long)" in found.sentences[1]
+    told = explain(make_request(), timeline, make_machine())  # to somebody who may not know whose they were
+    assert "4000 prompt tokens of 1 other request held" in told.sentences[1] and "long" not in str(told.as_dict())
     (lever,) = (lever for lever in found.levers if lever.flag == "--itl-slo-ms")
     assert "46.0 ms" in lever.advice  # the longest stall
+    assert "shortens the worst gap; the sum stays" in lever.advice
     model = CostModel(PRICES)
     slo = model.slo_seconds(model.seconds(StepWork(1, 0, 100, 1, 1)) + model.seconds(StepWork.of_chunk(400, 64, False)))
     advised = float(lever.advice.split()[1])
@@ -84,21 +87,32 @@ def test_an_slo_that_is_tight_already_is_not_loosened():
     assert lever.flag == "--max-num-seqs"
 
 
-def test_batching_names_the_seats_and_the_saving():
+def test_batching_names_the_seats_and_what_a_step_would_take():
     timeline = lived(own=0.001, decodes=0.02, length=0.02)
     timeline.decode.decodes = 10 * 8  # eight together
     found = explain(make_request(), timeline, make_machine())
     assert found.dominant is IntervalKind.BATCHING
     (lever,) = (lever for lever in found.levers if lever.flag == "--max-num-seqs")
     model = CostModel(PRICES)
-    now, then = (model.seconds(StepWork(n, 0, n * 100, n, n)) for n in (8, 4))
-    assert lever.saved_seconds == pytest.approx(10 * (now - then))
+    now, then = (1e3 * model.seconds(StepWork(n, 0, n * 100, n, n)) for n in (8, 4))
+    assert f"from {now:.1f} ms to {then:.1f} ms" in lever.advice
+    assert lever.saved_seconds is None and lever.addressed_seconds == pytest.approx(0.19)  # others would wait
+
+
+def test_the_lever_of_most_of_the_time_stands_before_that_of_less():
+    timeline = lived(own=0.002, decodes=0.01, length=0.05, tokens=400, ids=("long",))
+    timeline.decode.decodes = 10 * 4
+    found = explain(make_request(), timeline, make_machine())
+    unpredicted = [lever.flag for lever in found.levers if lever.saved_seconds is None]
+    assert unpredicted == ["--itl-slo-ms", "--max-num-seqs"]  # 400 ms of stalls, 80 ms of batching
 
 
 def test_a_lone_decode_with_a_long_context_is_told_of_the_small_cache():
     found = explain(make_request(prompt_token_ids=[1] * 5000), lived(), make_machine())
     (lever,) = (lever for lever in found.levers if lever.flag == "--kv-cache-dtype")
     assert "69%" in lever.advice  # (64 + 4) * 2 of 64 + 4 + 128 bytes
+    spent = found.waterfall.bars[-1].seconds
+    assert lever.saved_seconds == pytest.approx((1 - 136 / 196) * spent)  # the model's 50 ms are more than it took
     found = explain(make_request(prompt_token_ids=[1] * 5000), lived(), make_machine(kv_cache_dtype="int8"))
     assert "--kv-cache-dtype" not in [lever.flag for lever in found.levers]
 
@@ -107,18 +121,30 @@ def test_a_lone_decode_with_a_long_context_is_told_of_the_small_cache():
     ("reason", "words", "flags"),
     [
         (MissReason.DIVERGED, "at token 32 the prompt leaves the cached ones", ["prompt"]),
-        (MissReason.BLOCK_GRANULARITY, "less than a block", ["--block-size"]),
-        (MissReason.SALT, "cache_salt", ["cache_salt"]),
-        (MissReason.EVICTED, "had to make room", ["--num-kv-blocks"]),
+        (MissReason.BLOCK_GRANULARITY, "less than a block", ["prompt", "--block-size"]),
+        (MissReason.SALT, "cache_salt", ["prompt"]),
+        (MissReason.EVICTED, "had to make room", ["prompt", "--num-kv-blocks"]),
         (MissReason.NEVER_SEEN, "no full block", ["prompt"]),
-        (MissReason.DISABLED, "prefix cache is off", ["--enable-prefix-caching", "prompt"]),
+        (MissReason.DISABLED, "prefix cache is off", ["prompt", "--enable-prefix-caching"]),
     ],
 )
-def test_a_missed_prefix_says_why(reason, words, flags):
+def test_a_missed_prefix_says_why_and_claims_nothing_that_is_not_known(reason, words, flags):
     request = make_request(prefix_miss=PrefixMiss(reason, 32), num_cached_tokens=32)
     found = explain(request, lived(decode_steps=0), make_machine())
     assert any(words in sentence for sentence in found.sentences)
     assert [lever.flag for lever in found.levers] == flags
+    assert [lever.saved_seconds for lever in found.levers[1:]] == [None] * (len(flags) - 1)
+    shares = {one.cause: one.share for one in found.diagnoses}
+    assert shares["prompt_length"] == pytest.approx(1) and shares.get("missed_prefix") is None
+
+
+def test_of_an_evicted_prefix_what_was_cached_is_claimed():
+    request = make_request(prefix_miss=PrefixMiss(MissReason.EVICTED, 36, num_known=48), num_cached_tokens=36)
+    found = explain(request, lived(decode_steps=0), make_machine())
+    assert {one.cause: one.share for one in found.diagnoses} == {
+        "missed_prefix": pytest.approx(0.75), "prompt_length": pytest.approx(0.25)}  # fmt: skip
+    (lever,) = (lever for lever in found.levers if lever.flag == "--num-kv-blocks")
+    assert lever.saved_seconds == pytest.approx(0.0075)
 
 
 def test_what_every_chat_begins_with_is_no_prefix_to_move():

@@ -15,7 +15,7 @@ from twinphase.phases.waterfall import WaterfallError
 
 TIMINGS = {"cache_n": 16, "prompt_n": 84, "predicted_n": 3, "ttft_ms": 60.0, "tpot_ms": 20.0, "e2e_ms": 100.0,
            "ledger_ms": {"tokenize": 1.0, "queue": 9.0, "prefill": 50.0, "decode": 30.0, "stall": 10.0},
-           "num_preemptions": 0, "prefix_miss": {"reason": "evicted", "token_index": 16}}  # fmt: skip
+           "num_preemptions": 0, "prefix_miss": {"reason": "evicted", "token_index": 16, "num_known": 80}}  # fmt: skip
 TIMELINE = {"id": "r", "e2e_ms": 100.0, "token_times_ms": [60.0, 80.0, 100.0], "intervals": [
     {"kind": "queue", "start_ms": 0.0, "end_ms": 10.0, "reason": "seats"},
     {"kind": "prefill", "start_ms": 10.0, "end_ms": 60.0, "step": 3},

@@ -113,7 +113,10 @@ class PrefixCache:
         block_hash = self.block_hash(request, num_hits)
         parent = request.block_hashes[num_hits - 1] if num_hits else self.root(request.cache_salt)
         if block_hash in self._evicted:
-            return PrefixMiss(MissReason.EVICTED, start)
+            end = num_hits + 1
+            while (end + 1) * size <= known and self._is_known(self.block_hash(request, end)):
+                end += 1
+            return PrefixMiss(MissReason.EVICTED, start, num_known=end * size - start)
         tokens = request.token_ids(start, start + size)
         siblings = islice(reversed(self._children.get(parent, {})), MOST_SIBLINGS)
         common = max((self._common(tokens, block_hash) for block_hash in siblings), default=0)
@@ -122,6 +125,9 @@ class PrefixCache:
         if request.cache_salt is not None and num_hits == 0 and parent not in self._children:
             return PrefixMiss(MissReason.SALT, 0)
         return PrefixMiss(MissReason.NEVER_SEEN, start)
+
+    def _is_known(self, block_hash: bytes) -> bool:
+        return block_hash in self._evicted or block_hash in self._block_of
 
     def _common(self, tokens: list[int], block_hash: bytes) -> int:
         other = self._content[self._block_of[block_hash]].token_ids

@@ -93,14 +93,14 @@ class LoadedEngine:
         kv_cache = engine.scheduler.kv_cache
         kv_cache.num_queried_tokens = kv_cache.num_hit_tokens = 0
 
-    def explain(self, request: Request, timeline: RequestTimeline) -> Explanation:
-        """Why a request took as long as it did, and what to change."""
+    def explain(self, request: Request, timeline: RequestTimeline, *, names: bool = False) -> Explanation:
+        """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
         engine, units = self.engine, compute_units(self.checkpoint, self.config)
         best = best_isa(self.config)
         machine = Machine(
             self.config, engine.shape, engine.cost_model, measured_ceilings(self.config), units, available_cores(), best
         )
-        return explain(request, timeline, machine)
+        return explain(request, timeline, machine, names=names)
 
 
 def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:

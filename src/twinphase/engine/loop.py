@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineLoop", "engine_facts", "refusal"]
 
 GRAMMAR_THREADS = 2
-_NO_PARAMS = SamplingParams()
+_NO_PARAMS = SamplingParams(temperature=0.0)  # not known: nothing is said of what it asked for
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from twinphase.request import Request
 
 __all__ = ["Efficiency", "Evidence", "Machine"]
 
+FEW = 0.1  # of a phase's steps, or of the rows of its steps
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -70,6 +72,7 @@ class Evidence:
         before: seconds by name of what came before it arrived, such as loading the model.
         known: of each phase, where somebody worked it out before; otherwise it is worked out here.
         detailed: the timeline has every interval in its place, not just sums.
+        names: other requests may be called by their ids: they belong to who asks.
     """
 
     request: Request
@@ -78,6 +81,7 @@ class Evidence:
     before: Mapping[str, float] = field(default_factory=dict)
     known: Mapping[str, Efficiency] = field(default_factory=dict)
     detailed: bool = True
+    names: bool = False
 
     @cached_property
     def first(self) -> dict[IntervalKind, float]:
@@ -99,6 +103,22 @@ class Evidence:
     def num_computed(self) -> int:
         """Prompt tokens that were not cached."""
         return self.num_prompt - self.request.num_cached_tokens
+
+    @property
+    def num_known(self) -> int:
+        """Prompt tokens computed although they were once cached, by their hash; the last one always is computed."""
+        miss = self.request.prefix_miss
+        return min(miss.num_known, max(0, self.num_computed - 1)) if miss is not None else 0
+
+    @property
+    def known_part(self) -> float:
+        """Of the tokens computed."""
+        return self.num_known / self.num_computed if self.num_known else 0.0
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens before a decode step, in the mean over them."""
+        return self.num_prompt + len(self.request.output_token_ids) / 2
 
     @property
     def decode_steps(self) -> int:
@@ -143,12 +163,18 @@ class Evidence:
         return self.seconds_of(StepWork(1, 0, round(context), 1, 1))
 
     def efficiency(self, phase: str) -> Efficiency:
-        """Of "prefill" or "decode", over the whole time and the whole work of its steps."""
+        """Of "prefill" or "decode", over its steps in which no request was in the other phase.
+
+        A prompt may have had a few decodes beside it. Where too few steps are left, or none, it is unknown: what was
+        others' work cannot be taken out of a step.
+        """
         if phase in self.known:
             return self.known[phase]
-        totals: PhaseTotals = getattr(self.timeline, phase)
-        machine = self.machine
-        if not totals.steps or machine is None or machine.units is None:
+        whole: PhaseTotals = getattr(self.timeline, phase)
+        totals, machine = whole.unmixed(), self.machine
+        if phase == "prefill" and whole.decodes <= FEW * whole.tokens:
+            totals = whole
+        if not totals.steps or totals.steps < FEW * whole.steps or machine is None or machine.units is None:
             return Efficiency("unknown")
         compute = compute_seconds(flops_by_unit(totals, machine.units), machine.ceilings)
         memory = memory_seconds(totals.bytes, totals.bytes / totals.steps, machine.ceilings)

@@ -6,7 +6,7 @@ own error. Not for dividing time (`ledger.py`), nor for drawing (the terminal do
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from twinphase.phases.cost import CostError
@@ -53,7 +53,7 @@ class Explanation:
         dominant: the kind of interval with the most time.
         bounds: what held prefill and decode back: "compute", "memory", "overhead" or "unknown".
         sentences: for a reader, most important first.
-        levers: what to change, the most predicted gain first, those without a prediction last.
+        levers: what to change, the most predicted gain first, then by the time that they address.
         waterfall: the wall time in parts that add up to it; None where nothing has happened yet.
         diagnoses: causes of a bad TTFT, then of bad tokens a second, each the largest share first.
         efficiency: of "prefill" and "decode".
@@ -82,15 +82,16 @@ class Explanation:
         return {**asdict(self), "dominant": self.dominant.value, "formulas": FORMULAS}
 
 
-def explain(request: Request, timeline: RequestTimeline, machine: Machine) -> Explanation:
+def explain(request: Request, timeline: RequestTimeline, machine: Machine, *, names: bool = False) -> Explanation:
     """Explain a request that has finished, or has come as far as its timeline tells.
 
     Args:
         request: with its prefix miss and preemptions.
         timeline: of the request.
         machine: settings, cost model and ceilings.
+        names: call other requests by their ids; only for who may know of them.
     """
-    return explain_evidence(Evidence(request, timeline, machine))
+    return explain_evidence(Evidence(request, timeline, machine, names=names))
 
 
 def explain_evidence(evidence: Evidence) -> Explanation:
@@ -114,7 +115,9 @@ def explain_evidence(evidence: Evidence) -> Explanation:
         if totals[kind] >= WORTH_NAMING * wall or kind is ranked[0]:
             sentence, lever = ABOUT[kind](evidence, totals[kind])
             sentences.append(sentence)
-            levers += [lever] if lever else []
+            if lever is not None:
+                addressed = totals[kind] if lever.addressed_seconds is None else lever.addressed_seconds
+                levers.append(replace(lever, addressed_seconds=addressed))
     sentences += _phases(timeline, near) + [prefix_sentence(evidence)]
     error = evidence.machine.cost_model.error() if evidence.machine else None
     if error is not None and error.median is not None and error.p95 is not None:

@@ -19,7 +19,7 @@ from twinphase.phases.timeline import Interval, IntervalKind
 from twinphase.request import MissReason
 
 __all__ = ["ABOUT", "NEW_CONTENT", "WORTH_NAMING", "About", "Lever", "duration", "length", "missed_prefix",
-           "more_blocks", "rank", "spared"]  # fmt: skip
+           "more_blocks", "rank"]  # fmt: skip
 
 DECODE_CONTEXTS = FEATURES.index("decode_contexts")
 WORTH_NAMING = 0.1  # of the time in question
@@ -35,19 +35,27 @@ class Lever:
         flag: of the command line, or "prompt", "model", ...
         advice: one sentence.
         saved_seconds: of this request's wall time, by the cost model; None where it cannot tell.
+        addressed_seconds: of it that the lever works on: at most these can be saved. None is unknown.
     """
 
     flag: str
     advice: str
     saved_seconds: float | None = None
+    addressed_seconds: float | None = None
 
 
 About = tuple[str, Lever | None]
 
 
 def rank(levers: Iterable[Lever]) -> tuple[Lever, ...]:
-    """The most predicted gain first, those without a prediction last; of several with a flag the first of these."""
-    ordered = sorted(levers, key=lambda lever: (lever.saved_seconds is None, -(lever.saved_seconds or 0.0)))
+    """The most predicted gain first, then those without a prediction, by the time that they address.
+
+    Of several with a flag the first of these.
+    """
+    ordered = sorted(
+        levers,
+        key=lambda one: (one.saved_seconds is None, -(one.saved_seconds or 0.0), -(one.addressed_seconds or 0.0)),
+    )
     by_flag: dict[str, Lever] = {}
     for lever in ordered:
         by_flag.setdefault(lever.flag, lever)
@@ -104,41 +112,43 @@ def _queue(evidence: Evidence, spent: float) -> About:
     return f"{sentence}, while the step in progress was finished.", None
 
 
-def missed_prefix(evidence: Evidence) -> tuple[float | None, Lever] | None:
-    """What a longer cached prefix could have spared, at most, and how to have it.
+def missed_prefix(evidence: Evidence) -> Lever | None:
+    """How to have a longer cached prefix; None where what was computed was new, or nobody may share it.
 
-    Returns:
-        Seconds of its own prefill (None where the cost model is not known), and the lever; None where what was
-        computed was new.
+    What it would save is said only of tokens that were cached once, by their hash.
     """
     miss, config = evidence.request.prefix_miss, evidence.machine.config if evidence.machine else None
-    if miss is None or miss.reason in (MissReason.BLOCK_GRANULARITY, MissReason.NEVER_SEEN, MissReason.SALT):
+    if miss is None or miss.reason in (MissReason.NEVER_SEEN, MissReason.SALT):
         return None
-    diverged = miss.reason is MissReason.DIVERGED
-    if diverged and (miss.part in NEW_CONTENT or miss.token_index < (config.block_size if config else 16)):
-        return None  # every chat begins with the template's first tokens
-    saved = spared(evidence)
-    much = f" It would save up to {duration(saved)}." if saved is not None else ""
-    if diverged:
-        where = f" of the {miss.part} part" if miss.part else ""
-        advice = f"Put what changes (from token {miss.token_index}{where} on) behind what stays the same.{much}"
-        return saved, Lever("prompt", advice, saved)
+    own = evidence.timeline.seconds(IntervalKind.PREFILL)
     if miss.reason is MissReason.EVICTED:
-        return saved, more_blocks(evidence, f"keep twice as much.{much}", saved)
-    advice = f"--enable-prefix-caching would share the beginnings that prompts have in common.{much}"
-    return saved, Lever("--enable-prefix-caching", advice, saved)
-
-
-def spared(evidence: Evidence) -> float | None:
-    """Its own prefill less the step for the last token, which is always computed; None without a cost model."""
-    last = evidence.seconds_of(StepWork.of_chunk(max(0, evidence.num_prompt - 1), 1, True))
-    return None if last is None else max(0.0, evidence.timeline.seconds(IntervalKind.PREFILL) - last)
+        if not evidence.num_known:
+            return more_blocks(evidence, "keep twice as much.")
+        saved = own * evidence.known_part
+        return more_blocks(evidence, f"keep twice as much. It would save up to {duration(saved)}.", saved)
+    if miss.reason is MissReason.BLOCK_GRANULARITY:
+        if not miss.token_index:
+            return None  # a prompt shorter than a block is as good as new
+        advice = (
+            f"A smaller --block-size would share more of what follows token {miss.token_index}, if it was sent before."
+        )
+        return Lever("--block-size", advice, None, own)
+    if miss.reason is MissReason.DISABLED:
+        advice = "--enable-prefix-caching would share the beginnings that prompts have in common."
+        return Lever("--enable-prefix-caching", advice, None, own)
+    if miss.part in NEW_CONTENT or miss.token_index < (config.block_size if config else 16):
+        return None  # every chat begins with the template's first tokens
+    where = f" of the {miss.part} part" if miss.part else ""
+    advice = (
+        f"If what follows token {miss.token_index}{where} was sent before: put what changes there behind what stays "
+        "the same."
+    )
+    return Lever("prompt", advice, None, own)
 
 
 def _prefill(evidence: Evidence, spent: float) -> About:
-    found = missed_prefix(evidence)
     sentence = f"Reading {evidence.num_computed} prompt tokens took {duration(spent)} of its own."
-    return sentence, found[1] if found else None  # what is new costs its arithmetic
+    return sentence, missed_prefix(evidence)  # what is new costs its arithmetic
 
 
 def _prefill_wait(evidence: Evidence, spent: float) -> About:
@@ -159,10 +169,11 @@ def _stall(evidence: Evidence, spent: float) -> About:
     stalls = evidence.intervals(IntervalKind.STALL)
     if not evidence.detailed or evidence.machine is None:
         sentence = f"Prompt chunks of others held its decode up for {duration(spent)}."
-        return sentence, Lever("--itl-slo-ms", "--itl-slo-ms would cut others' prompts into smaller chunks.")
+        advice = "--itl-slo-ms would cut others' prompts into smaller chunks: it shortens the worst gap; the sum stays."
+        return sentence, Lever("--itl-slo-ms", advice)
     tokens, worst = sum(stall.prefill_tokens for stall in stalls), max(stalls, key=length)
     sentence = (
-        f"{tokens} prompt tokens of others ({_names(stalls)}) held its decode up for {duration(spent)} in "
+        f"{tokens} prompt tokens of {_others(evidence, stalls)} held its decode up for {duration(spent)} in "
         f"{len(stalls)} steps, for {duration(length(worst))} in step {worst.step}."
     )
     model, step = evidence.machine.cost_model, evidence.decode_step(evidence.together) or 0.0
@@ -173,8 +184,8 @@ def _stall(evidence: Evidence, spent: float) -> About:
         return sentence, Lever("--max-num-seqs", advice)
     advice = (
         f"--itl-slo-ms {max(1, round(slo))} would cut others' prompts into chunks of about {SMALL_CHUNK} tokens: each "
-        f"would add {duration(extra)} to a gap in place of {duration(length(worst))}; their first tokens would come "
-        "later."
+        f"would add {duration(extra)} to a gap in place of {duration(length(worst))}. It shortens the worst gap; the "
+        "sum stays, and their first tokens come later."
     )
     return sentence, Lever("--itl-slo-ms", advice)
 
@@ -190,14 +201,9 @@ def _batching(evidence: Evidence, spent: float) -> About:
     if not fewer:
         return sentence, None
     now, then = (evidence.decode_step(count) for count in (together, fewer))
-    if now is None or then is None:
-        advice = f"--max-num-seqs {fewer} would shorten decode steps, but others would wait longer to be let in."
-        return sentence, Lever("--max-num-seqs", advice)
-    advice = (
-        f"--max-num-seqs {fewer} would shorten a decode step from {duration(now)} to {duration(then)}, but others "
-        "would wait longer to be let in."
-    )
-    return sentence, Lever("--max-num-seqs", advice, max(0.0, (now - then) * evidence.decode_steps))
+    shorter = "" if now is None or then is None else f" from {duration(now)} to {duration(then)}"
+    advice = f"--max-num-seqs {fewer} would shorten decode steps{shorter}, but others would wait longer to be let in."
+    return sentence, Lever("--max-num-seqs", advice)  # which of them would wait, and for how long, is not predicted
 
 
 def _decode(evidence: Evidence, spent: float) -> About:
@@ -205,12 +211,12 @@ def _decode(evidence: Evidence, spent: float) -> About:
     each = f", {duration(spent / steps)} a token" if steps else ""
     sentence = f"Its own decoding took {duration(spent)}{each}."
     if machine is not None and steps:
-        kv_cache = machine.cost_model.prices[DECODE_CONTEXTS] * evidence.request.num_tokens
-        if machine.config.kv_cache_dtype != "int8" and kv_cache > WORTH_NAMING * spent / steps:
+        kv_cache = min(spent, machine.cost_model.prices[DECODE_CONTEXTS] * evidence.mean_context * steps)
+        if machine.config.kv_cache_dtype != "int8" and kv_cache > WORTH_NAMING * spent:
             shape = machine.shape
             full = shape.kv_token_bytes or 1
             small = 2 * shape.num_layers * shape.num_kv_heads * (shape.head_dim + 4)
-            saved = max(0.0, 1 - small / full) * kv_cache * steps
+            saved = max(0.0, 1 - small / full) * kv_cache
             advice = (
                 f"--kv-cache-dtype int8 would read {small / full:.0%} of the KV bytes, which saves about "
                 f"{duration(saved)}."
@@ -235,8 +241,7 @@ def _recompute(evidence: Evidence, spent: float) -> About:
         f"It lost its KV {request.num_preemptions} times to others and computed {request.num_recomputed_tokens} tokens "
         f"again, in {duration(spent)}."
     )
-    again = evidence.later[IntervalKind.QUEUE]  # after its first token it queues for no other reason
-    return sentence, more_blocks(evidence, "hold twice as many tokens.", spent + again)
+    return sentence, more_blocks(evidence, "hold twice as many tokens.", spent)
 
 
 def _text(kind: str) -> Callable[[Evidence, float], About]:
@@ -246,10 +251,15 @@ def _text(kind: str) -> Callable[[Evidence, float], About]:
     return about
 
 
-def _names(stalls: list[Interval]) -> str:
+def _others(evidence: Evidence, stalls: list[Interval]) -> str:
+    """Who held it up: their ids where those are the asker's own, else only how many they were."""
     names = list(dict.fromkeys(name for stall in stalls for name in stall.caused_by))
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ("request " if len(names) == 1 else "requests ") + ", ".join(names[:3]) + rest
+    if not names:
+        return "others"
+    others = f"{len(names)} other request" + ("s" if len(names) > 1 else "")
+    if not evidence.names:
+        return others
+    return f"{others} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
 ABOUT: dict[IntervalKind, Callable[[Evidence, float], About]] = {

@@ -85,7 +85,7 @@ def _count(value: Any) -> int:
 
 def _request(name: Any, num_prompt: int, num_output: int, facts: Mapping[str, Any]) -> Request:
     """A request whose tokens are not known, only how many there were."""
-    request = Request(str(name or "saved"), [0] * num_prompt, SamplingParams())
+    request = Request(str(name or "saved"), [0] * num_prompt, SamplingParams(temperature=0.0))
     request.output_token_ids = [0] * num_output
     request.num_cached_tokens = min(num_prompt, _count(facts.get("num_cached_tokens", 0)))
     request.num_preemptions = _count(facts.get("num_preemptions", 0))
@@ -93,7 +93,9 @@ def _request(name: Any, num_prompt: int, num_output: int, facts: Mapping[str, An
     miss = facts.get("prefix_miss")
     if miss is not None:
         part = miss.get("part") or ""
-        request.prefix_miss = PrefixMiss(MissReason(miss["reason"]), _count(miss["token_index"]), str(part))
+        request.prefix_miss = PrefixMiss(
+            MissReason(miss["reason"]), _count(miss["token_index"]), str(part), _count(miss.get("num_known", 0))
+        )
     return request
 
 

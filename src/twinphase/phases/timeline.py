@@ -108,9 +108,24 @@ class PhaseTotals:
     linear_flops: int = 0
     attention_flops: int = 0
     bytes: int = 0
-    executed: float = 0.0  # seconds; this and what follows as in `StepRecord`
+    executed: float = 0.0  # seconds; this and the two that follow as in `StepRecord`
     sampling: float = 0.0
     cpu_wait: float = 0.0
+    unmixed_steps: int = 0  # those in which no request was in the other phase; the rest is theirs
+    unmixed_seconds: float = 0.0
+    unmixed_linear_flops: int = 0
+    unmixed_attention_flops: int = 0
+    unmixed_bytes: int = 0
+
+    def unmixed(self) -> PhaseTotals:
+        """Time and work of the steps in which no request was in the other phase."""
+        return PhaseTotals(
+            steps=self.unmixed_steps,
+            seconds=self.unmixed_seconds,
+            linear_flops=self.unmixed_linear_flops,
+            attention_flops=self.unmixed_attention_flops,
+            bytes=self.unmixed_bytes,
+        )
 
     @property
     def flops(self) -> int:
@@ -225,10 +240,16 @@ class RequestTimeline:
         totals.executed += record.executed
         totals.sampling += record.sampling
         totals.cpu_wait += record.cpu_wait
+        unmixed = not (record.prefill_ids and record.num_decodes)
+        totals.unmixed_steps += unmixed
+        totals.unmixed_seconds += unmixed * (record.end - record.start)
         for cost in (record.prefill, record.decode):
             totals.linear_flops += cost.linear_flops
             totals.attention_flops += cost.attention_flops
             totals.bytes += cost.bytes
+            totals.unmixed_linear_flops += unmixed * cost.linear_flops
+            totals.unmixed_attention_flops += unmixed * cost.attention_flops
+            totals.unmixed_bytes += unmixed * cost.bytes
 
     def copy(self) -> RequestTimeline:
         """The same life so far, which goes on by itself; of a timeline that another thread may be growing."""

@@ -69,6 +69,7 @@ def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any
         part = part_at(runs, miss.token_index) if runs else None
         found["prefix_miss"] = {"reason": miss.reason.value, "token_index": miss.token_index}
         found["prefix_miss"] |= {"part": part.name} if part else {}
+        found["prefix_miss"] |= {"num_known": miss.num_known} if miss.num_known else {}
     if runs and choice.stream.prices and shape is not None:
         reports = divide(runs, request.num_cached_tokens, prefill, CostModel(choice.stream.prices), shape)
         found["prompt_parts"] = [
@@ -130,7 +131,7 @@ class Kept:
 
     def unpack(self, request_id: str) -> tuple[Request, RequestTimeline]:
         """The request, with nothing for its tokens, and its timeline."""
-        request = Request(request_id, [0] * self.num_prompt_tokens, SamplingParams())
+        request = Request(request_id, [0] * self.num_prompt_tokens, SamplingParams(temperature=0.0))
         request.output_token_ids = [0] * self.num_output_tokens
         self.outcome.put_into(request)
         return request, msgspec.msgpack.decode(self.packed, type=RequestTimeline)
