@@ -134,3 +134,13 @@ def test_one_batch_size_cannot_tell_of_batches():
 @pytest.mark.parametrize("count", [0, 3, 4])
 def test_too_few_points_give_no_fit(count):
     assert fit(PREFILL_LAW, prefill_points(np.random.default_rng(0), 0.03, LENGTHS[:count])) is None
+
+
+def test_what_lies_outside_the_fitted_points_is_extrapolated():
+    grid = [(p, b) for p, b in GRID if b == 1 or p <= 500]
+    found = best_fit(DECODE_LAWS, decode_points(np.random.default_rng(0), lambda p, b: 5e-3 + 1e-3 * b, grid=grid))
+    outside = {
+        at: found.predict(at).extrapolated for at in ((3000, 1), (300, 6), (2000, 2), (5000, 1), (100, 16), (1, 1))
+    }
+    assert [at for at, is_outside in outside.items() if is_outside] == [(2000, 2), (5000, 1), (100, 16), (1, 1)]
+    assert found.range_text.startswith("from 16 to 4,000 tokens at batch 1, 16 to 500 tokens at batch 2")

@@ -60,7 +60,10 @@ def test_plan_reaches_from_ten_tokens_to_the_end_of_the_context():
     decode = [place for place in plan.places if place.phase == "decode"]
     assert max(place.length for place in decode) + plan.decode_tokens < 8192
     assert {place.batch for place in decode if not place.held_out} == {1, 2, 4, 8}
-    assert {place.batch for place in decode if place.held_out} == {1, 3, 6}
+    assert {place.batch for place in decode if place.held_out} == {1, 2, 3, 6}
+    fitted = [place.length for place in decode if place.batch > 1 and not place.held_out]
+    [far] = [place for place in decode if place.batch > 1 and place.length > max(fitted)]
+    assert far.held_out and far.length == 2048
     ratios = [b.length / a.length for a, b in zip(prefill, prefill[1:], strict=False)]
     assert max(ratios) <= 2  # by ratio, about equally far apart
     assert {96, 384, 1536} <= {place.length for place in prefill if place.held_out}
@@ -121,6 +124,8 @@ def test_held_out_points_are_predicted_and_never_fitted():
         found = result.fit(phase)
         held = result.held_out(phase, found)
         assert held
+        outside = [one for one in held if one.predicted.extrapolated]
+        assert [(one.place.length, one.place.batch) for one in outside] == ([(2048, 2)] if phase == "decode" else [])
         assert not {one.x for one in held} & {point.x for point in found.points}
         assert sum(one.inside for one in held) >= len(held) - 1
         assert all(abs(one.error) < 0.05 for one in held)
@@ -140,9 +145,51 @@ def test_claims_of_held_out_points_come_true_over_many_sweeps():
 
 def test_verdicts_of_a_machine_like_most():
     verdicts = {v.text.split(".")[0]: v.status for v in sweep_verdicts(swept())}
-    assert verdicts["Prefill is compute-bound"] is Status.HOLDS
+    assert verdicts["Prefill does not wait for reading the weights"] is Status.HOLDS
     assert verdicts["Decode of one request is not compute-bound: a batch shares what it waits for"] is Status.HOLDS
     assert Status.FAILS not in verdicts.values()
+
+
+def prefill_verdict(kind="openai", chunk=None):
+    target = Made()
+    details = {} if chunk is None else {"max_num_batched_tokens": str(chunk)}
+    target.facts = replace(target.facts, kind=kind, details=details)
+    return next(v for v in sweep_verdicts(swept(target)) if v.text.startswith("Prefill does not wait"))
+
+
+def test_prefill_is_told_only_what_was_shown():
+    """512 tokens take 212 ms, a step 5.5 ms: 38 steps, and each chunk reads the weights once."""
+    alone = prefill_verdict()
+    assert alone.status is Status.HOLDS and "supposing that it was read in one chunk" in alone.reason
+    assert "38" in alone.reason and "2.6 % of the time at most" in alone.reason
+    assert "cannot be told from outside" in alone.reason and "compute-bound" not in alone.text
+    assert "read in 1 chunk;" in prefill_verdict(kind="transformers").reason
+    chunked = prefill_verdict(chunk=128)
+    assert (
+        chunked.status is Status.HOLDS and "read in 4 chunks" in chunked.reason and "11 % of the time" in chunked.reason
+    )
+    many = prefill_verdict(chunk=32)
+    assert many.status is Status.UNKNOWN and "as much as 42 % of the time" in many.reason
+
+
+def test_a_law_is_printed_with_its_range_and_extrapolation_is_told():
+    result = swept()
+    texts = [v.text for v in sweep_verdicts(result)]
+    law = next(text for text in texts if text.startswith("Decode time a step"))
+    assert "fitted from" in law and "at batch 8" in law
+    assert any(text.startswith("Extrapolated to batch 2 behind 2,0") for text in texts)
+    section = next(s for s in sweep_parts(result).sections if s.title == "Decode")
+    assert any("the choice among five is not in them" in text for text in section.paragraphs)
+    held = next(table for table in section.tables if table.title.endswith("held-out points"))
+    assert held.columns[-1].name == "extrapolated" and [row[-1] for row in held.rows].count("yes") == 1
+    meanings = [row[4] for s in sweep_parts(result).sections for t in s.tables for row in t.rows if len(row) == 6 and row[0] in "bcd"]  # fmt: skip  # noqa: E501
+    assert any("in theory" in text for text in meanings)
+    assert not any("reading" in text and "in theory" not in text for text in meanings)
+
+
+def test_a_claimed_error_of_a_quarter_says_nothing():
+    told = {v.text[:20]: v for v in sweep_verdicts(swept(Made(0.25, seed=3))) if v.text.startswith("The fit of")}
+    assert told and all(v.status in (Status.UNKNOWN, Status.FAILS) for v in told.values())
 
 
 def test_a_machine_whose_batches_bring_nothing_is_told():
@@ -277,7 +324,9 @@ def test_retries_end_where_the_machine_is_always_busy(monkeypatch):
 
 
 def test_one_repetition_tells_nothing_of_noise():
-    bound = [v for v in sweep_verdicts(swept(repetitions=1)) if "compute-bound" in v.text]
+    bound = [
+        v for v in sweep_verdicts(swept(repetitions=1)) if "compute-bound" in v.text or "wait for reading" in v.text
+    ]
     assert [v.status for v in bound] == [Status.UNKNOWN, Status.UNKNOWN]
 
 

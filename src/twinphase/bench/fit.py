@@ -23,6 +23,7 @@ ROUNDS = 20  # of weighting by the fitted values
 ROUGH_ROUNDS = 4  # where laws are only compared
 SPARE_POINTS = 2  # beyond the number of coefficients: with fewer the residuals tell nothing
 WORTH = 0.95  # another term must bring the error of left-out points below this share of the error without it
+EDGE = 0.05  # prompts are about as long as asked: so far beyond the fitted range, as a share, is still its edge
 MISFIT_LEVEL = 0.01  # chance that noise alone leaves such residuals, below which the formula is said not to fit
 MISFIT_SIZE = 0.01  # relative residuals smaller than this are no matter, however exact the repetitions
 
@@ -123,11 +124,16 @@ class Coefficient:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds at a new point: the median of its repetitions lies between `low` and `high` with `CONFIDENCE`."""
+    """Seconds at a new point: the median of its repetitions lies between `low` and `high` with `CONFIDENCE`.
+
+    Not so where it is `extrapolated`: there the interval supposes that the law goes on as it is, which nothing has
+    shown.
+    """
 
     value: float
     low: float
     high: float
+    extrapolated: bool = False
 
     @property
     def error(self) -> float:
@@ -181,13 +187,39 @@ class Fit:
     def predict(self, x: tuple[float, float]) -> Prediction:
         """Seconds at a point, and the interval in which a new measurement there is to be expected.
 
-        value ± t sqrt((scale value)^2 + variance of the fitted line there), t of Student's distribution.
+        value ± t sqrt((scale value)^2 + variance of the fitted line there), t of Student's distribution. The law is
+        taken as given: that it was chosen among several (`best_fit`) is not in the interval.
         """
         row = self.law.row(x)
         value = float(row @ self.values)
         spread = math.sqrt((self.scale * value) ** 2 + float(row @ self.covariance @ row))
         half = _student(self.freedom) * spread
-        return Prediction(value, value - half, value + half)
+        return Prediction(value, value - half, value + half, not self.covers(x))
+
+    def covers(self, x: tuple[float, float]) -> bool:
+        """Whether a point lies among the fitted ones.
+
+        No farther out than any of them, and its position no farther than that of one with as large a batch: where
+        batches were fitted behind short prompts only, a batch behind a long one is outside.
+        """
+        first, batch = x
+        batches = [point.x[1] for point in self.points]
+        if not min(batches) <= batch <= max(batches):
+            return False
+        lowest = min(point.x[0] for point in self.points)
+        highest = max(point.x[0] for point in self.points if point.x[1] >= batch)
+        return lowest * (1 - EDGE) <= first <= highest * (1 + EDGE)
+
+    @property
+    def range_text(self) -> str:
+        """Where the fitted points lie, in words."""
+        by_batch: dict[float, list[float]] = {}
+        for first, batch in sorted(point.x for point in self.points):
+            by_batch.setdefault(batch, []).append(first)
+        spans = {batch: f"{at[0]:,.0f} to {at[-1]:,.0f} tokens" for batch, at in sorted(by_batch.items())}
+        if len(spans) == 1:
+            return f"from {next(iter(spans.values()))}"
+        return "from " + ", ".join(f"{span} at batch {batch:g}" for batch, span in spans.items())
 
     def line(self, x: tuple[float, float]) -> float:
         """The fitted seconds at a point."""

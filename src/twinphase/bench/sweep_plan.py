@@ -107,6 +107,7 @@ def make_plan(
     Args:
         context_length: longest prompt + output; None (unknown) plans up to `UNKNOWN_CONTEXT`.
         batches: sequences at once; of each neighbouring pair with room between them one size is added and held out.
+            One batch is held out behind a long prompt, where batches are not fitted: outside the law's range.
         quick: fewer places, three repetitions, shorter prompts: a look in about a minute, not a result.
         repetitions: five unless told; three if `quick`.
         max_seconds: limit of the sweep.
@@ -144,11 +145,17 @@ def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Pla
     between = [(a + b) // 2 for a, b in zip(sizes, sizes[1:], strict=False) if b - a > 1]
     grid += [(p, b, False) for b in sizes if b > 1 for p in near]
     grid += [(p, b, True) for b in between[-2:] for p in near[:2]]
+    grid += [(p, b, True) for b in [b for b in sizes if b > 1][:1] for p in _far(max(near), longest)]
     seen: dict[tuple[int, int], bool] = {}
     for p, b, out in grid:
         seen.setdefault((p, b), out)
     places += [Place("decode", p, b, out) for (p, b), out in sorted(seen.items(), key=lambda item: item[0][::-1])]
     return tuple(places), tokens
+
+
+def _far(near: int, longest: int) -> list[int]:
+    """A position twice as far as batches are fitted, for one that is held out: what the law says is extrapolated."""
+    return [2 * near] if near >= 16 and 2 * near <= longest else []
 
 
 def _lengths(longest: int, quick: bool) -> list[tuple[int, bool]]:

@@ -16,10 +16,12 @@ from twinphase.bench.statistics import median_interval
 __all__ = ["chance_of_misses", "percent", "rate_text", "sweep_verdicts", "time_text"]
 
 REFERENCE_PROMPT = 512  # tokens: long enough that reading the weights once is spread over many
-TIMES_A_STEP = 4.0  # a prefill this many decode steps long does not wait for the weights that both read once
+TIMES_A_STEP = (
+    4.0  # a chunk of a prompt that takes this many decode steps does not wait for the weights: both read them
+)
 NEARLY_FREE = 0.6  # a batch that takes less than this share of its sequences one by one waits for something they share
 STEADY_BATCH = 4  # sequences from which that can be told
-MEANINGFUL = 0.5  # claimed error above which holding it is no feat
+MEANINGFUL = 0.2  # claimed error above which holding it is no feat
 FEWEST_REPETITIONS = 3  # whose spread tells something
 BUSY_SHARE = 0.2  # of disturbed measurements above which it is the first thing to know
 CHANCE = 0.05  # below it, that many misses of the claimed interval are no luck
@@ -51,7 +53,9 @@ def sweep_verdicts(result: SweepResult) -> list[Verdict]:
     found += [_growth("prefill", result, prefill), _growth("decode", result, decode)]
     for phase, fitted in (("prefill", prefill), ("decode", decode)):
         if fitted is not None:
-            found.append(_held_out(phase, fitted, result.held_out(phase, fitted)))
+            points = result.held_out(phase, fitted)
+            found.append(_held_out(phase, fitted, [one for one in points if not one.predicted.extrapolated]))
+            found += [_extrapolated(phase, one) for one in points if one.predicted.extrapolated]
             if fitted.bends_otherwise:
                 found.append(_misfit(phase, fitted))
     return [verdict for verdict in found if verdict is not None]
@@ -96,25 +100,41 @@ def _rates(result: SweepResult) -> Verdict | None:
 
 
 def _prefill_bound(result: SweepResult) -> Verdict | None:
+    """What is shown from outside: how much of prefill's time reading the weights can be at most, and no more."""
     prompt, alone = _reference(result), _alone(result)
-    claim = "Prefill is compute-bound."
+    claim = "Prefill does not wait for reading the weights."
     if prompt is None or not alone:
         return Verdict(Status.UNKNOWN, claim, "One of the phases was not measured.")
-    steps = prompt.median / alone[0].median
-    fewest, most = _ratio(prompt, alone[0])
     if prompt.x[0] < REFERENCE_PROMPT / 4:
         return Verdict(Status.UNKNOWN, claim, f"The longest prompt had {prompt.x[0]:,.0f} tokens, too few to tell.")
-    told = f"Reading {prompt.x[0]:,.0f} prompt tokens takes as long as {steps:,.1f} decode steps"
+    chunks = _chunks(result, prompt.x[0])
+    steps = prompt.median / alone[0].median
+    fewest, most = (times / (chunks or 1) for times in _ratio(prompt, alone[0]))
+    told = f"A prompt of {prompt.x[0]:,.0f} tokens takes {steps:,.1f} decode steps' time"
     if fewest < TIMES_A_STEP <= most:
-        return Verdict(Status.UNKNOWN, claim, f"{told}, {_doubt(fewest, most)}")
-    if steps >= TIMES_A_STEP:
-        return Verdict(
-            Status.HOLDS,
-            claim,
-            f"{told}; a step reads all weights once, and so does a chunk of a prompt: at most "
-            f"{percent(1 / steps)} of the time can be the weights' way from memory.",
-        )
-    return Verdict(Status.FAILS, claim, f"{told}, each of which reads all weights: memory may still bind.")
+        return Verdict(Status.UNKNOWN, claim, f"{told}, {_doubt(fewest * (chunks or 1), most * (chunks or 1))}")
+    how = "supposing that it was read in one chunk" if chunks is None else _times("read in", chunks, "chunk")
+    share = (chunks or 1) / steps
+    bound = f"{told}, {how}; a step reads all weights once, and so does a chunk: "
+    if steps / (chunks or 1) < TIMES_A_STEP:
+        return Verdict(Status.UNKNOWN, claim, f"{bound}that may be as much as {percent(min(share, 1.0))} of the time.")
+    reason = (
+        f"{bound}that is {percent(share)} of the time at most. What the rest is (arithmetic, unpacking of weights, the "
+        "program around them) cannot be told from outside."
+    )
+    return Verdict(Status.HOLDS, claim, reason)
+
+
+def _chunks(result: SweepResult, num_tokens: float) -> int | None:
+    """In how many pieces the target reads a prompt; None where it does not say."""
+    told = result.facts.details.get("max_num_batched_tokens", "")
+    if told.isdigit() and int(told):
+        return math.ceil(num_tokens / int(told))
+    return 1 if result.facts.kind == "transformers" else None
+
+
+def _times(verb: str, number: int, noun: str) -> str:
+    return f"{verb} {number} {noun}{'' if number == 1 else 's'}"
 
 
 def _decode_bound(result: SweepResult) -> Verdict | None:
@@ -159,13 +179,14 @@ def _growth(phase: str, result: SweepResult, found: Fit | None) -> Verdict:
         longest = max(point.x[0] for point in found.points)
         share = values["c"] * longest**2 / found.line((longest, 1))
         text = (
-            f"Prefill time is {law}: {time_text(values['b'] * 1000)} ms per 1,000 prompt tokens, and a quadratic part "
+            f"Prefill time is {law} (fitted {found.range_text}): {time_text(values['b'] * 1000)} ms per "
+            f"1,000 prompt tokens, and a quadratic part "
             f"that makes {percent(share)} of the time at {longest:,.0f} tokens."
         )
         return Verdict(Status.INFO, text)
     alone = _alone(result)
     rise = alone[-1].median / alone[0].median - 1 if len(alone) > 1 else 0.0
-    text = f"Decode time a step is {law}."
+    text = f"Decode time a step is {law} (fitted {found.range_text}; farther out nothing is known)."
     if len(alone) > 1:
         text += (
             f" For one request it changes by {percent(rise, signed=True)} from {alone[0].x[0]:,.0f} to "
@@ -200,6 +221,18 @@ def _held_out(phase: str, found: Fit, points: list[HeldOut]) -> Verdict | None:
     if chance_of_misses(len(points), len(points) - inside) >= CHANCE:
         return Verdict(Status.HOLDS, text)
     return Verdict(Status.FAILS, text, "So many misses are no luck: the formula or the noise is another there.")
+
+
+def _extrapolated(phase: str, one: HeldOut) -> Verdict:
+    """A single point outside: told with its number, and no claim about others."""
+    where = (
+        f"{one.x[0]:,.0f} tokens" if phase == "prefill" else f"batch {one.place.batch} behind {one.x[0]:,.0f} tokens"
+    )
+    return Verdict(
+        Status.INFO,
+        f"Extrapolated to {where}, outside the fitted range, the law of {phase} is off by "
+        f"{percent(one.error, signed=True)} ({time_text(one.predicted.value)} ms for {time_text(one.measured)} ms).",
+    )
 
 
 def chance_of_misses(points: int, misses: int) -> float:

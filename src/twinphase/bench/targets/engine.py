@@ -65,6 +65,7 @@ class EngineTarget:
                 "model fingerprint": checkpoint.fingerprint,
                 "threads": str(resolved.threads or available_cores()),
                 "engine configuration": str(resolved),
+                "max_num_batched_tokens": str(resolved.max_num_batched_tokens),
                 "prefix caching in the sweep": "on" if resolved.enable_prefix_caching else "off",
             },
         )
