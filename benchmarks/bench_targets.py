@@ -108,7 +108,7 @@ def report(found: Sequence[Measured], places: Sequence[Place], rounds: int, seco
         ]
         if rows:
             title = f"{phase.capitalize()}, tokens/s"
-            plots.append(bars(phase, title, rows, ("point", ""), ("tokens/s", "tokens/s"), part="target"))
+            plots.append(bars(phase, title, rows, ("point", ""), ("tokens/s", "tokens/s"), part="target", grouped=True))
     columns = (
         Column("target"),
         Column("precision", "of weights, and KV cache where the target says"),

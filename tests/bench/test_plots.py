@@ -143,6 +143,13 @@ def test_bars_stack_in_the_order_of_their_parts():
     assert [round(item["width"] / found[1]["width"]) for item in found] == [3, 1, 2]
 
 
+def test_grouped_bars_stand_below_each_other_and_each_begins_at_zero():
+    rows = [{"who": "a", "part": part, "s": size} for part, size in (("x", 3.0), ("y", 1.0))]
+    found = marks(plots.bars("x", "t", rows, ("who", ""), ("s", "s"), part="part", grouped=True), "rect")
+    found.sort(key=lambda item: item["y"])
+    assert [item["x"] for item in found] == [0, 0] and round(found[0]["width"] / found[1]["width"]) == 3
+
+
 def test_a_distribution_has_the_share_at_or_below_each_value():
     plot = plots.distribution("x", "t", {"a": [3.0, 1.0, 2.0, 2.0]}, "ms")
     rows = plot.spec["layer"][0]["data"]["values"]

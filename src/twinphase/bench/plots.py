@@ -192,21 +192,29 @@ def bars(
     *,
     part: str | None = None,
     order: Sequence[str] = (),
+    grouped: bool = False,
     caption: str = "",
 ) -> Plot:
     """Horizontal bars, one a category; divided into parts by colour where `part` names a key.
 
-    A row with the keys "low" and "high" gets an error bar, where bars have no parts.
+    Parts add up, one behind the other; `grouped` ones are compared, one below the other. A row with the keys "low" and
+    "high" gets an error bar, where bars have no parts.
     """
     categories: Spec = {"field": category[0], "type": "nominal", "title": category[1] or None}
     categories["sort"] = list(order) or None
-    values: Spec = {"field": value[0], "type": "quantitative", "title": value[1], "stack": "zero" if part else None}
+    values: Spec = {
+        "field": value[0],
+        "type": "quantitative",
+        "title": value[1],
+        "stack": "zero" if part and not grouped else None,
+    }
     encoding: Spec = {"y": categories, "x": {**values, "axis": {"grid": True}}, "tooltip": tooltips(rows)}
     parts = list(dict.fromkeys(str(row[part]) for row in rows)) if part else []
     # Stacked in the order of the rows, as the legend is, not by name.
     data = {"values": [{**row, "order": parts.index(str(row[part]))} for row in rows] if part else list(rows)}
     if part:
         encoding |= {**colour_by(part, parts), **faded(part), "order": {"field": "order", "type": "quantitative"}}
+        encoding |= {"yOffset": {"field": part, "type": "nominal", "sort": parts}} if grouped else {}
     else:
         # By category, so that a category named after a phase has the phase's colour; the axis is legend enough.
         phases = all(str(row[category[0]]).lower().startswith(("prefill", "decode")) for row in rows)
@@ -219,7 +227,11 @@ def bars(
     return Plot(
         name,
         title,
-        {"data": data, "height": ROW_HEIGHT * len({row[category[0]] for row in rows}), "layer": layers},
+        {
+            "data": data,
+            "height": ROW_HEIGHT * len({row[category[0]] for row in rows}) * (max(1, len(parts)) if grouped else 1),
+            "layer": layers,
+        },
         caption,
     )
 
