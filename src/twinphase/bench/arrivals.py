@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from twinphase.bench.workload import LoadRequest
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["Arrivals", "Closed", "Constant", "Poisson", "Traced"]
+__all__ = ["ALL_AT_ONCE", "Arrivals", "Closed", "Constant", "Poisson", "Traced"]
+
+ALL_AT_ONCE = "open loop, all at once"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Poisson:
     """Independent users: exponential gaps of mean 1 / rate.
 
     Attributes:
-        rate: requests a second.
+        rate: requests a second; infinite: all at once.
         seed: of the gaps.
     """
 
@@ -41,12 +43,12 @@ class Poisson:
         return tuple(found)
 
     def __str__(self) -> str:
-        return f"open loop, Poisson at {self.rate:g} req/s"
+        return ALL_AT_ONCE if math.isinf(self.rate) else f"open loop, Poisson at {self.rate:g} req/s"
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Even gaps of 1 / rate."""
+    """Even gaps of 1 / rate; none at all where it is infinite."""
 
     rate: float
 
@@ -58,7 +60,7 @@ class Constant:
         return tuple(number / self.rate for number in range(len(requests)))
 
     def __str__(self) -> str:
-        return f"open loop, every {1 / self.rate:g} s ({self.rate:g} req/s)"
+        return ALL_AT_ONCE if math.isinf(self.rate) else f"open loop, every {1 / self.rate:g} s ({self.rate:g} req/s)"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Traced:
         times = [request.timestamp for request in requests]
         known = [time for time in times if time is not None]
         if len(known) < len(times):
-            raise InvalidRequestError("The workload has no timestamps.", "Give a rate, or a trace with times.")
+            raise InvalidRequestError(
+                "The workload has no timestamps.", "Give --request-rate or --max-concurrency, or a trace with times."
+            )
         return tuple(known)
 
     def __str__(self) -> str:
@@ -93,7 +97,7 @@ class Closed:
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
-            raise InvalidRequestError(f"--concurrency is {self.concurrency}.", "Give at least 1.")
+            raise InvalidRequestError(f"--max-concurrency is {self.concurrency}.", "Give at least 1.")
 
     def offsets(self, requests: Sequence[LoadRequest]) -> None:
         """None: each is sent when another has ended."""
@@ -107,5 +111,7 @@ Arrivals = Poisson | Constant | Traced | Closed
 
 
 def _check_rate(rate: float) -> None:
-    if not 0 < rate < math.inf:
-        raise InvalidRequestError(f"--rate is {rate}.", "Give requests a second, above 0.")
+    if not rate > 0:
+        raise InvalidRequestError(
+            f"--request-rate is {rate}.", "Give requests a second, above 0, or inf for all of them at once."
+        )

@@ -6,6 +6,7 @@ server says nothing, nothing is made up. Not for recognising servers (`targets/s
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from twinphase.bench.client import Reply
 from twinphase.bench.load import LoadResult
 from twinphase.bench.observation import Observation
 from twinphase.bench.report import Column, Section, Table
+from twinphase.bench.sse import SHOWN
 from twinphase.bench.statistics import percentile
 from twinphase.bench.targets.openai import OpenAITarget
 from twinphase.bench.workload import PromptMaker
@@ -102,7 +104,7 @@ COUNTERS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def _decode_time(seen: Observation) -> float | None:
-    return seen.token_times[-1] - seen.token_times[0] if seen.token_times else None
+    return None if seen.last_token is None else seen.last_token - seen.token_times[0]
 
 
 VALUES: dict[str, Value] = {
@@ -122,8 +124,11 @@ def read_counters(text: str, prefix: str) -> dict[str, tuple[float, float]]:
         if match:
             name, which, value = match.groups()
             sums = found.setdefault(name, {"sum": 0.0, "count": 0.0})
-            sums[which] += float(value)
-    return {name: (sums["sum"], sums["count"]) for name, sums in found.items()}
+            try:
+                sums[which] += float(value)
+            except ValueError:  # no number: nothing is claimed of this one
+                sums[which] = math.nan
+    return {n: (s["sum"], s["count"]) for n, s in found.items() if math.isfinite(s["sum"] + s["count"])}
 
 
 class MetricsReader:
@@ -136,8 +141,8 @@ class MetricsReader:
     def __init__(self, target: OpenAITarget, prefix: str) -> None:
         """Nothing is read yet."""
         self._target, self._prefix = target, prefix
-        self._first: dict[str, tuple[float, float]] = {}
-        self._last: dict[str, tuple[float, float]] = {}
+        self._first: dict[str, tuple[float, float]] | None = None
+        self._last: dict[str, tuple[float, float]] | None = None
         self.problem = "not read yet"
 
     async def before(self) -> None:
@@ -146,21 +151,29 @@ class MetricsReader:
 
     async def after(self) -> None:
         """Read it again."""
+        before = self.problem
         self._last = await self._read()
+        if self._first is None and not self.problem:
+            self.problem = f"{before} before the load, so that what is of the load cannot be told"
 
-    async def _read(self) -> dict[str, tuple[float, float]]:
+    async def _read(self) -> dict[str, tuple[float, float]] | None:
         reply = await self._target.get("/metrics")
-        self.problem = "" if reply.status == 200 else f"/metrics answers with http {reply.status}"
-        return read_counters(reply.body.decode(errors="replace"), self._prefix) if not self.problem else {}
+        if reply.status == 200 and reply.whole:
+            self.problem = ""
+            return read_counters(reply.body.decode(errors="replace"), self._prefix)
+        self.problem = f"/metrics answers with http {reply.status}" if reply.status else f"/metrics: {reply.error}"
+        return None
 
     def claims(self, result: LoadResult) -> list[Claim]:
-        """Means over the requests in between."""
-        found = []
+        """Means over the requests in between; none unless it was read before as well as after."""
+        found: list[Claim] = []
+        if self._first is None or self._last is None:
+            return found
         for names, figure, definition in COUNTERS:
             name = next((name for name in names if name in self._last), None)
             if name is None:
                 continue
-            total, count = self._last[name]
+            total, count = self._last[name]  # one that was not there before had counted nothing yet
             first_total, first_count = self._first.get(name, (0.0, 0.0))
             if count <= first_count:
                 continue
@@ -201,7 +214,11 @@ class OllamaReader:
             if reply.status != 200 or reply.error:
                 self.problem = f"/api/generate fails: http {reply.status} {reply.error}"
                 return
-            self._seen.append(read_ollama(reply))
+            seen = read_ollama(reply)
+            if seen.error:
+                self.problem = f"/api/generate cannot be read: {seen.error}"
+                return
+            self._seen.append(seen)
 
     def claims(self, result: LoadResult) -> list[Claim]:
         """Of these requests, ours and theirs."""
@@ -222,13 +239,22 @@ def read_ollama(reply: Reply) -> Observation:
     for moment, data in reply.pieces:
         *lines, rest = (rest + data).split(b"\n")
         for line in filter(None, lines):
-            found = msgspec.json.decode(line)
+            try:
+                found = msgspec.json.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                found = None
+            if not isinstance(found, dict) or found.get("error"):
+                seen.error = seen.error or f"bad line: {line[:SHOWN].decode(errors='replace')}"
+                continue
             if found.get("response") or found.get("thinking"):
                 seen.token_times.append(moment)
             if found.get("done"):
+                seen.finished = moment
                 seen.num_prompt_tokens, seen.num_output_tokens = found.get("prompt_eval_count"), found.get("eval_count")
                 claims = {
-                    key.replace("_duration", "_ms"): found[key] / 1e6 for key in found if key.endswith("_duration")
+                    key.replace("_duration", "_ms"): value / 1e6
+                    for key, value in found.items()
+                    if key.endswith("_duration") and isinstance(value, (int, float))
                 }
                 seen.claims["ollama"] = {**claims, "eval_count": found.get("eval_count")}
     return seen

@@ -1,12 +1,6 @@
 """Run a load against a target: send each request when it is due, watch the client itself, and keep everything raw.
 
-The run is void when the client was the limit; then the figures say how slow the client is. Its measures:
-
-- *Send lag*, sent - intended, is part of every latency, which count from the intended moment. Void above 10 ms at the
-  99th percentile, if that is also more than a tenth of the median TTFT: below either, the figures hardly change.
-- *Loop lag*, how late a heartbeat of 10 ms is, is how late a token may have been stamped. Void above 10 ms at the 99th
-  percentile of time, if that is also more than half the median gap between tokens: tokens would be told apart no more.
-- *CPU* of the thread that runs the client. Void above 0.9 of a core: near 1 requests queue inside the client.
+The run is void when the client was the limit (`client_health.py`).
 
 Not for what is sent and when (`workload.py`, `arrivals.py`), nor for reports (`load_report.py`).
 """
@@ -24,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from twinphase.bench.arrivals import Arrivals, Closed
-from twinphase.bench.client import SEND_NOW
+from twinphase.bench.client import CLIENT_LIMIT, SEND_NOW, allow_connections
+from twinphase.bench.client_health import Beat, ClientHealth, lags_of_stamps, watch_loop
 from twinphase.bench.observation import Observation
 from twinphase.bench.slo import Goodput, Slos, goodput
 from twinphase.bench.sse import failure_kind
@@ -35,11 +30,6 @@ from twinphase.errors import TwinphaseError
 
 __all__ = ["ClientHealth", "LoadFailedError", "LoadLimits", "LoadResult", "Progress", "run_load"]
 
-HEARTBEAT_SECONDS = 0.01
-LAG_SECONDS = 0.010
-LAG_OF_TTFT = 0.1
-LAG_OF_GAP = 0.5
-CPU_OF_CORE = 0.9
 Progress = Callable[[str, int, int], None]
 
 
@@ -73,52 +63,13 @@ class LoadLimits:
 
 
 @dataclass
-class ClientHealth:
-    """How well the client kept up.
-
-    Attributes:
-        send_lags: sent - intended, seconds, of each request.
-        loop_lags: how late a heartbeat would have been at each moment, seconds; a blocked loop counts for all the
-            heartbeats that it swallowed.
-        cpu: of the thread that ran the client, cores.
-        not_sent: requests that were due and not sent, because too many were in flight.
-    """
-
-    send_lags: list[float] = field(default_factory=list)
-    loop_lags: list[float] = field(default_factory=list)
-    cpu: float = 0.0
-    not_sent: int = 0
-
-    def faults(self, median_ttft: float, median_gap: float) -> tuple[str, ...]:
-        """Why the run is void; empty if it is not. A limit that nothing is known for is the fixed one."""
-        found = []
-        lag = percentile(self.send_lags, 99)
-        bound = max(LAG_SECONDS, LAG_OF_TTFT * median_ttft if median_ttft == median_ttft else 0.0)
-        if lag > bound:
-            found.append(
-                f"requests were sent late: p99 of sent - intended {1e3 * lag:.1f} ms, above {1e3 * bound:.1f} ms"
-            )
-        lag = percentile(self.loop_lags, 99)
-        bound = max(LAG_SECONDS, LAG_OF_GAP * median_gap if median_gap == median_gap else 0.0)
-        if lag > bound:
-            found.append(
-                f"tokens were stamped late: p99 of the loop's lag {1e3 * lag:.1f} ms, above {1e3 * bound:.1f} ms"
-            )
-        if self.cpu > CPU_OF_CORE:
-            found.append(f"the client used {self.cpu:.2f} of a core, above {CPU_OF_CORE}")
-        if self.not_sent:
-            found.append(f"{self.not_sent} requests were not sent: too many were in flight")
-        return tuple(found)
-
-
-@dataclass
 class LoadResult:
     """Everything of one load.
 
     Attributes:
         facts: of the target.
         workload, arrivals: as told in a line each.
-        rate: requests a second that were to be sent; None for a closed loop.
+        rate: requests a second that were to be sent; None for a closed loop, and where all were due at once.
         concurrency: of a closed loop; None for an open one.
         observations: of the measured requests, in the order of their intended moments.
         num_requests: in the workload; more than observations where a limit ended the load.
@@ -180,6 +131,11 @@ class LoadResult:
         return [seen.tpot for seen in self.succeeded if seen.tpot is not None]
 
     @property
+    def ttfo(self) -> list[float]:
+        """To the first piece of the answer itself, of each request that reasoned first, seconds."""
+        return [seen.ttfo for seen in self.succeeded if seen.ttfo is not None]
+
+    @property
     def itl(self) -> list[float]:
         """All gaps between pieces of output, pooled, seconds."""
         return [gap for seen in self.succeeded for gap in seen.itl]
@@ -234,6 +190,7 @@ async def run_load(
     slos: Slos | None = None,
     progress: Progress = lambda what, done, total: None,
     claims: ClaimsReader | None = None,
+    warm_up_at_once: int = 1,
 ) -> LoadResult:
     """Warm up, then send a workload.
 
@@ -246,21 +203,23 @@ async def run_load(
         slos: for goodput.
         progress: told how many requests have ended.
         claims: asks the server before and after.
+        warm_up_at_once: warm-up requests in flight; of several one may fail, as a loaded server refuses some.
 
     Raises:
         InvalidRequestError: the workload does not fit the target, or the arrivals need times that it has not.
-        LoadFailedError: a warm-up request failed.
+        LoadFailedError: a warm-up request, sent alone, failed.
     """
     workload.require_fit(target.facts.context_length)
     offsets, limits = arrivals.offsets(workload.requests), limits or LoadLimits()
-    await _warm_up(target, workload, progress)
+    allow_connections(min(limits.max_in_flight, len(workload.requests)))
+    await _warm_up(target, workload, progress, warm_up_at_once)
     if claims is not None:
         await claims.before()
-    client = ClientHealth()
+    client, beats = ClientHealth(), list[Beat]()
     sender = _Sender(target, workload.requests, client, limits, progress)
     with _quiet():
         began, cpu = time.perf_counter(), time.thread_time()
-        heart = asyncio.ensure_future(_beat(client.loop_lags))
+        heart = asyncio.ensure_future(watch_loop(beats))
         try:
             await (sender.closed(arrivals.concurrency) if isinstance(arrivals, Closed) else sender.open(offsets or ()))
         finally:
@@ -269,7 +228,7 @@ async def run_load(
     if claims is not None:
         await claims.after()
     observations = sender.read()
-    client.send_lags = [seen.lag for seen in observations]
+    _judge(client, beats, observations)
     return LoadResult(
         facts=target.facts,
         workload=workload.description,
@@ -286,13 +245,27 @@ async def run_load(
     )
 
 
-async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress) -> None:
-    """One after another, so that the measured requests meet a server that has done this before."""
-    for number, request in enumerate(workload.warm_up):
-        progress("warm-up", number, len(workload.warm_up))
-        seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
-        if seen.error:
-            raise LoadFailedError(f"{target.facts.name} failed on a warm-up request: {seen.error}.", "See its log.")
+async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress, at_once: int) -> None:
+    """So that the measured requests meet a server that has done this before, and had so many at once."""
+    waiting, total = iter(enumerate(workload.warm_up)), len(workload.warm_up)
+
+    async def user() -> None:
+        for number, request in waiting:
+            progress("warm-up", number, total)
+            seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
+            if seen.error and at_once == 1:
+                raise LoadFailedError(f"{target.facts.name} failed on a warm-up request: {seen.error}.", "See its log.")
+
+    await asyncio.gather(*(user() for _ in range(min(at_once, total))))
+
+
+def _judge(client: ClientHealth, beats: Sequence[Beat], observations: Sequence[Observation]) -> None:
+    """Note how late what was sent, and what was stamped."""
+    client.send_lags = [seen.lag for seen in observations if not seen.connected_late]
+    client.connected_late = sum(seen.connected_late for seen in observations)
+    client.loop_lags = lags_of_stamps(beats, [moment for seen in observations for moment in seen.token_times])
+    own = [seen.error.partition(": ")[2] for seen in observations if failure_kind(seen.error) == CLIENT_LIMIT]
+    client.refused = dict(Counter(own))
 
 
 class _Sender:
@@ -341,26 +314,31 @@ class _Sender:
     async def _one(self, number: int, intended: float) -> None:
         request = self._requests[number]
         self._in_flight += 1
-        self._replies[number] = await self._send(request.prompt, request.max_tokens, intended)
-        self._in_flight -= 1
+        try:
+            self._replies[number] = await self._send(request.prompt, request.max_tokens, intended)
+        except Exception as error:  # a target raises for no failure; one that does all the same loses one request
+            self._replies[number] = _broken(error, intended)
+        finally:
+            self._in_flight -= 1
         self._progress("load", len(self._replies), len(self._requests))
 
     def read(self) -> list[Observation]:
         """What became of each, by their intended moments, and as in the workload where these are equal."""
         replies = [self._replies[number] for number in sorted(self._replies)]
-        seen = replies if self._read is None else [self._read(reply) for reply in replies]
-        return sorted(seen, key=lambda one: one.intended)
+        return sorted((self._observed(reply) for reply in replies), key=lambda one: one.intended)
+
+    def _observed(self, reply: Any) -> Observation:
+        try:
+            seen: Observation = reply if self._read is None or isinstance(reply, Observation) else self._read(reply)
+        except Exception as error:
+            seen = _broken(error, reply.intended)
+        return seen
 
 
-async def _beat(lags: list[float]) -> None:
-    """Note how late each heartbeat comes, and how late those would have come that a blocked loop swallowed."""
-    while True:
-        due = time.perf_counter() + HEARTBEAT_SECONDS
-        await asyncio.sleep(HEARTBEAT_SECONDS)
-        lag = max(0.0, time.perf_counter() - due)
-        while lag >= 0:
-            lags.append(lag)
-            lag -= HEARTBEAT_SECONDS
+def _broken(error: Exception, intended: float) -> Observation:
+    now = time.perf_counter()
+    moment = now if math.isnan(intended) else intended
+    return Observation("", moment, moment, ended=now, error=f"exception: {type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -380,6 +358,8 @@ def _quiet() -> Iterator[None]:
 
 def _offered(arrivals: Arrivals, offsets: Sequence[float] | None) -> float | None:
     rate = getattr(arrivals, "rate", None)
+    if rate is not None and math.isinf(rate):
+        return None
     if rate is None and offsets and offsets[-1] > 0:
         return (len(offsets) - 1) / offsets[-1]
     return rate

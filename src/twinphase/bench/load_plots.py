@@ -56,7 +56,7 @@ def timeline_plot(result: LoadResult) -> Plot:
             queue = sum(ledger.get(kind) or 0.0 for kind in ("tokenize", "queue")) / 1e3
             if queue:
                 moments.append((min(seen.sent + queue, seen.token_times[0]), QUEUE))
-            moments += [(seen.token_times[0], FIRST), (seen.token_times[-1], REST)]
+            moments += [(seen.token_times[0], FIRST), (seen.last_token or seen.token_times[-1], REST)]
         else:
             moments.append((seen.ended, FAILED))
         for (start, _), (end, part) in zip(moments, moments[1:], strict=False):
@@ -106,5 +106,6 @@ def sweep_plots(sweep: SweepResult) -> tuple[Plot, ...]:
 
 def _name(result: LoadResult, plot: str) -> str:
     """Unique in a report that has several loads."""
-    at = f"rate-{result.rate:.3g}" if result.rate is not None else f"closed-{result.concurrency}"
+    at = "at-once" if result.concurrency is None else f"closed-{result.concurrency}"
+    at = at if result.rate is None else f"rate-{result.rate:.3g}"
     return f"load-{at}-{plot}".replace(".", "_")

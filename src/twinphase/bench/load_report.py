@@ -169,7 +169,7 @@ def _client(result: LoadResult) -> Table:
     send, loop = summary(client.send_lags), summary(client.loop_lags)
     connect = [c for one in result.observations if (c := one.claims.get("client_connect_seconds")) is not None]
     columns = (Column("figure"), Column("p50, ms"), Column("p99, ms"), Column("most, ms"), Column("definition"))
-    beat = f"how late a heartbeat of {1e3 * HEARTBEAT_SECONDS:.0f} ms was when a token was stamped; up to 1 ms is the timer's own"
+    beat = f"how late a heartbeat of {1e3 * HEARTBEAT_SECONDS:.0f} ms was at each token; up to 1 ms is its timer's own"
     rows = [
         ("send lag", _ms(send.median), _ms(send.p99), _ms(send.highest), "sent - intended; part of every latency"),
         ("loop lag", _ms(loop.median), _ms(loop.p99), _ms(loop.highest), beat),

@@ -47,6 +47,7 @@ class Sizing:
         overhead: tokens that every prompt has besides: begin of text, chat template.
         vocab_size: with it prompts are random token ids of exact length, and the above is not used.
         reserved: ids below this are control tokens, as a rule, and are not drawn.
+        encode: token ids of a text, for a target of ids that has the model's tokenizer; None for others.
         counted: False if the target does not count: lengths are in words.
     """
 
@@ -55,6 +56,7 @@ class Sizing:
     vocab_size: int | None = None
     reserved: int = 256
     counted: bool = True
+    encode: Callable[[str], list[int]] | None = field(default=None, compare=False)
 
     def num_words(self, num_tokens: float) -> int:
         """Words for that many tokens without the overhead, at least one."""

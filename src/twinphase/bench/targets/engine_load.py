@@ -12,6 +12,7 @@ from typing import Any
 from twinphase import __version__
 from twinphase.bench.client import SEND_NOW, wait_until
 from twinphase.bench.observation import Observation
+from twinphase.bench.sse import broken_off
 from twinphase.bench.target import Prompt, TargetFacts
 from twinphase.bench.workload import Sizing
 from twinphase.engine.async_engine import AsyncEngine
@@ -64,8 +65,8 @@ class EngineLoadTarget:
         return cls(LoadedEngine(model, **config), str(model))
 
     async def sizing(self) -> Sizing:
-        """Prompts are token ids: their lengths are exact."""
-        return Sizing(vocab_size=self._vocab_size)
+        """Prompts are token ids: their lengths are exact. Texts of others become the ids of this model."""
+        return Sizing(vocab_size=self._vocab_size, encode=self._loaded.text.tokenizer.encode)
 
     async def send(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Observation:
         """Submit a request at `intended`, and take its whole answer; failures are written into the observation."""
@@ -74,6 +75,7 @@ class EngineLoadTarget:
         await wait_until(intended)
         sent = time.perf_counter()
         seen = Observation("", sent if intended != intended else intended, sent, status=200)
+        last = None
         try:
             async with await self._engine.submit(asked, params) as stream:
                 seen.request_id = stream.request_id
@@ -81,14 +83,18 @@ class EngineLoadTarget:
                     if update.token_ids:
                         seen.token_times.append(time.perf_counter())
                     last = update
+            seen.finished = seen.token_times[-1] if seen.token_times else None
+            if last is None:
+                seen.error = "no output: the engine's stream was empty"
+                seen.ended = time.perf_counter()
+                return seen
             request = last.transcript.request
             seen.num_prompt_tokens = len(request.prompt_token_ids)
             seen.num_cached_tokens = request.num_cached_tokens
             seen.num_output_tokens = len(request.output_token_ids)
             seen.token_ids = list(request.output_token_ids)
             seen.finish_reason = request.finish_reason.value if request.finish_reason else ""
-            if request.error or seen.finish_reason == "error":
-                seen.error = f"engine: {request.error}"
+            seen.error = f"engine: {request.error}" if request.error else broken_off(seen.finish_reason)
             timeline = last.transcript.timeline
             seen.claims["timings"] = {
                 "prompt_n": seen.num_prompt_tokens - request.num_cached_tokens,
@@ -101,6 +107,8 @@ class EngineLoadTarget:
         except TwinphaseError as error:
             seen.error = f"{type(error).__name__}: {error.cause}"
             seen.status = error.http_status
+        except Exception as error:  # the engine's, whatever it is: this request failed, the load goes on
+            seen.error, seen.status = f"exception: {type(error).__name__}: {error}", 500
         seen.ended = time.perf_counter()
         return seen
 

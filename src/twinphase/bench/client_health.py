@@ -1,0 +1,111 @@
+"""Whether a load's client kept up: when it did not, the run is void, for its figures say how slow the client is.
+
+- *Send lag*, sent - intended, is part of every latency, which count from the intended moment. A request is late above a
+  tenth of the median TTFT, or above 1 ms where that is less; void if more than one and more than 5 % of them are.
+  A request whose connection, asked for in time, was there too late is left out: that is the server's lateness (or the
+  network's), is part of its latencies, and is told apart.
+- *Loop lag*, how late a heartbeat of 10 ms is, is how late a token may have been stamped. A stamp counts with the lag
+  of the heartbeat in whose interval it was taken, so that what happens while nothing comes does not matter. Late is a
+  stamp above half the median gap between tokens (tokens would hardly be told apart), or above 2 ms where that is less,
+  of which 1 ms is the loop's own timer; void if more than 5 % of the stamps are.
+- *CPU* of the thread that runs the client. Void above 0.9 of a core: near 1 requests queue inside the client.
+- Requests that were not sent, or got no connection because this machine allows no more of them: void if there is one.
+
+Shares, not a 99th percentile, which of fewer than 100 requests is the highest: one hiccup of a machine voids nothing.
+
+Not for what a load is (`load.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["CPU_OF_CORE", "HEARTBEAT_SECONDS", "Beat", "ClientHealth", "lags_of_stamps", "watch_loop"]
+
+HEARTBEAT_SECONDS = 0.01
+SEND_FLOOR = 0.001  # seconds
+LOOP_FLOOR = 0.002
+LAG_OF_TTFT = 0.1
+LAG_OF_GAP = 0.5
+LATE_SHARE = 0.05
+CPU_OF_CORE = 0.9
+Beat = tuple[float, float]  # when it was due, and when it came
+
+
+@dataclass
+class ClientHealth:
+    """How well the client kept up.
+
+    Attributes:
+        send_lags: sent - intended, seconds, of each request whose connection was there in time.
+        loop_lags: how late each token may have been stamped, seconds.
+        cpu: of the thread that ran the client, cores.
+        not_sent: requests that were due and not sent, because too many were in flight.
+        connected_late: requests whose connection was there too late though it was asked for in time.
+        refused: requests that this machine allowed no connection, by what it said.
+    """
+
+    send_lags: list[float] = field(default_factory=list)
+    loop_lags: list[float] = field(default_factory=list)
+    cpu: float = 0.0
+    not_sent: int = 0
+    connected_late: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def faults(self, median_ttft: float, median_gap: float) -> tuple[str, ...]:
+        """Why the run is void; empty if it is not. A limit that nothing is known for is its floor."""
+        found = []
+        bound = max(SEND_FLOOR, LAG_OF_TTFT * median_ttft if median_ttft == median_ttft else 0.0)
+        if late := _too_many(self.send_lags, bound):
+            found.append(f"requests were sent late: {late} by more than {1e3 * bound:.1f} ms after their moment")
+        bound = max(LOOP_FLOOR, LAG_OF_GAP * median_gap if median_gap == median_gap else 0.0)
+        if late := _too_many(self.loop_lags, bound):
+            found.append(f"tokens were stamped late: {late} when the loop's lag was more than {1e3 * bound:.1f} ms")
+        if self.cpu > CPU_OF_CORE:
+            found.append(f"the client used {self.cpu:.2f} of a core, above {CPU_OF_CORE}")
+        if self.not_sent:
+            found.append(f"{self.not_sent} requests were not sent: too many were in flight")
+        for reason, number in self.refused.items():
+            found.append(f"{number} requests got no connection from this machine: {reason}")
+        return tuple(found)
+
+
+def _too_many(lags: Sequence[float], bound: float) -> str:
+    """How many of how many, if too many are above the bound; empty if not."""
+    late = sum(lag > bound for lag in lags)
+    if not late or (late < len(lags) and late <= max(1.0, LATE_SHARE * len(lags))):
+        return ""
+    return f"{late} of {len(lags)} (the latest {1e3 * max(lags):.1f} ms)"
+
+
+async def watch_loop(beats: list[Beat]) -> None:
+    """Note when each heartbeat was due and when it came, until cancelled."""
+    while True:
+        due = time.perf_counter() + HEARTBEAT_SECONDS
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        beats.append((due, time.perf_counter()))
+
+
+def lags_of_stamps(beats: Sequence[Beat], stamps: Sequence[float]) -> list[float]:
+    """How late each stamp may be: of those in a heartbeat's interval, from its lag down in steps of a heartbeat.
+
+    A blocked loop swallows heartbeats: what came at its end had waited for some of the time only. Stamps before the
+    first heartbeat count with the first, those after the last with the last.
+    """
+    found: list[float] = []
+    if not beats:
+        return found
+    dues = [due for due, _ in beats]
+    taken = [0] * len(beats)
+    for stamp in sorted(stamps):
+        at = max(0, bisect_right(dues, stamp) - 1)
+        due, came = beats[at]
+        lag = max(0.0, came - due)
+        swallowed = 1 + int(lag / HEARTBEAT_SECONDS)
+        found.append(lag - (taken[at] % swallowed) * HEARTBEAT_SECONDS)
+        taken[at] += 1
+    return found
