@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
+from twinphase.bench.experiments import kv_size
 from twinphase.bench.experiments.bounds import Bounds, PhaseBound
 from twinphase.bench.lab import EXPERIMENTS, choose, lab
 from twinphase.bench.lab_terminal import show
@@ -23,6 +24,7 @@ from twinphase.bench.stepped import Workshop
 from twinphase.cli import run_app
 from twinphase.errors import InvalidRequestError, OutOfMemoryError
 from twinphase.phases.hardware import Ceilings
+from twinphase.phases.work import kv_bytes_per_token
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def test_what_no_noise_can_change_is_the_same_everywhere(made):
     found = {one.experiment.name: one for one in made[1]}
     assert found["same-tokens"].status is Status.HOLDS
     assert found["same-tokens"].found.happened == found["same-tokens"].found.compared
-    assert found["kv-size"].status is Status.HOLDS  # four heads on two KV heads
+    assert found["kv-size"].status is Status.HOLDS
     judged = {one.rule.name: one for one in found["prompt-cache"].judged}
     assert judged["answers that differ"].status is Status.HOLDS
     assert found["prompt-cache"].found.longest[0].computed < 32
@@ -155,6 +157,22 @@ def test_the_command_lists_without_measuring(capsys):
 def test_wrong_arguments_are_told_before_anything_is_measured(tiny, wrong, capsys):
     assert run_app(["lab", tiny, *wrong]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_bytes_of_the_kv_cache_are_those_in_its_memory(tiny, dtype):
+    workshop = Workshop(tiny, max_num_batched_tokens=128, kv_cache_dtype=dtype)
+    assert kv_size._written(workshop) == 0
+    workshop.engine().prefill(workshop.prompt(64))
+    assert kv_size._written(workshop) == 64 * kv_bytes_per_token(workshop.shape)
+
+
+def test_a_cache_that_stores_more_than_is_reckoned_is_found_out(tiny, monkeypatch):
+    """Bytes come from the memory, not from the number they are compared with."""
+    monkeypatch.setattr("twinphase.bench.experiments.kv_size.kv_bytes_per_token", lambda shape: 100)
+    _, findings = lab(tiny, experiments=choose(["kv-size"]), seconds=1.0)
+    assert findings[0].status is Status.FAILS
+    assert findings[0].judged[0].estimate.value > 1.5
 
 
 def test_a_time_must_be_one(tiny):

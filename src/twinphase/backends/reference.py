@@ -51,6 +51,7 @@ class ReferenceBackend:
         shape = (spec.num_layers, spec.num_blocks * spec.block_size, spec.num_kv_heads, spec.head_dim)
         self.kv_spec = spec
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.kv_memory = [self.keys, self.values]
 
     def kv_bytes_per_token(self) -> int:
         """2 L H_kv d b, with b = 4."""

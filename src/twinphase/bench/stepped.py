@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from numpy.typing import NDArray
+
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.load import LoadedEngine, compute_units
@@ -188,6 +190,12 @@ class Workshop:
     def capacity(self) -> int:
         """Tokens that the KV cache holds."""
         return (self.config.num_kv_blocks or 0) * self.config.block_size
+
+    @property
+    def kv_memory(self) -> list[NDArray[Any]]:
+        """The arrays that hold keys and values, zeros until written; none where this process cannot reach them."""
+        backend = getattr(self.loaded.engine.executor, "backend", None)
+        return list(getattr(backend, "kv_memory", ()))
 
     @property
     def cost_model(self) -> CostModel:

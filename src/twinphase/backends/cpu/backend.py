@@ -170,6 +170,7 @@ class CpuBackend:
         sizes = self._cell_sizes()
         self._cache = Arena(cells * sum(sizes) + 128, "KV cache")
         memory = [self._cache.take(cells * size) for size in sizes]
+        self.kv_memory = memory  # keys, scales, values
         layer_cells = spec.num_kv_heads * kv_layout.CHUNK
         self._layers = [
             [array.ctypes.data + layer * layer_cells * size for array, size in zip(memory, sizes, strict=True)]
