@@ -7,6 +7,9 @@ server must not keep prefixes (`twinphase serve --no-enable-prefix-caching`), or
 them. aiperf wants a tokenizer that it can load without a network (`HF_HOME`, `HF_HUB_OFFLINE=1`); it counts tokens by
 the server's usage here, as we do.
 
+Where both tools and the server share few cores, the heavier tool slows the server down. So the server's own means of
+TTFT and ITL during each tool's runs (its /metrics, if it has vLLM's names) stand beside what the tool saw.
+
 For: trust in the client of `twinphase bench`. Not for: judging a server.
 """
 
@@ -18,9 +21,12 @@ import os
 import random
 import subprocess
 import tempfile
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families as parse_metrics
 
 from twinphase.bench.arrivals import Closed, Constant
 from twinphase.bench.client import run
@@ -46,6 +52,25 @@ FIGURES = (
 )
 
 
+OWN = {"TTFT": "time_to_first_token_seconds", "ITL": "inter_token_latency_seconds"}  # of the server's histograms
+
+
+def own_sums(url: str) -> dict[str, tuple[float, float]]:
+    """(sum, count) of the server's histograms since it began; empty where it has none."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+    except OSError:
+        return {}
+    samples = {sample.name: sample.value for family in parse_metrics(text) for sample in family.samples}
+    found = {}
+    for name, wanted in OWN.items():
+        whole = next((key for key in samples if key.endswith(f"{wanted}_sum")), None)
+        if whole:
+            found[name] = (samples[whole], samples[whole.removesuffix("sum") + "count"])
+    return found
+
+
 def ours(result: LoadResult) -> dict[str, float]:
     """Our figures, by name."""
     if result.failures:
@@ -55,6 +80,7 @@ def ours(result: LoadResult) -> dict[str, float]:
     for name, *_ in FIGURES[:-2]:
         pool, _, q = name.partition(" p")
         found[name] = 1e3 * percentile(pools[pool], float(q))
+    found |= {f"{name} mean": 1e3 * sum(pools[name]) / len(pools[name]) for name in OWN}
     return {**found, "output tokens": result.output_rate or float("nan"), "requests": result.request_rate}
 
 
@@ -85,7 +111,10 @@ def aiperf(args: argparse.Namespace, workload: Workload, load: Mapping[str, Any]
     failed = found.get("error_request_count", {}).get("avg", 0)
     if failed:
         raise SystemExit(f"{failed} of aiperf's requests failed")
-    return {name: float(found[key][statistic]) for name, _, key, statistic in FIGURES}
+    means = {"TTFT mean": "time_to_first_token", "ITL mean": "inter_chunk_latency"}
+    return {name: float(found[key][statistic]) for name, _, key, statistic in FIGURES} | {
+        name: float(found[key]["avg"]) for name, key in means.items()
+    }
 
 
 def main() -> None:
@@ -117,6 +146,7 @@ def main() -> None:
             workload = make_workload(lengths, args.num_prompts, sizing, seed=args.seed + number)
             for name in order.sample(sorted(found), len(found)):
                 progress(f"{name}, round {number + 1}", 2 * number + (len(found["aiperf"]) > number), 2 * args.rounds)
+                before = own_sums(args.url)
                 with Bystanders() as watch:
                     if name == "aiperf":
                         found[name].append(aiperf(args, workload, load))
@@ -125,6 +155,9 @@ def main() -> None:
                         voids += result.void
                         found[name].append(ours(result))
                 others[name].append(watch.cores or float("nan"))
+                for figure, (total, count) in own_sums(args.url).items():
+                    total, count = total - before[figure][0], count - before[figure][1]
+                    found[name][-1][f"server's {figure} mean"] = 1e3 * total / count if count else float("nan")
     print(f"\n{arrivals}; {workload.description}; medians of {args.rounds} rounds, in turn\n")
     print("| figure | twinphase bench | aiperf | aiperf / ours, round by round: median (interval) |")
     print("|---|---:|---:|---:|")
@@ -134,6 +167,14 @@ def main() -> None:
         interval = median_interval(ratios)
         print(f"| {name}, {unit} | {percentile(a, 50):,.2f} | {percentile(b, 50):,.2f} | "
               f"{percentile(ratios, 50):.3f} ({interval.low:.3f} .. {interval.high:.3f}) |")  # fmt: skip
+    if all(f"server's {figure} mean" in one[0] for figure in OWN for one in found.values()):
+        print("\n| mean, ms | at the client | by the server itself, in the same runs | client - server |")
+        print("|---|---:|---:|---:|")
+        for tool, runs in found.items():
+            for figure in OWN:
+                a, b = ([one[name] for one in runs] for name in (f"{figure} mean", f"server's {figure} mean"))
+                gaps = percentile([x - y for x, y in zip(a, b, strict=True)], 50)
+                print(f"| {figure}, {tool} | {percentile(a, 50):,.2f} | {percentile(b, 50):,.2f} | {gaps:,.2f} |")
     print(f"\nour client: {'; '.join(voids) or 'never the limit'}")
     facts = conditions(target.facts)
     for key in ("date", "engine", "model", "processor", "cores"):
