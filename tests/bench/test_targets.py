@@ -1,6 +1,9 @@
 """Targets of the phase sweep: what each measures on tiny models, and of a server whose timings are known."""
 
+import asyncio
+import contextlib
 import dataclasses
+import gc
 import time
 
 import pytest
@@ -8,8 +11,10 @@ import pytest
 from bench.stub_server import RunningStub
 from tiny_gguf import write_tiny_gguf
 from twinphase.arguments import is_model_name
+from twinphase.bench.bench_report import claims_parts
 from twinphase.bench.extras import MissingExtraError
 from twinphase.bench.observation import Observation
+from twinphase.bench.report import Status
 from twinphase.bench.targets.engine import EngineTarget
 from twinphase.bench.targets.openai import TargetFailedError
 from twinphase.bench.targets.opening import TargetOptions, kind_of, open_target
@@ -195,27 +200,92 @@ def test_only_gaps_while_all_decode_count():
     assert window_gaps([seen(1.0, 2.0), seen(3.0, 4.0)])[0] == []
 
 
-def test_pieces_of_several_tokens_are_divided():
-    gaps, _ = window_gaps([seen(1.0, 2.0, 3.0, tokens=5)])
-    assert gaps == [0.5, 0.5]
+def test_pieces_that_are_not_tokens_are_not_scaled():
+    """Five tokens in three pieces: when the others came is unknown, but for their mean where one request is alone."""
+    one = seen(1.0, 2.0, 3.0, tokens=5)
+    assert window_gaps([one])[0] is None  # nothing said when the last token came
+    one.finished = 3.0
+    assert window_gaps([one]) == ([0.5] * 4, 2.5)
+    assert window_gaps([one, seen(1.0, 2.0, 3.0)])[0] is None
+    one.num_output_tokens = None
+    assert window_gaps([one])[0] is None
+
+
+def patient(check, attempts=4):
+    """A machine that is busy elsewhere may be late at any moment; not four times in a row."""
+    for _ in range(attempts - 1):
+        with contextlib.suppress(AssertionError):
+            return check()
+    return check()
 
 
 def test_phases_of_a_server_are_what_it_stamped(stub):
     stub.script({"first": 0.05, "gaps": [0.02] * 12})
     target = PhasesOfUrl(stub.url)
-    stub.script({"first": 0.05})
-    sample = target.prefill(100)
-    entry = stub.log()[-1]
-    assert sample.seconds == pytest.approx(entry["sent"][0] - entry["received"], abs=0.02)
-    assert sample.seconds >= 0.05
-    assert 80 <= sample.num_tokens <= 120
-    stub.script({"first": 0.01, "gaps": [0.02] * 12})
-    decode = target.decode(50, 3, 12)
-    stamped = [b - a for entry in stub.log()[-3:] for a, b in zip(entry["sent"], entry["sent"][1:], strict=False)]
-    assert decode.batch == 3
-    assert sum(decode.gaps) / len(decode.gaps) == pytest.approx(sum(stamped) / len(stamped), rel=0.25)
-    assert 50 <= decode.position <= 75
-    assert len(target.observations) == 4  # every request is kept
+
+    def check():
+        target.begin_claims()
+        stub.script({"first": 0.05})
+        sample = target.prefill(100)
+        entry = stub.log()[-1]
+        stamped = entry["sent"][0] - entry["received"]
+        assert stamped <= sample.seconds <= stamped + 0.02
+        assert 80 <= sample.num_tokens <= 120
+        stub.script({"first": 0.01, "gaps": [0.02] * 12})
+        decode = target.decode(50, 3, 12)
+        log = stub.log()[-3:]
+        begin, end = max(entry["sent"][0] for entry in log), min(entry["sent"][-1] for entry in log)
+        pairs = [pair for entry in log for pair in zip(entry["sent"], entry["sent"][1:], strict=False)]
+        true = [b - a for a, b in pairs if a >= begin and b <= end]
+        assert decode.batch == 3
+        assert sum(decode.gaps) / len(decode.gaps) == pytest.approx(sum(true) / len(true), rel=0.1)
+        assert 50 <= decode.position <= 75
+        assert len(target.observations) >= 4  # every request is kept
+        assert target.num_measured == 2 and not target.late and not target.client_fault()
+
+    patient(check)
+
+
+def test_a_client_that_is_late_is_noticed_and_measured_again(stub, monkeypatch):
+    """What the client stamps late is its own lateness: repeated, and if it stays, the sweep is void."""
+    stub.script({"first": 0.03})
+    target = PhasesOfUrl(stub.url)
+    target.begin_claims()
+    start, asked = target.target.start, []
+
+    async def blocked(*arguments):
+        asked.append(arguments)
+
+        async def block():
+            await asyncio.sleep(0.015)
+            time.sleep(0.1)  # the loop stands still while the reply comes
+
+        blocking = asyncio.ensure_future(block())
+        reply = await start(*arguments)
+        await blocking
+        return reply
+
+    monkeypatch.setattr(target.target, "start", blocked)
+    target.prefill(30)
+    assert len(asked) == 3  # as often as it may be repeated
+    assert target.num_measured == 1 and "stamped late" in target.late[0]
+    assert "1 of 1 measurements" in target.client_fault()
+    [part] = claims_parts(target)
+    assert part.verdicts[0].status is Status.VOID and "late in 1 of 1" in part.noise[0]
+
+
+def test_nothing_is_collected_while_a_request_is_out(stub, monkeypatch):
+    stub.script({})
+    target = PhasesOfUrl(stub.url)
+    start, found = target.target.start, []
+
+    async def noting(*arguments):
+        found.append(gc.isenabled())
+        return await start(*arguments)
+
+    monkeypatch.setattr(target.target, "start", noting)
+    target.prefill(30)
+    assert found and not any(found) and gc.isenabled()
 
 
 def test_a_server_that_answers_one_after_the_other_is_told(stub):

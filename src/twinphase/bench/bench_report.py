@@ -13,7 +13,7 @@ from typing import Any
 from twinphase.bench.conditions import conditions
 from twinphase.bench.foreign_claims import claims_section
 from twinphase.bench.phase_sweep import Progress, SweepResult, calibrate, sweep
-from twinphase.bench.report import Metric, Report, Section, Verdict
+from twinphase.bench.report import Metric, Report, Section, Status, Verdict
 from twinphase.bench.sweep_plan import UNKNOWN_CONTEXT, make_plan
 from twinphase.bench.sweep_report import sweep_data, sweep_metrics, sweep_noise, sweep_sections
 from twinphase.bench.sweep_verdicts import sweep_verdicts
@@ -22,6 +22,7 @@ from twinphase.bench.targets.phases_of_url import PhasesOfUrl
 
 __all__ = ["Parts", "SweepOptions", "bench_report", "claims_parts", "run_sweep", "sweep_parts"]
 
+CLAIMS = "claims"
 TEXT_LENGTHS_OFF = 0.95  # of the context is planned for where prompts are text, whose length is about right only
 
 
@@ -111,7 +112,12 @@ def claims_parts(target: Target) -> list[Parts]:
     """What a server said of the requests of the sweep, beside ours; none for a target in this process."""
     if not isinstance(target, PhasesOfUrl):
         return []
-    return [Parts("claims", (), [claims_section(target.as_load())], data={"requests": target.raw()})]
+    fault, verdicts = target.client_fault(), []
+    if fault:
+        verdicts = [Verdict(Status.VOID, "The client was the limit: this sweep is void.", fault)]
+    noise = [f"The client was late in {len(target.late)} of {target.num_measured} measurements, repetitions included."]
+    data = {"requests": target.raw(), "client late": list(target.late)}
+    return [Parts(CLAIMS, verdicts, [claims_section(target.as_load())], noise=noise, data=data)]
 
 
 def bench_report(
@@ -132,12 +138,13 @@ def bench_report(
         isa: instruction-set path; "" is unknown.
     """
     flags = {key: value for part in parts for key, value in part.flags.items()}
+    verdicts = [verdict for part in parts for verdict in part.verdicts]
     told = facts.details.get("threads", "")
     threads = int(told) if threads is None and told.isdigit() else threads
     return Report(
         kind="bench",
-        title=f"{facts.model} on {facts.engine}: {' and '.join(part.name for part in parts if part.verdicts)}",
-        verdicts=tuple(verdict for part in parts for verdict in part.verdicts),
+        title=f"{facts.model} on {facts.engine}: {' and '.join(part.name for part in parts if part.name != CLAIMS)}",
+        verdicts=tuple(sorted(verdicts, key=lambda verdict: verdict.status is not Status.VOID)),
         conditions=conditions(facts, model=model, threads=threads, isa=isa, flags=flags),
         noise=tuple(line for part in parts for line in part.noise),
         sections=tuple(section for part in parts for section in part.sections),

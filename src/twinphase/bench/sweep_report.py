@@ -101,8 +101,8 @@ def _phase(result: SweepResult, phase: str) -> Section:
         if phase == "decode":
             paragraphs.append(
                 "Of the laws linear in position, batch and their product, this one predicted left-out points best; "
-                "a law with more terms is taken only where it predicts 5 % better. The intervals take the chosen law as "
-                "given: the choice among five is not in them, so that they are a little too narrow; held-out points "
+                "a law with more terms is taken only where it predicts 5 % better. The intervals take the chosen law "
+                "as given: the choice among five is not in them, so that they are a little too narrow; held-out points "
                 "tell by how much."
             )
         plots = prefill_plots(result, found) if phase == "prefill" else decode_plots(result, found)

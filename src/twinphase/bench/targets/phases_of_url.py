@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
 from twinphase.bench.client import SEND_NOW, run
+from twinphase.bench.client_health import HEARTBEAT_SECONDS, Beat, ClientHealth, lags_of_stamps, watch_loop
 from twinphase.bench.foreign_claims import claims_reader
-from twinphase.bench.load import ClientHealth, LoadResult
+from twinphase.bench.load import LoadResult
+from twinphase.bench.load import _quiet as quiet
 from twinphase.bench.observation import Observation
 from twinphase.bench.target import DecodeSample, PrefillSample
 from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
@@ -27,9 +30,14 @@ PREFILL = (
 )
 DECODE = (
     "Gaps between pieces of output at the client, from the last request's first piece to the first request's last one: "
-    "while all requests of the batch decode. Where a server sends several tokens in a piece, times pieces / tokens."
+    "while all requests of the batch decode. Where pieces are not tokens: of a lone request (last token - first) / "
+    "(tokens - 1), of several unknown."
 )
 TRIES = 3
+LATE_OF_TTFT = (
+    0.05  # a lone first token may be stamped so late, as a share of its TTFT (or 2 ms), before it is repeated
+)
+LATE_SHARE = 0.05  # of the measurements that the client was still late in, above which the sweep is void
 FEWEST_GAPS = 4  # of each sequence
 TOKENS_A_PROMPT = 4  # that an early request gets, about, while one more prompt is read
 
@@ -41,6 +49,7 @@ class PhasesOfUrl:
         facts: what a reader must know.
         target: the client.
         observations: every request that was measured, as the client saw it, with the server's claims.
+        num_measured: measurements, and `late` what was wrong with the client in those that stayed bad when repeated.
     """
 
     def __init__(
@@ -56,6 +65,8 @@ class PhasesOfUrl:
         self.target = run(OpenAITarget.open(url, model=model, api_key=api_key, endpoint=endpoint))
         self._prompts = PromptMaker(run(self.target.sizing()), seed)
         self.observations: list[Observation] = []
+        self.num_measured, self.late = 0, list[str]()
+        self._client = ClientHealth()
         self._reader = claims_reader(self.target, self._prompts)
         self.facts = replace(self.target.facts, prefill_definition=PREFILL, decode_definition=DECODE)
 
@@ -65,11 +76,11 @@ class PhasesOfUrl:
         Raises:
             TargetFailedError: it failed.
         """
-        seen = self._ask(1, num_tokens, 1)[0]
+        seen = self._measure(1, num_tokens, 1)[0]
         for _ in range(TRIES - 1):  # a first token may be half a character, or the end of text: no output then
             if not seen.error.startswith("no output"):
                 break
-            seen = self._ask(1, num_tokens, 1)[0]
+            seen = self._measure(1, num_tokens, 1)[0]
         self._refuse_failed([seen])
         total = num_tokens if seen.num_prompt_tokens is None else seen.num_prompt_tokens
         return PrefillSample(max(1, total - (seen.num_cached_tokens or 0)), seen.token_times[0] - seen.sent)
@@ -82,12 +93,20 @@ class PhasesOfUrl:
         """
         extra = TOKENS_A_PROMPT * (batch - 1)
         for _ in range(TRIES):
-            seen = self._ask(batch, position, num_tokens + 1 + extra)
+            seen = self._measure(batch, position, num_tokens + 1 + extra)
             self._refuse_failed(seen)
             gaps, before = window_gaps(seen)
-            if len(gaps) >= batch * min(FEWEST_GAPS, num_tokens) or batch == 1:
+            if gaps is not None and (len(gaps) >= batch * min(FEWEST_GAPS, num_tokens) or batch == 1):
                 break
-            extra = max(2 * extra, num_tokens)
+            extra = extra if gaps is None else max(2 * extra, num_tokens)
+        if gaps is None:
+            counts = ", ".join(
+                f"{len(one.token_times)} pieces for {one.num_output_tokens or 'unknown'} tokens" for one in seen
+            )
+            raise TargetFailedError(
+                f"The time of a decode step is unknown: {counts}, so that nobody can tell when which token came.",
+                "See whether the server sends each token by itself, and counts them (usage).",
+            )
         if not gaps:
             raise TargetFailedError(
                 f"The server did not decode {batch} requests of {position:,} tokens at once: no two tokens of each "
@@ -100,6 +119,7 @@ class PhasesOfUrl:
     def begin_claims(self) -> None:
         """From here on requests count, here and where the server counts them itself."""
         self.observations.clear()
+        self.num_measured, self.late, self._client = 0, [], ClientHealth()
         self._reader = claims_reader(self.target, self._prompts)
         if self._reader is not None:
             run(self._reader.before())
@@ -116,7 +136,7 @@ class PhasesOfUrl:
             concurrency=None,
             observations=self.observations,
             num_requests=len(self.observations),
-            client=ClientHealth(),
+            client=self._client,
             claims=self._reader,
         )
 
@@ -127,16 +147,48 @@ class PhasesOfUrl:
     def close(self) -> None:
         """Nothing is held: each request has its own connection."""
 
-    def _ask(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
-        prompts = [self._prompts.take(num_tokens) for _ in range(count)]
+    def client_fault(self) -> str:
+        """Why the sweep is void: the client was late in too many measurements; "" if it is not."""
+        if len(self.late) <= LATE_SHARE * self.num_measured:
+            return ""
+        return f"In {len(self.late)} of {self.num_measured} measurements, repeated or not: {self.late[0]}"
 
-        async def all_at_once() -> list[Observation]:
-            replies = await asyncio.gather(*(self.target.start(one, max_tokens, SEND_NOW) for one in prompts))
-            return [self.target.read(reply) for reply in replies]
-
-        seen = run(all_at_once())
-        self.observations += seen
+    def _measure(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
+        """Ask, and again where the client itself was late; what stays late is noted."""
+        self.num_measured += 1
+        for _ in range(TRIES):
+            seen, faults = self._ask(count, num_tokens, max_tokens)
+            if not faults:
+                return seen
+        self.late.append("; ".join(faults))
         return seen
+
+    def _ask(self, count: int, num_tokens: int, max_tokens: int) -> tuple[list[Observation], tuple[str, ...]]:
+        """Requests at once, read when all have ended; and what was wrong with the client meanwhile."""
+        prompts = [self._prompts.take(num_tokens) for _ in range(count)]
+        client, beats = ClientHealth(), list[Beat]()
+
+        async def all_at_once() -> list[Any]:
+            began, cpu = time.perf_counter(), time.thread_time()
+            heart = asyncio.ensure_future(watch_loop(beats))
+            replies = await asyncio.gather(*(self.target.start(one, max_tokens, SEND_NOW) for one in prompts))
+            await asyncio.sleep(2 * HEARTBEAT_SECONDS)  # so that the last stamps have a heartbeat, too
+            client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
+            heart.cancel()
+            return replies
+
+        with quiet():
+            replies = run(all_at_once())
+        seen = [self.target.read(reply) for reply in replies]
+        client.loop_lags = lags_of_stamps(beats, [moment for one in seen for moment in one.token_times])
+        ttfts = [one.token_times[0] - one.sent for one in seen if one.token_times]
+        gaps = [gap for one in seen for gap in one.itl]
+        # `faults` allows half a gap; a lone first token has none.
+        usual = statistics.median(gaps) if gaps else 2 * LATE_OF_TTFT * min(ttfts, default=0.0)
+        self._client.loop_lags += client.loop_lags
+        self._client.cpu = max(self._client.cpu, client.cpu)
+        self.observations += seen
+        return seen, client.faults(min(ttfts, default=0.0), usual)
 
     def _refuse_failed(self, seen: list[Observation]) -> None:
         for one in seen:
@@ -144,20 +196,23 @@ class PhasesOfUrl:
                 raise TargetFailedError(f"{self.facts.name} failed: {one.error or 'no output'}")
 
 
-def window_gaps(seen: list[Observation]) -> tuple[list[float], float]:
+def window_gaps(seen: list[Observation]) -> tuple[list[float] | None, float]:
     """Seconds a token of every sequence while all of them decode, and the mean number of output tokens before those.
 
-    A gap counts if both of its ends lie between the last first piece and the first last piece.
+    A gap counts if both of its ends lie between the last first piece and the first last piece. None where pieces are
+    not tokens: which of several sequences' tokens came in the window is then unknown; a lone one has its mean.
     """
+    if any(one.num_output_tokens != len(one.token_times) for one in seen):
+        [alone] = seen if len(seen) == 1 else [None]
+        if alone is None or alone.tpot is None or alone.num_output_tokens is None:
+            return None, 0.0
+        return [alone.tpot] * (alone.num_output_tokens - 1), alone.num_output_tokens / 2
     begin = max(one.token_times[0] for one in seen)
     end = min(one.token_times[-1] for one in seen)
     gaps, before = [], []
     for one in seen:
-        pieces = len(one.token_times)
-        tokens = one.num_output_tokens or pieces
-        share = (pieces - 1) / (tokens - 1) if pieces > 1 and tokens > pieces else 1.0
         for index, (a, b) in enumerate(zip(one.token_times, one.token_times[1:], strict=False), 1):
             if a >= begin and b <= end:
-                gaps.append((b - a) * share)
-                before.append(index / share)
+                gaps.append(b - a)
+                before.append(index)
     return gaps, statistics.mean(before) if before else 0.0
