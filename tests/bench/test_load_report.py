@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import heapq
 import json
 import math
 import time
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from twinphase.bench import saturation
 from twinphase.bench.arrivals import Closed, Constant
 from twinphase.bench.client import run
 from twinphase.bench.load import ClientHealth, LoadResult, run_load
@@ -26,7 +27,7 @@ from twinphase.bench.load_report import (
 )
 from twinphase.bench.observation import Observation
 from twinphase.bench.report import Section, Status
-from twinphase.bench.saturation import SweepPlan, find_saturation, rank_sum_p, saturation_reason
+from twinphase.bench.saturation import SweepPlan, cannot_tell, find_saturation, rank_sum_p, saturation_reason
 from twinphase.bench.slo import Slos
 from twinphase.bench.target import TargetFacts
 from twinphase.bench.workload import Lengths, Sizing, make_workload
@@ -35,26 +36,57 @@ from twinphase.errors import InvalidRequestError
 FACTS = TargetFacts("made up", "test", "none", "m", "unknown", None, "", "")
 
 
+class Served:
+    """Loads on a virtual clock, in place of `run_load`: `slots` requests at once, `seconds` each.
+
+    Attributes:
+        loads: (arrivals, number of requests, warm-up requests, how many of them at once) of each.
+        void_above: rates above it, the client is the limit.
+        hiccup: of this load by number, a request takes 20 times as long.
+    """
+
+    def __init__(self, slots: int, seconds: float, void_above: float = math.inf, hiccup: int = -1) -> None:
+        self.slots, self.seconds, self.void_above, self.hiccup = slots, seconds, void_above, hiccup
+        self.loads: list[tuple[Any, int, int, int]] = []
+        self.prompts: list[str] = []
+
+    async def __call__(
+        self,
+        target: Any,
+        workload: Any,
+        arrivals: Any,
+        limits: Any,
+        slos: Any,
+        progress: Any,
+        claims: Any = None,
+        warm_up_at_once: int = 1,
+    ) -> LoadResult:
+        seconds = self.seconds * (20 if len(self.loads) == self.hiccup else 1)
+        self.loads.append((arrivals, len(workload.requests), len(workload.warm_up), warm_up_at_once))
+        self.prompts += [r.prompt.text for r in (*workload.warm_up, *workload.requests)]
+        free, rows = [0.0] * self.slots, []
+        users = [0.0] * getattr(arrivals, "concurrency", 0)
+        offsets = arrivals.offsets(workload.requests) or [None] * len(workload.requests)
+        for offset in offsets:
+            at = heapq.heappop(users) if offset is None else offset
+            begin = max(at, heapq.heappop(free))
+            heapq.heappush(free, begin + seconds)
+            if offset is None:
+                heapq.heappush(users, begin + seconds)
+            rows.append((at, [begin + seconds / 2 - at, begin + seconds - at], ""))
+        rate, concurrency = getattr(arrivals, "rate", None), getattr(arrivals, "concurrency", None)
+        client = ClientHealth([0.0], [0.0], cpu=0.99 if (rate or 0) > self.void_above else 0.1)
+        return made(rows, rate=rate, concurrency=concurrency, slos=slos or Slos(), client=client)
+
+
+def find(served: Served, plan: SweepPlan, monkeypatch: Any, *slos: str) -> Any:
+    """A sweep on it."""
+    monkeypatch.setattr(saturation, "run_load", served)
+    return run(find_saturation(Server, make, plan, Slos.parse(slos)))
+
+
 class Server:
-    """Serves `slots` requests at once, `seconds` each: its capacity is slots / seconds."""
-
     facts = FACTS
-
-    def __init__(self, slots: int, seconds: float) -> None:
-        self.seconds, self.slots = seconds, asyncio.Semaphore(slots)
-
-    async def send(self, prompt: Any, max_tokens: int, intended: float) -> Observation:
-        sent = time.perf_counter()
-        async with self.slots:
-            await asyncio.sleep(self.seconds / 2)
-            times = [time.perf_counter()]
-            await asyncio.sleep(self.seconds / 2)
-            times.append(time.perf_counter())
-        seen = Observation("", intended, sent, times, times[-1], 10, 0, 2, 200, finish_reason="length")
-        return seen
-
-    async def close(self) -> None:
-        pass
 
 
 def make(number: int, seed: int) -> Any:
@@ -86,44 +118,101 @@ def check(sections: tuple[Section, ...]) -> None:
             assert "values" in json.dumps(plot.spec, allow_nan=False)
 
 
-def test_a_search_stops_at_saturation_and_finds_the_capacity():
-    async def work():
-        # 4 at once, 40 ms each: 100 requests a second.
-        return await find_saturation(Server(4, 0.04), make, SweepPlan(seconds=0.8, refine=1), Slos.parse(["ttft:60"]))
-
-    sweep = run(work())
+def test_a_search_stops_at_saturation_and_finds_the_capacity(monkeypatch):
+    served = Served(4, 0.04)  # 100 requests a second
+    sweep = find(served, SweepPlan(seconds=4, refine=2), monkeypatch, "ttft:60")
     assert sweep.stopped.startswith("saturated at rate"), sweep.stopped
     assert sweep.capacity is not None and sweep.saturated_at is not None
-    assert 40 < sweep.capacity < sweep.saturated_at and 80 < sweep.saturated_at < 260
-    values = [point.value for point in sweep.points]
-    assert values[1] == 2 * values[0] and len(values) == len(set(values))
+    assert [point.value for point in sweep.points][:4] == [12.5, 25, 50, 100]
+    assert 70 < sweep.capacity < sweep.saturated_at and 100 <= sweep.saturated_at <= 200
+    assert all(len(runs) == 2 for value, runs in sweep.runs.items() if value == sweep.saturated_at), "measured twice"
     assert sweep.best_goodput is not None
     check(sweep_sections(sweep))
     assert "saturated at" in sweep_verdicts(sweep)[0].text and "goodput" in sweep_verdicts(sweep)[1].text
-    assert any(metric.name == "capacity_rate" for metric in sweep_metrics(sweep))
+    names = [metric.name for metric in sweep_metrics(sweep)]
+    assert "capacity_rate" in names and len(set(names)) == len(names)
     json.dumps(sweep_data(sweep), allow_nan=False)
+    for arrivals, _, warm, at_once in served.loads[1:]:
+        assert warm == at_once == max(1, min(64, round(arrivals.rate * 0.04))), "warm at its own concurrency"
+    assert len(set(served.prompts)) == len(served.prompts), "no prompt is sent twice"
 
 
-def test_concurrency_stops_when_nothing_is_gained():
-    sweep = run(find_saturation_of(4, SweepPlan("concurrency", seconds=1.0)))
-    # Four at once are all it serves; a machine that is busy elsewhere may make the fourth look slow, and go on to 16.
-    assert sweep.saturated_at in (8, 16) and sweep.capacity in (4, 8), [(p.value, p.saturated) for p in sweep.points]
-    assert "no more than" in sweep.stopped
+def test_a_client_that_is_the_limit_saturates_no_server(monkeypatch):
+    """Void loads look saturated; they are neither served nor saturated."""
+    sweep = find(Served(4, 0.04, void_above=30), SweepPlan(seconds=2), monkeypatch)
+    assert "the client was the limit at rate 50" in sweep.stopped
+    assert sweep.saturated_at is None and sweep.capacity == 25
+    assert sweep_verdicts(sweep)[0].status is Status.UNKNOWN
+    assert not [metric for metric in sweep_metrics(sweep) if metric.name.startswith("capacity")]
+    late = [(i * 0.1, [], "timeout: x") for i in range(60)]
+    assert saturation_reason(made(late, client=ClientHealth(cpu=0.99))) == ""
+    assert "100% of the requests failed" in saturation_reason(made(late))
+
+
+def test_a_load_that_seems_saturated_once_is_not(monkeypatch):
+    steady, disturbed = Served(4, 0.04), Served(4, 0.04, hiccup=2)  # loads: alone, 12.5, 25 (disturbed), 25, 50, ...
+    plan = SweepPlan(seconds=4, refine=0)
+    found, other = find(steady, plan, monkeypatch), find(disturbed, plan, monkeypatch)
+    assert other.saturated_at == found.saturated_at and [p.value for p in other.points][:4] == [12.5, 25, 25, 50]
+    first, second = other.points[1:3]
+    assert "was not when measured again" in first.untold and not first.bad and second.good
+    assert any(row[-1].startswith("unknown: it seemed") for row in sweep_sections(other)[0].tables[0].rows)
+
+
+def test_concurrency_stops_when_nothing_is_gained(monkeypatch):
+    sweep = find(Served(4, 0.04), SweepPlan("concurrency", seconds=4.0), monkeypatch)
+    assert (sweep.capacity, sweep.saturated_at) == (4, 8), [(p.value, p.saturated) for p in sweep.points]
+    assert "tokens/s, no more than" in sweep.stopped
     check(sweep_sections(sweep))
 
+    class Uncounted(Served):
+        async def __call__(self, *given: Any, **more: Any) -> LoadResult:
+            result = await super().__call__(*given, **more)
+            for one in result.observations:
+                one.num_output_tokens = None
+            return result
 
-async def find_saturation_of(slots: int, plan: SweepPlan) -> Any:
-    return await find_saturation(Server(slots, 0.04), make, plan)
+    sweep = find(Uncounted(4, 0.04), SweepPlan("concurrency", seconds=4.0), monkeypatch)
+    assert sweep.saturated_at == 8 and "requests/s, no more than" in sweep.stopped
 
 
-def test_given_values_that_saturate_nothing():
-    sweep = run(find_saturation_of(8, SweepPlan(values=(5, 10), seconds=0.5, min_requests=5)))
+def test_given_values_that_saturate_nothing(monkeypatch):
+    sweep = find(Served(8, 0.04), SweepPlan(values=(5, 10), seconds=0.5, min_requests=5), monkeypatch)
     assert [point.value for point in sweep.points] == [5, 10] and sweep.saturated_at is None
     assert sweep_verdicts(sweep)[0].status is Status.UNKNOWN and "none was saturated" in sweep.stopped
     with pytest.raises(InvalidRequestError):
         SweepPlan("tokens")
     with pytest.raises(InvalidRequestError):
         SweepPlan(values=(0,))
+
+
+def test_long_outputs_are_no_saturation(monkeypatch):
+    """A server of endless slots whose requests take longer than the time asked for: sending goes on for longer."""
+    served = Served(10_000, 60.0)
+    sweep = find(served, SweepPlan(values=(1, 2), seconds=10), monkeypatch)
+    assert "none was saturated" in sweep.stopped and served.loads[1][1] >= 300
+    sweep = find(Served(10_000, 60.0), SweepPlan(values=(10,), seconds=10, max_requests=500), monkeypatch)
+    assert "cannot be told" in sweep.stopped and sweep.saturated_at is None and sweep.capacity is None
+    short = [(i * 0.1, [0.05, 4.0], "") for i in range(60)]
+    assert "less than 5 times" in cannot_tell(made(short)) and saturation_reason(made(short)) == ""
+    filling = [(i * 0.1, [0.05 + 0.001 * min(i, 20), 0.5], "") for i in range(60)]
+    assert saturation_reason(made(filling)) == "", "the first third fills the server"
+
+
+def test_one_load_of_a_server_on_the_real_clock():
+    class Real:
+        facts = FACTS
+
+        async def send(self, prompt: Any, max_tokens: int, intended: float) -> Observation:
+            now = time.perf_counter()
+            return Observation("", intended, intended, [intended + 0.01], now, 5, 0, 1, 200, finish_reason="length")
+
+        async def close(self) -> None:
+            pass
+
+    sweep = run(find_saturation(Real(), make, SweepPlan(values=(200,), seconds=0.2, min_requests=5)))
+    (point,) = sweep.points
+    assert len(point.result.observations) == 40 and point.result.conditions["warm-up requests"].startswith("2 at once")
 
 
 def test_reasons_of_saturation():
@@ -138,7 +227,7 @@ def test_reasons_of_saturation():
     disturbed = [(i * 0.1, [0.02 + 0.001 * i, 0.1 + 0.001 * i], "") for i in range(60)]
     assert saturation_reason(made(disturbed)) == "", "10 ms more each second are no queue"
     behind = [(i * 0.1, [0.05 + 0.1 * i, 0.1 + 0.1 * i], "") for i in range(60)]
-    assert "of the rate offered" in saturation_reason(made(behind))
+    assert "in the last two thirds only" in saturation_reason(made(behind))
     assert saturation_reason(made([])) == ""
 
 

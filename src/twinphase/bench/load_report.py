@@ -282,16 +282,17 @@ def sweep_sections(sweep: SweepResult) -> tuple[Section, ...]:
         Column("verdict"),
     )
     rows = [_sweep_row("alone", sweep.alone, "")]
-    rows += [_sweep_row(f"{point.value:.3g}", point.result, point.saturated) for point in sweep.ordered]
+    rows += [_sweep_row(f"{point.value:.3g}", point.result, point.saturated, point.untold) for point in sweep.ordered]
     table = Table("Loads", columns, tuple(rows))
     paragraph = f"{sweep.alone.workload.partition(', ')[2]}. The sweep ended: {sweep.stopped}."
     return (Section("Sweep to saturation", sweep_verdicts(sweep), (paragraph,), (table,), sweep_plots(sweep)),)
 
 
-def _sweep_row(name: str, result: LoadResult, saturated: str) -> tuple[str, ...]:
+def _sweep_row(name: str, result: LoadResult, saturated: str, untold: str = "") -> tuple[str, ...]:
     ttft, tpot, goodput = summary(result.ttft), summary(result.tpot), result.goodput
     good = "" if goodput is None else _number(goodput.rate)
-    verdict = "void" if result.void else (f"saturated: {saturated}" if saturated else "served")
+    verdict = f"saturated: {saturated}" if saturated else "served"
+    verdict = "void" if result.void else (f"unknown: {untold}" if untold else verdict)
     cells = (_ms(value) for value in (ttft.median, ttft.p99, tpot.median, tpot.p99))
     failed = sum(result.failures.values())
     served, output = _number(result.request_rate), _number(result.output_rate)
@@ -301,7 +302,7 @@ def _sweep_row(name: str, result: LoadResult, saturated: str) -> tuple[str, ...]
 def sweep_metrics(sweep: SweepResult) -> tuple[Metric, ...]:
     """Of each load, and the capacity found."""
     name = sweep.plan.mode
-    found = [metric for p in sweep.ordered for metric in load_metrics(p.result, f"{name}={p.value:.4g}")]
+    found = [metric for value, runs in sweep.runs.items() for metric in load_metrics(runs, f"{name}={value:.4g}")]
     if sweep.capacity is not None and sweep.saturated_at is not None:
         unit = "req/s" if name == "rate" else "requests"
         definition = f"highest {name} below every saturated one"
@@ -316,7 +317,9 @@ def sweep_data(sweep: SweepResult) -> dict[str, Any]:
         "plan": asdict(sweep.plan),
         "stopped": sweep.stopped,
         "alone": load_data(sweep.alone),
-        "points": [{"value": p.value, "saturated": p.saturated, **load_data(p.result)} for p in points],
+        "points": [
+            {"value": p.value, "saturated": p.saturated, "untold": p.untold, **load_data(p.result)} for p in points
+        ],
     }
 
 
