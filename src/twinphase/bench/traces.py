@@ -1,7 +1,8 @@
 """Workloads from files that others publish: Mooncake (JSONL), ShareGPT (JSON), Azure LLM inference (CSV).
 
 Only lengths, times and which prefixes are shared are taken, from ShareGPT the questions too; text is made up. Lines
-that are not as they should be are errors with their number. Not for made-up lengths (`workload.py`).
+that are not as they should be are errors with their number; lines out of the order of their times are sorted, and that
+is told. Not for made-up lengths (`workload.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import csv
 import datetime
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class TraceLine:
     """One request of a file.
 
     Attributes:
-        timestamp: seconds after the first one; None where the file has no times.
+        timestamp: seconds after the earliest one; None where the file has no times.
         num_prompt_tokens, num_output_tokens: as the file has them; for ShareGPT None, the texts count.
         blocks: ids of the prompt's prefix blocks; equal ids are equal blocks, and so is all before them.
         question, answer: texts of ShareGPT.
@@ -73,7 +74,7 @@ class Scaling:
 
 
 def read_trace(path: Path, format: str | None = None, limit: int | None = None) -> tuple[str, list[TraceLine]]:
-    """The requests of a file, and its format.
+    """The requests of a file in its order, and its format.
 
     Args:
         path: of the file.
@@ -97,6 +98,10 @@ def read_trace(path: Path, format: str | None = None, limit: int | None = None) 
         raise InvalidRequestError(f"{path} is not UTF-8: {error.reason} at byte {error.start}.") from None
     if not lines:
         raise InvalidRequestError(f"{path} has no request.", f"Is it a {kind} file?")
+    times = [line.timestamp for line in lines if line.timestamp is not None]
+    if times:
+        first = min(times)
+        lines = [replace(line, timestamp=(line.timestamp or 0.0) - first) for line in lines]
     return kind, lines
 
 
@@ -113,7 +118,9 @@ def trace_workload(
         seed: of the texts.
     """
     scaling = scaling or Scaling()
-    kind, lines = read_trace(path, format, scaling.num_prompts)
+    kind, unsorted = read_trace(path, format, scaling.num_prompts)
+    lines = sorted(unsorted, key=lambda line: line.timestamp or 0.0)
+    moved = sum(a is not b for a, b in zip(lines, unsorted, strict=True))
     maker = PromptMaker(sizing, seed)
     requests = tuple(_request(line, maker, scaling) for line in lines)
     warm_up = tuple(LoadRequest(maker.take(WARM_UP_LENGTHS[0]), WARM_UP_LENGTHS[1]) for _ in range(3))
@@ -124,7 +131,7 @@ def trace_workload(
         "--num-prompts": str(len(requests)),
         "seed": str(seed),
     }
-    notes = []
+    notes = [f"{moved} lines of the file are out of the order of their times: they were sorted"] if moved else []
     if kind == "mooncake":
         size = BLOCK_TOKENS * scaling.lengths
         notes.append(f"prompts share prefixes as the trace says, in blocks of {size:g} tokens; texts are made up")
@@ -133,11 +140,21 @@ def trace_workload(
                 "a prefix cache whose own blocks are longer than a scaled one finds less than it would unscaled"
             )
     if kind == "sharegpt":
-        notes.append("output lengths are the words of the answers by our tokens a word: an estimate")
-        if scaling.lengths != 1:
-            notes.append(f"questions are cut to {scaling.lengths:g} of their words")
+        notes += _told_of_conversations(sizing, scaling)
     scaled = "" if scaling == Scaling() else f", lengths x {scaling.lengths:g}, times x {scaling.time:g}"
     return Workload(requests, warm_up, f"{len(requests)} requests of {path.name}{scaled}", conditions, tuple(notes))
+
+
+def _told_of_conversations(sizing: Sizing, scaling: Scaling) -> list[str]:
+    if sizing.encode is not None:
+        told = ["questions are as in the file, without a chat template; output lengths are the answers' tokens"]
+        return told + ([f"questions are cut to {scaling.lengths:g} of their tokens"] if scaling.lengths != 1 else [])
+    if sizing.vocab_size is not None:
+        return [
+            "words count as tokens, and random token ids stand for the questions: only their lengths are the file's"
+        ]
+    told = ["output lengths are the words of the answers by our tokens a word: an estimate"]
+    return told + ([f"questions are cut to {scaling.lengths:g} of their words"] if scaling.lengths != 1 else [])
 
 
 def _request(line: TraceLine, maker: PromptMaker, scaling: Scaling) -> LoadRequest:
@@ -154,7 +171,11 @@ def _request(line: TraceLine, maker: PromptMaker, scaling: Scaling) -> LoadReque
 
 
 def _conversation(line: TraceLine, maker: PromptMaker, scaling: Scaling) -> LoadRequest:
-    """The question as it stands for a target of text; as ids of about that number for one of ids."""
+    """The question as it stands, in the target's own ids where these are known; as many random ids as words else."""
+    if maker.sizing.encode is not None:
+        ids = maker.sizing.encode(line.question)
+        ids, num_output = ids[: scaling.length(len(ids))], len(maker.sizing.encode(line.answer))
+        return LoadRequest(Prompt("", tuple(ids), len(ids)), scaling.length(num_output))
     words = line.question.split()
     kept = words[: scaling.length(len(words))]
     sizing = maker.sizing
@@ -213,8 +234,6 @@ def _mooncake(path: Path, file: Iterable[str]) -> Iterator[TraceLine]:
         if not isinstance(blocks, list) or not all(type(block) is int for block in blocks):
             raise _bad(path, where, "hash_ids is no list of integers")
         first = time if first is None else first
-        if time < first:
-            raise _bad(path, where, f"timestamp {time} is before the first one, {first}")
         num_prompt = _count(found["input_length"], "input_length", path, where)
         num_output = _count(found["output_length"], "output_length", path, where)
         yield TraceLine((time - first) / 1e3, num_prompt, num_output, tuple(blocks))
@@ -233,8 +252,6 @@ def _azure(path: Path, file: Iterable[str]) -> Iterator[TraceLine]:
         except (TypeError, ValueError) as error:
             raise _bad(path, where, str(error)) from None
         first = moment if first is None else first
-        if moment < first:
-            raise _bad(path, where, "its time is before the first one")
         num_prompt, num_output = (
             _count(n, name, path, where) for n, name in zip(counts, AZURE_COLUMNS[1:], strict=True)
         )
