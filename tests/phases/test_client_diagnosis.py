@@ -85,6 +85,28 @@ def test_company_is_counted_as_it_was():
     assert load.others_reading(3.5, 4.4) == 0 and load.others_reading(3.5, 4.6) == 1
 
 
+def test_comparisons_of_other_requests_are_no_shares_of_one_whole(tmp_path, capsys):
+    """TTFT is long for the load and for the prompts alike: shares of each would be more than all of it."""
+    lengths = [100, 200, 400, 800, 1600]
+    alone = [(20.0 * n, length) for n, length in enumerate(lengths)]
+    crowd = [(200.0 + 0.1 * n, length) for n, length in enumerate(lengths * 3)]
+    observations = [
+        {"intended": at, "token_times": [at + length / 200 + (length / 20 if at >= 200 else 0) + n * 2e-3 * length
+                                         for n in range(5)], "error": "", "num_prompt_tokens": length,
+         "num_output_tokens": 5}
+        for at, length in alone + crowd
+    ]  # fmt: skip
+    data = {"loads": [{"rate": 1.0, "observations": observations}]}
+    found = explain_client(read_loads(data)).diagnoses
+    assert {"queue", "prompt_length"} <= {one.cause for one in found}
+    assert all(one.share is None for one in found)
+    assert next(one for one in found if one.cause == "queue").evidence.count("times as long") == 1
+    (tmp_path / "result.json").write_text(json.dumps({"format": "twinphase-result", "data": data}))
+    assert run_app(["explain", str(tmp_path)]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("- queue", "- prompt length"))]
+    assert len(told) == 2 and not any("%" in line for line in told)
+
+
 MOMENTS = st.tuples(st.floats(0, 9), st.lists(st.floats(0.1, 9), min_size=1, max_size=4))
 
 

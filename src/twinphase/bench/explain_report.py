@@ -20,7 +20,7 @@ SYMPTOM = {"prefill": "of the time to the first token", "decode": "of the time a
 def explain_report(found: Mapping[str, Any]) -> Report:
     """The report of an explanation as `commands/explain_source.py` gives it."""
     falls = found["waterfall"]
-    verdicts = [_verdict(one) for one in found["diagnoses"]]
+    verdicts = [_verdict(one, found["kind"]) for one in found["diagnoses"]]
     first = "" if falls["first_token"] is None else f", first token after {duration(falls['first_token'])}"
     sections = [Section("Where the time went", tables=(_waterfall_table(falls),), plots=(_waterfall_plot(falls),))]
     near = found.get("efficiency")
@@ -35,7 +35,9 @@ def explain_report(found: Mapping[str, Any]) -> Report:
     return Report("explain", title, tuple(verdicts), conditions(), sections=tuple(sections), data=dict(found))
 
 
-def _verdict(one: Mapping[str, Any]) -> Verdict:
+def _verdict(one: Mapping[str, Any], kind: str) -> Verdict:
+    if kind == "client":  # comparisons, which have no common whole
+        return Verdict(Status.INFO, f"{one['cause'].replace('_', ' ')}: {one['evidence']}")
     share = "an unknown share" if one["share"] is None else f"{one['share']:.0%}".replace("%", " %")
     cause = one["cause"].replace("_", " ")
     status = Status.UNKNOWN if one["share"] is None else Status.INFO
@@ -99,10 +101,12 @@ def _lever_table(levers: Any) -> Table:
     rows = tuple(
         (
             "no prediction" if one["saved_seconds"] is None else duration(one["saved_seconds"]),
+            "unknown" if one["addressed_seconds"] is None else duration(one["addressed_seconds"]),
             one["flag"],
             one["advice"],
         )
         for one in levers
     )
-    columns = (Column("would save", "of this request's wall time, by the cost model"), Column("lever"), Column("how"))
+    columns = (Column("would save", "of this request's wall time, by the cost model"),
+               Column("at most", "the time that the lever works on"), Column("lever"), Column("how"))  # fmt: skip
     return Table("Levers", columns, rows)

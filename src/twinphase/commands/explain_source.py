@@ -14,17 +14,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, RequestNotFoundError, TwinphaseError
-from twinphase.phases.client_diagnosis import explain_client, read_loads
-from twinphase.phases.explain import explain_evidence
+from twinphase.phases.client_diagnosis import ClientExplanation, explain_client, read_loads
+from twinphase.phases.explain import Explanation, explain_evidence
 from twinphase.phases.levers import Lever, rank
+from twinphase.phases.report import FORMULAS
 from twinphase.phases.saved import ACCEPTED, SavedLedgerError, read_ledger
-from twinphase.phases.waterfall import Bar, Waterfall
 
 __all__ = ["as_file", "from_file", "from_server"]
 
 LARGEST = 1 << 30  # bytes of a file that is read
 LARGEST_REPLY = 64 << 20
+LARGEST_NUMBER = 1e18
 PATIENCE = 60.0  # seconds for the server to answer
 NEITHER = "Is it a twinphase server? Give --url as it logged it when it started."
 
@@ -57,14 +60,16 @@ def from_file(path: Path) -> dict[str, Any]:
         raise SavedLedgerError(f"{path} is not JSON: {error}.", ACCEPTED) from None
     if isinstance(found, dict) and found.get("format") == "twinphase-result":
         if found.get("kind") == "explain" and isinstance(found.get("data"), dict):  # of `explain --out`
-            return _checked(found["data"])
+            return _checked(found["data"], str(path))
         explained = explain_client(read_loads(found.get("data")))
         return {"id": str(path), "kind": "client", **asdict(explained)}
     if isinstance(found, dict) and "waterfall" in found and "diagnoses" in found:
-        return {**_checked(found), "kind": found.get("kind", "ledger")}
+        return _checked(found, str(path))
     explanation = explain_evidence(read_ledger(found)).as_dict()
-    if isinstance(found, dict) and isinstance(found.get("explanation"), dict):
-        _join(explanation, found["explanation"])
+    if explanation["waterfall"] is None:
+        raise SavedLedgerError("No time has passed in this ledger.", ACCEPTED)
+    if isinstance(found, dict) and found.get("explanation") is not None:
+        _join(explanation, _checked(found["explanation"], str(path)))
     return {"id": str(path), "kind": "ledger", **explanation}
 
 
@@ -74,33 +79,54 @@ def _join(explanation: dict[str, Any], engines: dict[str, Any]) -> None:
     Its causes are those of a ledger with every interval; the shares of TTFT are made those of the whole wait.
     """
     falls = explanation["waterfall"]
-    try:
-        rest = engines["waterfall"]["first_token"] or 0.0
-        waited = (rest / falls["first_token"]) if falls["first_token"] else 1.0
-        own = [one for one in explanation["diagnoses"] if one["cause"] == "cold_start"]
-        for one in engines["diagnoses"]:
-            early = one["phase"] == "prefill" and one["share"] is not None
-            own.append({**one, "share": one["share"] * waited} if early else dict(one))
-        levers = [Lever(**lever) for lever in (*explanation["levers"], *engines["levers"])]
-        joined = {
-            "diagnoses": sorted(own, key=lambda one: (one["phase"] != "prefill", -(one["share"] or 0.0))),
-            "levers": [asdict(lever) for lever in rank(levers)],
-            "alone": engines["alone"],
-            "error": engines["error"],
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SavedLedgerError(f"The explanation is damaged: {type(error).__name__}: {error}.", ACCEPTED) from None
-    explanation |= joined
+    rest = engines["waterfall"]["first_token"] or 0.0
+    waited = (rest / falls["first_token"]) if falls["first_token"] else 1.0
+    own = [one for one in explanation["diagnoses"] if one["cause"] == "cold_start"]
+    for one in engines["diagnoses"]:
+        early = one["phase"] == "prefill" and one["share"] is not None
+        own.append({**one, "share": one["share"] * waited} if early else dict(one))
+    levers = [Lever(**lever) for lever in (*explanation["levers"], *engines["levers"])]
+    explanation |= {
+        "diagnoses": sorted(own, key=lambda one: (one["phase"] != "prefill", -(one["share"] or 0.0))),
+        "levers": [asdict(lever) for lever in rank(levers)],
+        "alone": engines["alone"],
+        "error": engines["error"],
+    }
 
 
-def _checked(found: dict[str, Any]) -> dict[str, Any]:
-    """An explanation that was saved, if its waterfall adds up."""
+def _checked(found: Any, name: str) -> dict[str, Any]:
+    """An explanation that was saved, with an id and a kind, if all of it is what it should be."""
     try:
-        falls = found["waterfall"]
-        Waterfall(falls["wall_seconds"], falls["first_token"], tuple(Bar(**bar) for bar in falls["bars"]))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SavedLedgerError(f"The explanation is damaged: {type(error).__name__}: {error}.", ACCEPTED) from None
-    return found
+        if not isinstance(found, dict):
+            raise ValueError(f"it is a JSON {type(found).__name__}")
+        kind: type[Explanation | ClientExplanation] = Explanation
+        if found.get("kind", "ledger") == "client":
+            kind = ClientExplanation
+        elif found.get("kind", "ledger") != "ledger":
+            raise ValueError(f"its kind is {found['kind']!r:.40}")
+        explanation = msgspec.convert(found, kind)
+        if explanation.waterfall is None:
+            raise ValueError("nothing has happened in it")
+        phases = {one.phase for one in explanation.diagnoses} | set(getattr(explanation, "efficiency", None) or {})
+        if not phases <= {"prefill", "decode"}:
+            raise ValueError("it has phases other than prefill and decode")
+        _check_finite(found)
+    except (ValueError, ArithmeticError) as error:  # msgspec's own is a ValueError
+        raise SavedLedgerError(f"The explanation is damaged: {error}.", ACCEPTED) from None
+    return {**asdict(explanation), "id": str(found.get("id") or name), "kind": found.get("kind", "ledger")} | (
+        {"dominant": explanation.dominant.value, "formulas": FORMULAS} if isinstance(explanation, Explanation) else {}
+    )
+
+
+def _check_finite(found: Any) -> None:
+    """Numbers that are none (JSON has no NaN, but Python writes it), or too large to reckon with."""
+    rest = [found]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, (dict, list)):
+            rest += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:
+            raise ValueError("a number in it is NaN, infinite or too large")
 
 
 def from_server(url: str, api_key: str | None, request_id: str | None) -> dict[str, Any]:
@@ -125,7 +151,7 @@ def from_server(url: str, api_key: str | None, request_id: str | None) -> dict[s
     found = _get(f"{base}/v1/requests/{quoted}/explain", api_key)
     if not found.get("waterfall"):
         raise TwinphaseError(f"Nothing has happened to request {request_id!r} yet.", "Ask again later.")
-    return {"kind": "ledger", **_checked(found)}
+    return _checked(found, request_id)
 
 
 def _get(url: str, api_key: str | None) -> dict[str, Any]:

@@ -105,13 +105,19 @@ def _diagnoses(found: Mapping[str, Any], phase: str, title: str) -> Iterator[str
     falls = found["waterfall"]
     measured = falls["first_token"] if phase == "prefill" else found.get("tpot")
     rows = [
-        f"{_percent(one['share']) if one['share'] is not None else '?':>6}  "
-        f"{_paint(one['cause'].replace('_', ' '), BOLD)}: {one['evidence']}"
+        f"{_share(one, found['kind'])}{_paint(one['cause'].replace('_', ' '), BOLD)}: {one['evidence']}"
         for one in found["diagnoses"]
         if one["phase"] == phase
     ]
     name = "as long as it did" if measured is None else duration(measured)
     yield from _section(title.format(name), rows)
+
+
+def _share(one: Mapping[str, Any], kind: str) -> str:
+    """A client's comparisons have no common whole."""
+    if kind == "client":
+        return "- "
+    return f"{_percent(one['share']) if one['share'] is not None else '?':>6}  "
 
 
 def _alone(found: Mapping[str, Any]) -> Iterator[str]:
@@ -136,8 +142,9 @@ def _alone(found: Mapping[str, Any]) -> Iterator[str]:
 def _levers(found: Mapping[str, Any]) -> Iterator[str]:
     median, rows = (found.get("error") or {}).get("median"), []
     for lever in found["levers"]:
-        saved = lever["saved_seconds"]
+        saved, addressed = lever["saved_seconds"], lever["addressed_seconds"]
         error = "" if median is None else f" ± {_percent(median)}"
-        gain = "no prediction" if saved is None else f"{duration(saved)}{error}"
+        unknown = "no prediction" if not addressed else f"? of {duration(addressed)}"
+        gain = unknown if saved is None else f"{duration(saved)}{error}"
         rows.append(f"{gain:>16}  {_paint(lever['flag'], BOLD)}: {lever['advice']}")
     yield from _section("What to change, by what it would save of this request", rows)

@@ -1,44 +1,78 @@
-"""How long a thread could have run and was not let: the mark of other programs on the same processors."""
+"""How long threads could have run and were not let: the mark of other programs on the same processors."""
 
 from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 
-__all__ = ["thread_cpu_wait"]
+__all__ = ["CpuWait", "thread_cpu_wait"]
 
 NANOSECOND = 1e-9
+POOL = "twinphase-"  # how the names of a backend's threads begin
+
+
+class CpuWait:
+    """Counts for the calling thread and those that compute for it.
+
+    While one of a step's threads has no processor the others spin or sleep until it is done, so that a step loses what
+    the longest of them waited: of each reading the most that any of them waited since the last one is added up.
+    """
+
+    def __init__(self, read: Callable[[Iterable[int]], dict[int, float]]) -> None:
+        """Count for the calling thread; `read` gives seconds that threads waited by their ids in the system."""
+        self._read = read
+        self._own = threading.get_native_id()
+        self._last: dict[int, float] = {}
+        self._total = 0.0
+
+    def __call__(self) -> float:
+        """Seconds, of which differences have a meaning."""
+        pool = (t.native_id for t in threading.enumerate() if t.name.startswith(POOL) and t.native_id is not None)
+        now = self._read({self._own, *pool})
+        # A thread that was not there at the last reading has not waited for this step.
+        self._total += max((now[thread] - self._last[thread] for thread in now if thread in self._last), default=0.0)
+        self._last = now
+        return self._total
 
 
 class _Schedstat:
-    """The calling thread's file, closed with the thread."""
+    """The threads' files, closed with the thread that reads them."""
 
     def __init__(self) -> None:
-        self.file = -1
-        with suppress(OSError):
-            self.file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._files: dict[int, int] = {}
+
+    def __call__(self, threads: Iterable[int]) -> dict[int, float]:
+        """Seconds in the run queue, by thread; without those of which the system says nothing."""
+        wanted = set(threads)
+        for thread in self._files.keys() - wanted:
+            os.close(self._files.pop(thread))
+        found = {}
+        for thread in wanted:
+            try:
+                if thread not in self._files:
+                    self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+                found[thread] = int(os.pread(self._files[thread], 96, 0).split()[1]) * NANOSECOND
+            except (OSError, ValueError, IndexError):
+                continue
+        return found
 
     def __del__(self) -> None:
-        if self.file >= 0:
-            os.close(self.file)
+        for file in self._files.values():
+            os.close(file)
 
 
 _OWN = threading.local()
 
 
 def thread_cpu_wait() -> float:
-    """Seconds that the calling thread has waited in the system's run queue, since it began.
+    """Seconds that the calling thread and a backend's threads have waited in the system's run queue.
 
-    Field 2 of Linux's /proc/thread-self/schedstat (Documentation/scheduler/sched-stats.rst); always 0 where there is
-    none. Time that a hypervisor took from the whole machine is not in it.
+    Field 2 of Linux's /proc/self/task/ID/schedstat (Documentation/scheduler/sched-stats.rst); always 0 where there is
+    none. Time that a hypervisor took from the whole machine is not in it; where several engines compute in one process,
+    the threads of all of them are counted.
     """
-    own: _Schedstat | None = getattr(_OWN, "schedstat", None)
-    if own is None:
-        own = _OWN.schedstat = _Schedstat()
-    if own.file < 0:
-        return 0.0
-    try:
-        return int(os.pread(own.file, 96, 0).split()[1]) * NANOSECOND
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    wait: CpuWait | None = getattr(_OWN, "wait", None)
+    if wait is None:
+        wait = _OWN.wait = CpuWait(_Schedstat())
+    return wait()

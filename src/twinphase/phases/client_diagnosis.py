@@ -2,7 +2,8 @@
 
 A client sees when it sent a prompt and when each piece of the answer came, nothing of the steps in between. Rules here
 compare requests with each other: those sent into an idle server with those sent into a busy one, long prompts with
-short ones, gaps in which somebody else's prompt was being read with gaps in which none was. What takes the server's own
+short ones, gaps in which somebody else's prompt was being read with gaps in which none was. Each has its own ratio; the
+seconds are those of a request's TTFT, or of a token, and no share of one whole is claimed. What takes the server's own
 word is `unknown`. Not for ledgers (`diagnosis.py`), nor for taking such measurements (bench/).
 """
 
@@ -13,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import mean, median
 from typing import Any
 
@@ -29,6 +30,7 @@ SPREAD = 1.5  # longest prompt over the shortest, below which nothing is said ab
 FIRM = 0.5  # rank correlation, below which two quantities are not said to go together
 MOSTLY = 0.8  # of pairs of one request of each group, in which the second's value must be the larger one
 DEEP = 64  # levels of JSON that are searched
+LARGEST = 1e15  # of a number that is taken for one; NaN is not
 
 # What only the server knows, and why a client does not.
 UNKNOWN = (
@@ -176,7 +178,7 @@ def _holders(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _name(found: Mapping[str, Any], number: int) -> str:
-    if isinstance(found.get("rate"), (int, float)):
+    if _is_number(found.get("rate")):
         return f"{found['rate']:g} requests/s"
     if isinstance(found.get("concurrency"), int):
         return f"{found['concurrency']} at once"
@@ -190,8 +192,10 @@ def _request(entry: Any) -> ClientRequest | None:
     intended, times = entry.get("intended"), entry.get("token_times")
     if not _is_number(intended) or not isinstance(times, list) or not times or not all(map(_is_number, times)):
         return None
+    if any(after < before for before, after in pairwise([intended, *times])):
+        return None  # no clock goes back
     prompt, cached, output = (
-        value if isinstance(value := entry.get(f"num_{name}_tokens"), int) else None
+        value if isinstance(value := entry.get(f"num_{name}_tokens"), int) and 0 <= value <= LARGEST else None
         for name in ("prompt", "cached", "output")
     )
     computed = None if prompt is None else max(0, prompt - (cached or 0))
@@ -201,7 +205,7 @@ def _request(entry: Any) -> ClientRequest | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _ledger(claims: Any) -> dict[str, float] | None:
@@ -213,19 +217,25 @@ def _ledger(claims: Any) -> dict[str, float] | None:
 
 
 def explain_client(loads: Sequence[Load]) -> ClientExplanation:
-    """What the loads tell of a bad TTFT and of bad tokens a second, seen from outside."""
+    """What the loads tell of a bad TTFT and of bad tokens a second, seen from outside.
+
+    Raises:
+        SavedLedgerError: no request took any time.
+    """
     everyone = [request for load in loads for request in load.requests]
     found = []
     for rule in CLIENT_RULES.values():
         diagnosis = rule(loads)
-        if diagnosis is not None and (diagnosis.share is None or diagnosis.share >= WORTH_NAMING):
+        if diagnosis is not None:
             found.append(diagnosis)
-    found.sort(key=lambda one: (one.phase != "prefill", one.share is None, -(one.share or 0.0)))
+    found.sort(key=lambda one: (one.phase != "prefill", one.seconds is None, -(one.seconds or 0.0)))
     until = mean(request.ttft for request in everyone)
     after = mean(request.times[-1] - request.times[0] for request in everyone)
     wall = until + after
+    if wall <= 0:
+        raise SavedLedgerError("No time has passed in this result.", "Its requests have no durations.")
     bars = tuple(
-        Bar(name, spent, spent / wall if wall else 0.0, spent if name == "until first token" else 0.0)
+        Bar(name, spent, spent / wall, spent if name == "until first token" else 0.0)
         for name, spent in (("until first token", until), ("tokens after it", after))
         if spent > 0
     )
@@ -259,14 +269,15 @@ def _queue(loads: Sequence[Load]) -> Diagnosis | None:
     if len(alone) < FEW or len(busy) < FEW:
         return None
     quiet, loaded = median(alone), median(busy)
-    if loaded <= quiet:
+    if not _differ(quiet, loaded):
         return None
     sentence = (
         f"TTFT is {duration(loaded)} (median of {len(busy)}) for requests sent into a busy server, "
-        f"{duration(quiet)} (of {len(alone)}) with the least load: the rest is queue, or others' prompts."
+        f"{duration(quiet)} (of {len(alone)}) with the least load{_times(quiet, loaded)}: the rest is queue, or "
+        "others' prompts."
     )
     lever = Lever("load", "Fewer requests at once, more seats or replicas, or a scheduler that lets prompts in sooner.")
-    return Diagnosis("queue", "prefill", sentence, loaded - quiet, (loaded - quiet) / loaded, lever)
+    return Diagnosis("queue", "prefill", sentence, loaded - quiet, None, lever)
 
 
 def _prompt_length(loads: Sequence[Load]) -> Diagnosis | None:
@@ -285,12 +296,14 @@ def _prompt_length(loads: Sequence[Load]) -> Diagnosis | None:
     if together < FIRM or slope <= 0:
         return None
     spent = min(middle, slope * middle_n)
+    if spent < WORTH_NAMING * middle:
+        return None
     sentence = (
         f"TTFT grows with the prompt ({len(pairs)} requests {where}, rank correlation {together:.2f}): "
         f"{1e6 * slope:,.0f} µs a token, {duration(spent)} of {duration(middle)} at the mean of {middle_n:,.0f} tokens."
     )
     lever = Lever("prompt", "Shorter prompts, or beginnings that are shared and cached.")
-    return Diagnosis("prompt_length", "prefill", sentence, spent, spent / middle, lever)
+    return Diagnosis("prompt_length", "prefill", sentence, spent, None, lever)
 
 
 def _stalls(loads: Sequence[Load]) -> Diagnosis | None:
@@ -303,19 +316,19 @@ def _stalls(loads: Sequence[Load]) -> Diagnosis | None:
                 (within if load.others_reading(begin, end) > 0 else without).append(end - begin)
     if len(within) < FEW or len(without) < FEW:
         return None
-    usual = median(without)
+    usual, num_gaps = median(without), len(within) + len(without)
     excess = sum(max(0.0, gap - usual) for gap in within) - len(within) * mean(
         max(0.0, gap - usual) for gap in without
     )  # what such gaps exceed the usual by anyway is no stall
-    whole = sum(within) + sum(without)
-    if excess <= 0 or median(within) <= usual:
+    if excess < WORTH_NAMING * (sum(within) + sum(without)) or not _differ(usual, median(within)):
         return None
     sentence = (
         f"Gaps between tokens are {duration(median(within))} in the middle (longest {duration(max(within))}) while a "
-        f"prompt of another request is being read, {duration(usual)} otherwise."
+        f"prompt of another request is being read, {duration(usual)} otherwise{_times(usual, median(within))}: "
+        f"{duration(excess)} more in all."
     )
     lever = Lever("chunk size", "Smaller prefill chunks, or prefill on other machines.")
-    return Diagnosis("stalls", "decode", sentence, excess, excess / whole, lever)
+    return Diagnosis("stalls", "decode", sentence, excess / num_gaps, None, lever)
 
 
 def _decode_batching(loads: Sequence[Load]) -> Diagnosis | None:
@@ -328,14 +341,14 @@ def _decode_batching(loads: Sequence[Load]) -> Diagnosis | None:
     few, many = pairs[:quarter], pairs[-quarter:]
     low, high = median(t for _, t in few), median(t for _, t in many)
     longer = mean(b > a for _, a in few for _, b in many)
-    if longer < MOSTLY or high <= low or mean(n for n, _ in many) < 1 + mean(n for n, _ in few):
+    if longer < MOSTLY or not _differ(low, high) or mean(n for n, _ in many) < 1 + mean(n for n, _ in few):
         return None
     sentence = (
         f"TPOT is {duration(low)} beside {mean(n for n, _ in few):.1f} other decodes, {duration(high)} beside "
-        f"{mean(n for n, _ in many):.1f} (longer in {longer:.0%} of the pairs of one of each)."
+        f"{mean(n for n, _ in many):.1f}{_times(low, high)} (longer in {longer:.0%} of the pairs of one of each)."
     )
     lever = Lever("batch size", "Fewer sequences at once shorten each token, and lower the tokens a second of all.")
-    return Diagnosis("decode_batching", "decode", sentence, high - low, (high - low) / high, lever)
+    return Diagnosis("decode_batching", "decode", sentence, high - low, None, lever)
 
 
 def _claims(loads: Sequence[Load]) -> Diagnosis | None:
@@ -350,6 +363,15 @@ def _claims(loads: Sequence[Load]) -> Diagnosis | None:
     named = ", ".join(f"{totals[kind] / whole:.0%} {kind}" for kind in most)
     sentence = f"By the server's own ledgers of {len(ledgers)} requests: {named}. `twinphase explain ID` has one whole."
     return Diagnosis("claims", "prefill", sentence, None, None)
+
+
+def _differ(usual: float, more: float) -> bool:
+    return more - usual >= WORTH_NAMING * more and more > usual
+
+
+def _times(usual: float, more: float) -> str:
+    """A ratio. Each rule compares other requests with each other, so that shares of them would not add up."""
+    return f", {more / usual:.1f} times as long" if usual > 0 else ""
 
 
 def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:

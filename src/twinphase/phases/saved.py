@@ -7,8 +7,9 @@ files, nor for results of `twinphase bench` (`client_diagnosis.py`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from itertools import pairwise
+from reprlib import repr
 from typing import Any
 
 from twinphase.errors import TwinphaseError
@@ -29,6 +30,9 @@ BEFORE_FIRST = (IntervalKind.TOKENIZE, IntervalKind.QUEUE, IntervalKind.PREFILL_
 ORDER = (*BEFORE_FIRST, IntervalKind.DETOKENIZE, IntervalKind.SEND, IntervalKind.UNATTRIBUTED,
          IntervalKind.RECOMPUTE, IntervalKind.DECODE, IntervalKind.BATCHING, IntervalKind.STALL)  # fmt: skip
 MS = 1e-3
+LONGEST = 1e12  # of what is taken for a time, in whatever unit
+MOST_WORK = 1 << 63  # steps, operations, bytes
+BOUNDS = {"compute", "memory", "overhead", "unknown"}
 
 
 class SavedLedgerError(TwinphaseError):
@@ -55,7 +59,7 @@ def read_ledger(found: Any) -> Evidence:
         if timings is None:
             raise SavedLedgerError("The file is JSON, but has no ledger of a request.", ACCEPTED)
         return _of_timings(timings)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise SavedLedgerError(f"The ledger is damaged: {type(error).__name__}: {error}.", ACCEPTED) from None
 
 
@@ -70,17 +74,41 @@ def _timings_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no time")
-    if value < -ROUNDING:
-        raise ValueError(f"a time is {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -ROUNDING <= value <= LONGEST:
+        raise ValueError(f"{repr(value)} is no time")
     return max(0.0, float(value))
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:
-        raise ValueError(f"{value!r} is no number of tokens")
+def _count(value: Any, most: int = MOST_TOKENS) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"{repr(value)} is no number of tokens")
     return value
+
+
+def _fraction(value: Any) -> float | None:
+    """MFU or MBU; above 1 it is wrong, but a number."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST:
+        raise ValueError(f"{repr(value)} is no efficiency")
+    return float(value)
+
+
+def _totals(found: Any) -> PhaseTotals:
+    totals = PhaseTotals()
+    for name in PhaseTotals.__dataclass_fields__:
+        usual = getattr(totals, name)
+        value = found.get(name, usual)
+        setattr(totals, name, _count(value, MOST_WORK) if isinstance(usual, int) else _seconds(value))
+    return totals
+
+
+def _check_moments(moments: list[float], end: float) -> None:
+    """Of tokens: one after the other, and none beyond the end."""
+    late = max(len(IntervalKind) * ROUNDING, TOLERANCE * end)
+    for before, after in pairwise([0.0, *moments, end + late]):
+        if after < before:
+            raise ValueError(f"a token came at {1e3 * before:.3f} ms, what follows it at {1e3 * after:.3f} ms")
 
 
 def _request(name: Any, num_prompt: int, num_output: int, facts: Mapping[str, Any]) -> Request:
@@ -101,7 +129,7 @@ def _request(name: Any, num_prompt: int, num_output: int, facts: Mapping[str, An
 
 def _check_sum(timeline: RequestTimeline, whole: float) -> None:
     found = timeline.end - timeline.arrival
-    if abs(found - whole) > max(len(IntervalKind) * ROUNDING, TOLERANCE * whole):
+    if not abs(found - whole) <= max(len(IntervalKind) * ROUNDING, TOLERANCE * whole):
         raise WaterfallError(
             f"The parts of the ledger add up to {1e3 * found:.3f} ms, but {1e3 * whole:.3f} ms passed.",
             "The ledger is damaged, or was cut.",
@@ -146,18 +174,14 @@ def _of_timeline(found: Mapping[str, Any]) -> Evidence:
                 f"An interval begins at {1e3 * start:.3f} ms, the one before it ended at {1e3 * timeline.end:.3f} ms.",
                 "The ledger is damaged, or was cut.",
             )
-        kind, step = IntervalKind(entry["kind"]), int(entry.get("step", -1))
-        tokens, reason = int(entry.get("prefill_tokens", 0)), str(entry.get("reason", ""))
+        kind, step = IntervalKind(entry["kind"]), _count(entry["step"], MOST_WORK) if "step" in entry else -1
+        tokens, reason = _count(entry.get("prefill_tokens", 0), MOST_WORK), str(entry.get("reason", ""))
         timeline.intervals.append(Interval(kind, timeline.end, end, step, tokens, reason=reason))
         timeline.end = end
     _check_sum(timeline, MS * _seconds(found["e2e_ms"]))
     timeline.token_times = [MS * _seconds(moment) for moment in found.get("token_times_ms", [])]
-    for phase in ("prefill", "decode"):
-        known = {
-            name: value for name, value in found.get(phase, {}).items() if name in PhaseTotals.__dataclass_fields__
-        }
-        setattr(timeline, phase, PhaseTotals(**{name: type(getattr(PhaseTotals(), name))(value)
-                                                for name, value in known.items()}))  # fmt: skip
+    _check_moments(timeline.token_times, timeline.end)
+    timeline.prefill, timeline.decode = (_totals(found.get(phase, {})) for phase in ("prefill", "decode"))
     facts = found.get("request", {})
     num_prompt = _count(facts.get("num_prompt_tokens", timeline.prefill.tokens))
     return Evidence(_request(found.get("id"), num_prompt, len(timeline.token_times), facts), timeline)
@@ -181,8 +205,10 @@ def _of_run(found: Mapping[str, Any]) -> Evidence:
             row["metric"]: row["efficiency"],
             ("MBU" if row["metric"] == "MFU" else "MFU"): row["other_efficiency"],
         }
-        known[str(row["name"])] = Efficiency(str(row["bound"]), values["MFU"], values["MBU"])
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        if row["bound"] not in BOUNDS:
+            raise ValueError(f"{repr(row['bound'])} is no bound")
+        known[str(row["name"])] = Efficiency(row["bound"], _fraction(values["MFU"]), _fraction(values["MBU"]))
+    cached = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0), num_prompt)
     request = _request(None, num_prompt, num_output, {"num_cached_tokens": cached})
     timeline.prefill.tokens, timeline.decode.tokens = num_prompt - cached, max(0, num_output - 1)
     return Evidence(request, timeline, before=before, known=known, detailed=False)

@@ -52,7 +52,7 @@ class StepRecord:
         predicted: what the cost model expected, seconds.
         executed: seconds of it that the executor took; the rest is scheduling and bookkeeping.
         sampling: seconds of `executed` that choosing tokens took.
-        cpu_wait: seconds of it in which the engine's thread could run and had no processor; 0 where that is not known.
+        cpu_wait: seconds of it in which a thread of the engine's could run and had no processor; 0 where not known.
     """
 
     index: int

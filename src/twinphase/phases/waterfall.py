@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -55,14 +56,25 @@ class Waterfall:
         """Add up.
 
         Raises:
-            WaterfallError: the bars are more or less than the wall time; nothing is scaled to make them fit.
+            WaterfallError: there is no wall time, a bar is no part of it, or the bars are more or less than it; nothing
+                is scaled to make them fit.
         """
-        found = sum(bar.seconds for bar in self.bars)
-        if abs(found - self.wall_seconds) > max(ROUNDING, TOLERANCE * self.wall_seconds):
+        wall, found = self.wall_seconds, sum(bar.seconds for bar in self.bars)
+        if not 0 < wall < math.inf:
+            raise WaterfallError(f"The wall time is {wall!r} seconds.", "The ledger is damaged, or was cut.")
+        within = max(ROUNDING, TOLERANCE * wall)
+        if not abs(found - wall) <= within:
             raise WaterfallError(
                 f"The parts of the ledger add up to {1e3 * found:.3f} ms, but {1e3 * self.wall_seconds:.3f} ms passed.",
                 "The ledger is damaged, or was cut.",
             )
+        for bar in self.bars:  # written so that NaN is refused
+            if not (
+                bar.seconds >= 0
+                and abs(bar.share - bar.seconds / wall) <= TOLERANCE
+                and 0 <= bar.before_first_token <= bar.seconds + within
+            ):
+                raise WaterfallError(f"{bar} is no part of {wall!r} seconds.", "The ledger is damaged, or was cut.")
 
 
 def waterfall(timeline: RequestTimeline, before: Mapping[str, float] | None = None) -> Waterfall:
