@@ -11,10 +11,14 @@ import time
 import pytest
 
 from bench.stub_server import RunningStub
-from twinphase.bench.client import SEND_NOW, Address, Reply, ServerUnreachableError, exchange, run
+from twinphase.bench.arrivals import Closed
+from twinphase.bench.client import SEND_NOW, Address, Reply, ServerUnreachableError, exchange, run, without_secrets
+from twinphase.bench.load import run_load
+from twinphase.bench.load_report import load_data, load_sections
 from twinphase.bench.sse import EventReader, failure_kind, observe, read_events
 from twinphase.bench.target import Prompt
 from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
+from twinphase.bench.workload import Lengths, Sizing, make_workload
 from twinphase.errors import InvalidRequestError
 
 PROMPT = Prompt("one two three")
@@ -332,6 +336,43 @@ def test_urls_that_are_some():
     assert (
         Address.parse("http://[::1]:80").head("GET", "/x", {}, 0).startswith(b"GET /x HTTP/1.1\r\nhost: [::1]:80\r\n")
     )
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://user:pw@host:8/v1?api_key=k#f", "http://host:8/v1"),
+        ("user:p@w@host:8", "host:8"),
+        ("host?api_key=k", "host"),
+        ("https://u:p?w@host/v1", "https://host/v1"),
+        ("http://u:p/w@host/v1", "http://host/v1"),
+        ("http://host/a@b", "http://host/a@b"),
+        ("http://[::1]:80/v1", "http://[::1]:80/v1"),
+    ],
+)
+def test_what_may_be_shown_of_a_url(url, shown):
+    assert without_secrets(url) == shown
+
+
+def test_no_secret_of_a_url_or_a_key_is_in_a_result(stub):
+    secret, key = "sEcReT", "k-12345678"
+
+    async def work():
+        stub.script({})
+        url = stub.url.replace("http://", f"http://user:{secret}@") + f"/v1?api_key={secret}"
+        target = await OpenAITarget.open(url, api_key=key)
+        stub.script({}, {"status": 401, "message": f"wrong key {key}"}, {"end": "error", "message": f"{key}?"})
+        workload = make_workload(Lengths((5, 5), (4, 4)), 3, Sizing(), num_warm_up=0)
+        return await run_load(target, workload, Closed(1))
+
+    result = run(work())
+    assert result.facts.name == f"{stub.url}/v1" and result.failures == {"http 401": 1, "error in stream": 1}
+    told = json.dumps(load_data(result)) + repr(load_sections(result)) + repr(result.facts)
+    assert secret not in told and key not in told and "(the API key)" in told
+    for url in (f"ftp://user:{secret}@x", f"http://user:{secret}@[::1", f"http://u:{secret}@127.0.0.1:9?k={secret}"):
+        with pytest.raises(InvalidRequestError) as error:
+            run(OpenAITarget.open(url))
+        assert secret not in str(error.value)
 
 
 def test_nothing_listens():

@@ -17,6 +17,7 @@ import asyncio
 import errno
 import functools
 import math
+import re
 import resource
 import socket
 import ssl
@@ -42,6 +43,7 @@ __all__ = [
     "exchange",
     "run",
     "wait_until",
+    "without_secrets",
 ]
 
 SEND_NOW = math.nan  # for `intended`: as soon as the connection is there; that moment is then the intended one
@@ -83,18 +85,20 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Of a URL, with or without its scheme.
+        """Of a URL, with or without its scheme. A user, a password and a query in it are dropped: they may be secrets.
 
         Raises:
             InvalidRequestError: it is none.
         """
+        shown = without_secrets(url)
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise InvalidRequestError(f"{url!r} is no URL: {error}.", "Give http://HOST:PORT.") from None
+            reason = str(error).replace(url, shown)
+            raise InvalidRequestError(f"{shown!r} is no URL: {reason}.", "Give http://HOST:PORT.") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidRequestError(f"{url!r} is no URL of a server.", "Give http://HOST:PORT.")
+            raise InvalidRequestError(f"{shown!r} is no URL of a server.", "Give http://HOST:PORT.")
         return cls(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 
     @property
@@ -311,6 +315,17 @@ def _connect_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in OWN_ERRORS:
         return f"{CLIENT_LIMIT}: {OWN_ERRORS[error.errno]}: {error}"
     return f"connection failed: {type(error).__name__}: {error}"
+
+
+def without_secrets(url: str) -> str:
+    """A URL as it may be shown: without user, password, query and fragment; also of what is no good URL."""
+    scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
+    user, at, after = rest.rpartition("@")
+    # A password may have any character, unescaped too. Only what follows a host and a slash can be an @ of a path.
+    if at and (":" in user or not re.search(r"[/?#]", user)):
+        host_and_port = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:/?#\[]+)(:\d+)?[/?#].*", user)
+        rest = rest if host_and_port else after
+    return f"{scheme}{mark}{re.split(r'[?#]', rest, maxsplit=1)[0]}"
 
 
 def allow_connections(wanted: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from twinphase.bench.client import SEND_NOW, Address, Reply, ServerUnreachableError, exchange
+from twinphase.bench.client import SEND_NOW, Address, Reply, ServerUnreachableError, exchange, without_secrets
 from twinphase.bench.observation import Observation
 from twinphase.bench.sse import SHOWN, observe
 from twinphase.bench.target import Prompt, TargetFacts
@@ -26,6 +26,7 @@ __all__ = ["Dialect", "OpenAITarget", "TargetFailedError"]
 LEAD_SECONDS = 0.1  # a connection is opened that long before its request is due,
 LEAD_CONNECTS = 4.0  # or that many times what opening the first one took, for servers far away
 ROUTES = {"completions": "/completions", "chat": "/chat/completions"}
+SHORTEST_SECRET = 4  # characters of a key that is looked for in what is shown
 PROBE_WORDS = 240  # enough for the tokens a word has on average
 PREFILL = "client TTFT of a request alone: intended send to first piece of output, server and network in it"
 DECODE = "gaps between pieces of output at the client, over the tokens that the server's usage counts"
@@ -67,6 +68,7 @@ class OpenAITarget:
         """Nothing is asked yet; `address` is resolved and its path ends with the API's, "/v1" as a rule."""
         self.address, self.model, self.timeout = address, model, timeout
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
         self.dialect = Dialect("completions")
         self.server = Server("unknown")
         self.lead = LEAD_SECONDS
@@ -110,7 +112,7 @@ class OpenAITarget:
         entry = await target._find_model(model)
         target.server = await detect(entry, target._root_json, target._root_text)
         await target._agree(endpoint)
-        target.facts = target._make_facts(url)
+        target.facts = target._make_facts(without_secrets(url))
         return target
 
     async def start(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Reply:
@@ -121,9 +123,16 @@ class OpenAITarget:
 
     def read(self, reply: Reply) -> Observation:
         """What became of a request that was started."""
-        seen = observe(reply)
+        seen = self._observe(reply)
         if seen.num_output_tokens is None and seen.finish_reason == "length" and reply.asked_tokens:
             seen.num_output_tokens = reply.asked_tokens  # the server says that it gave as many as it was to
+        return seen
+
+    def _observe(self, reply: Reply) -> Observation:
+        """What it says, without the key, which some servers repeat when they refuse it."""
+        seen = observe(reply)
+        if len(self._api_key) >= SHORTEST_SECRET:
+            seen.error = seen.error.replace(self._api_key, "(the API key)")
         return seen
 
     async def send(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Observation:
@@ -241,10 +250,10 @@ class OpenAITarget:
                 if reply.status in (401, 403):
                     raise InvalidRequestError("The server wants an API key.", "Give --api-key, or set OPENAI_API_KEY.")
                 if reply.status == 200:
-                    self._note(dialect, endpoint, observe(reply))
+                    self._note(dialect, endpoint, self._observe(reply))
                     self.dialect = dialect
                     return
-                refusals.append(f"{name}: {observe(reply).error}")
+                refusals.append(f"{name}: {self._observe(reply).error}")
                 if reply.status not in (400, 422):  # not a field that it does not know
                     break
         raise TargetFailedError(
