@@ -115,6 +115,33 @@ def test_metrics_that_are_not_there_are_said_to_be_missing(stub):
     assert "http 404" in claims_section(result).paragraphs[0]
 
 
+def test_counters_that_were_not_read_before_the_load_claim_nothing(stub):
+    """They would be means over the server's whole life."""
+
+    class Late(MetricsReader):
+        async def after(self):
+            stub.script({}, metrics=METRICS.format(ttft=2.9, queue=0.35, count=13))
+            await super().after()
+
+    result, _ = load(stub, [{}], lambda target: Late(target, "vllm"))
+    assert result.claims._last, "it was there afterwards"
+    assert claims_of(result) == [] and "before the load" in claims_section(result).paragraphs[0]
+
+
+def test_numbers_that_are_none_claim_nothing():
+    text = "vllm:a_seconds_sum x\nvllm:a_seconds_count 3\nvllm:b_seconds_sum NaN\nvllm:c_seconds_sum 1\n"
+    assert read_counters(text, "vllm") == {"c_seconds": (1.0, 0.0)}
+
+
+def test_an_answer_of_ollama_that_is_none_loses_no_load(stub):
+    """It is read when the load was measured: an error of it is told, and nothing is raised."""
+    for page in ("<html>", '{"response": "a"}\n{"bro', "[1]\n", '{"error": "no memory"}\n'):
+        prompts = PromptMaker(Sizing(), seed=9)
+        result, _ = load(stub, [{}], lambda target, p=prompts: OllamaReader(target, p, (5, 5)), api__generate=page)
+        assert len(result.succeeded) == 1 and claims_of(result) == []
+        assert "cannot be read" in claims_section(result).paragraphs[0]
+
+
 def test_ollama_is_asked_by_its_own_api(stub):
     lines = [
         {"response": "a", "done": False},

@@ -319,6 +319,49 @@ def test_the_timeline_has_the_queue_where_the_server_tells_it():
     assert [(row["from"], row["to"]) for row in rows] == [(0.0, 0.05), (0.05, 0.1), (0.1, 0.2)]
 
 
+def test_an_engine_that_fails_loses_one_request(tmp_path):
+    from tiny_gguf import write_tiny_gguf
+    from twinphase.bench.targets.engine_load import EngineLoadTarget
+
+    target = EngineLoadTarget.open(
+        write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=512), backend="reference"
+    )
+    submit = target._engine.submit
+
+    class Empty:
+        request_id = "empty"
+
+        async def __aenter__(self) -> Any:
+            return self
+
+        async def __aexit__(self, *_: Any) -> None:
+            pass
+
+        async def __aiter__(self) -> Any:
+            for update in ():
+                yield update
+
+    ways = iter(["", "raise", "empty", ""])
+
+    async def broken(asked: Any, params: Any) -> Any:
+        way = next(ways)
+        if way == "raise":
+            raise RuntimeError("of the engine")
+        return Empty() if way == "empty" else await submit(asked, params)
+
+    async def work() -> LoadResult:
+        target._engine.submit = broken
+        sizing = await target.sizing()
+        assert sizing.encode is not None and sizing.encode("ab")
+        result = await run_load(target, make_workload(Lengths((8, 8), (3, 3)), 4, sizing, num_warm_up=0), Closed(1))
+        await target.close()
+        return result
+
+    result = run(work())
+    assert len(result.succeeded) == 2 and result.failures == {"exception": 1, "no output": 1}
+    assert all(one.tpot is not None for one in result.succeeded)
+
+
 def test_our_engine_in_this_process_as_a_target(tmp_path):
     from tiny_gguf import write_tiny_gguf
     from twinphase.bench.targets.engine_load import EngineLoadTarget

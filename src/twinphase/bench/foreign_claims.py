@@ -257,6 +257,8 @@ def read_ollama(reply: Reply) -> Observation:
                     if key.endswith("_duration") and isinstance(value, (int, float))
                 }
                 seen.claims["ollama"] = {**claims, "eval_count": found.get("eval_count")}
+    if not seen.error and "ollama" not in seen.claims:
+        seen.error = f"no line says that it is done: {(rest or reply.body)[:SHOWN].decode(errors='replace')}"
     return seen
 
 
