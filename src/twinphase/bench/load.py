@@ -203,7 +203,7 @@ async def run_load(
         slos: for goodput.
         progress: told how many requests have ended.
         claims: asks the server before and after.
-        warm_up_at_once: warm-up requests in flight; of several one may fail, as a loaded server refuses some.
+        warm_up_at_once: warm-up requests in flight; where it is more than one, they may fail, as under load.
 
     Raises:
         InvalidRequestError: the workload does not fit the target, or the arrivals need times that it has not.
@@ -221,14 +221,13 @@ async def run_load(
         began, cpu = time.perf_counter(), time.thread_time()
         heart = asyncio.ensure_future(watch_loop(beats))
         try:
-            await (sender.closed(arrivals.concurrency) if isinstance(arrivals, Closed) else sender.open(offsets or ()))
+            await sender.all(arrivals, offsets)
         finally:
             client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
             heart.cancel()
     if claims is not None:
         await claims.after()
-    observations = sender.read()
-    _judge(client, beats, observations)
+    observations = _judged(sender.read(), client, beats)
     return LoadResult(
         facts=target.facts,
         workload=workload.description,
@@ -259,13 +258,14 @@ async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress, a
     await asyncio.gather(*(user() for _ in range(min(at_once, total))))
 
 
-def _judge(client: ClientHealth, beats: Sequence[Beat], observations: Sequence[Observation]) -> None:
-    """Note how late what was sent, and what was stamped."""
+def _judged(observations: list[Observation], client: ClientHealth, beats: Sequence[Beat]) -> list[Observation]:
+    """Note how late what was sent, and what was stamped; the same observations."""
     client.send_lags = [seen.lag for seen in observations if not seen.connected_late]
     client.connected_late = sum(seen.connected_late for seen in observations)
     client.loop_lags = lags_of_stamps(beats, [moment for seen in observations for moment in seen.token_times])
     own = [seen.error.partition(": ")[2] for seen in observations if failure_kind(seen.error) == CLIENT_LIMIT]
     client.refused = dict(Counter(own))
+    return observations
 
 
 class _Sender:
@@ -285,6 +285,10 @@ class _Sender:
         self._send: Any = target.send if self._read is None else getattr(target, "start")  # noqa: B009
         self._replies: dict[int, Any] = {}  # by the request's place in the workload
         self._in_flight = 0
+
+    async def all(self, arrivals: Arrivals, offsets: Sequence[float] | None) -> None:
+        """The whole workload."""
+        await (self.closed(arrivals.concurrency) if isinstance(arrivals, Closed) else self.open(offsets or ()))
 
     async def open(self, offsets: Sequence[float]) -> None:
         """Each at its moment, whatever becomes of the others."""
