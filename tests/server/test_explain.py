@@ -82,6 +82,30 @@ def test_a_key_lists_its_own_requests_only(shared):
     assert shared.get("/v1/requests")[0] == 401
 
 
+def test_who_stalled_it_is_nobody_elses_business(start):
+    with start("--api-key", "alice", "--api-key", "bob") as shared:
+        look_at_a_stall(shared)
+
+
+def look_at_a_stall(shared):
+    body = {**BODY, "prompt": "a b", "max_tokens": 1000, "stream": True}
+    bobs = []
+    with httpx.stream("POST", shared.url + "/v1/completions", json=body, headers=ALICE, timeout=60) as answer:
+        pieces = answer.iter_lines()
+        next(pieces)
+        for number in range(6):
+            prompt = [5 + number, *range(5, 205)] * 15
+            bobs.append(shared.post("/v1/completions", {**BODY, "prompt": prompt, "max_tokens": 1}, **BOB)[1]["id"])
+        for _ in pieces:
+            pass
+    status, found = shared.get(f"/v1/requests/{answer.headers['x-request-id']}/explain", **ALICE)
+    stalls = [one for one in found["diagnoses"] if one["cause"] == "stalls"]
+    assert status == 200 and "other request" in stalls[0]["evidence"]
+    _, timeline = shared.get(f"/v1/requests/{answer.headers['x-request-id']}/timeline", **ALICE)
+    assert not [name for name in bobs if name in json.dumps([found, timeline])]
+    assert not [name for name in bobs if shared.get(f"/v1/requests/{name}/explain", **ALICE)[0] != 404]
+
+
 def test_what_the_miss_lay_in_is_known(server):
     system = "the " * 200
     for word in ("hello", "world"):
