@@ -138,6 +138,9 @@ def test_requests_of_one_run_are_no_repetitions(name):
     """They wait in one queue: a run that was slow as a whole would look as if it were surely slower."""
     found = only(metric(name, noisy(1.0, 200)), metric(name, noisy(1.5, 200)))
     assert found.verdict == CANNOT and "repeat the load" in found.reason
+    slow, slower = (result(metric(name, noisy(at, 9)), kind="lab") for at in (1.0, 1.5))
+    [found] = compare_reports(slow, slower).data["comparisons"]
+    assert found.verdict == "slower"  # an experiment's requests are one at a time
 
 
 def test_a_void_measurement_stays_void():

@@ -40,7 +40,8 @@ INCIDENTAL = (
 )
 NEARLY = {"prompts": 0.02}  # conditions that are measured: numbers so close, as a share, are the same
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
-# One value a request of one run: they wait in one queue and depend on each other, and nothing is known of other runs.
+# Of loads in older results, one value a request of one run: they wait in one queue and depend on each other, and
+# nothing is known of other runs.
 OF_ONE_RUN = ("ttft_seconds", "tpot_seconds", "itl_seconds", "e2e_seconds")
 SPEEDS = ("s", "ms", "us", "µs", "tok/s", "req/s")
 SAME, CANNOT = "no difference shown", "cannot tell"
@@ -96,7 +97,7 @@ def compare_reports(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -
     shared = [name for name in ours if name in theirs and _alike(ours[name], theirs[name])]
     if not shared:
         raise ResultError(f"{names[0]} and {names[1]} have no metric in common.", "Compare two runs of one command.")
-    found = _corrected([_compared(ours[name], theirs[name]) for name in shared])
+    found = _corrected([_compared(a.kind, ours[name], theirs[name]) for name in shared])
     differing = _differing(a.conditions, b.conditions)
     apart_keys = {key for key, _, _ in differing}
     same = {key: value for key, value in a.conditions.items() if key not in apart_keys}
@@ -122,12 +123,12 @@ def _alike(a: Metric, b: Metric) -> bool:
     return (a.unit, a.better) == (b.unit, b.better)
 
 
-def _compared(a: Metric, b: Metric) -> Comparison:
+def _compared(kind: str, a: Metric, b: Metric) -> Comparison:
     values = [[value for value in metric.values if math.isfinite(value)] for metric in (a, b)]
     counts = (len(values[0]), len(values[1]))
     medians = tuple(statistics.median(side) if side else math.nan for side in values)
     reason = ""
-    if a.name.partition("[")[0] in OF_ONE_RUN:
+    if kind == "bench" and a.name.partition("[")[0] in OF_ONE_RUN:
         reason = "the requests of one run depend on each other: repeat the load (--repetitions 5)"
     elif min(counts) < FEWEST:
         reason = f"fewer than {FEWEST} values"
