@@ -164,7 +164,8 @@ async def stream(
         usage["completion_tokens_details"] = {"reasoning_tokens": sum(tokens[: script["reasoning"]])}
     if not script["merged_end"]:
         joined += chunk("", script["finish"], **({"timings": script["timings"]} if script["timings"] else {}))
-    joined += event({"id": name, "object": "text_completion", "choices": [], "usage": usage}) if script["usage"] else b""
+    last = {"id": name, "object": "text_completion", "choices": [], "usage": usage}
+    joined += event(last) if script["usage"] else b""
     entry["closed"] = time.perf_counter()
     if script["end"] == "done":
         send(joined + event("[DONE]"))
