@@ -10,7 +10,8 @@ from provoked import Engine
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.cli import run_app
-from twinphase.phases.client_diagnosis import ClientRequest, Load, explain_client, read_loads
+from twinphase.phases.client_diagnosis import explain_client
+from twinphase.phases.client_loads import ClientRequest, Load, read_loads
 from twinphase.phases.saved import SavedLedgerError
 
 
@@ -107,6 +108,37 @@ def test_comparisons_of_other_requests_are_no_shares_of_one_whole(tmp_path, caps
     assert len(told) == 2 and not any("%" in line for line in told)
 
 
+def test_what_is_said_of_a_load_is_said_of_its_requests(tmp_path, capsys):
+    observations = [{"intended": 20.0 * n, "token_times": [20.0 * n + 1.0 + n, 20.0 * n + 3.0 + n], "error": "",
+                     "num_prompt_tokens": 100 * (1 + n), "num_output_tokens": 5} for n in range(10)]  # fmt: skip
+    data = {"load": {"observations": observations}}
+    (tmp_path / "result.json").write_text(json.dumps({"format": "twinphase-result", "data": data}))
+    assert run_app(["explain", str(tmp_path)]) == 0
+    assert "What to change, by what it would save of these requests" in capsys.readouterr().out
+
+
+def test_nobody_beside_is_not_a_little_less_than_nobody():
+    load = Load("x", tuple(request(1e9 + 0.1 * n, [1e9 + 0.1 * n + 0.01, 1e9 + 0.1 * n + 0.03]) for n in range(50)))
+    assert not any(f"{load.others_decoding(one)}".startswith("-") for one in load.requests)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "words"),
+    [
+        ("bench", {"target": {}, "phase sweep": {"points": []}}, "a phase sweep"),
+        ("bench", {"target": {}, "load": {"observations": []}}, "a load's result"),
+        ("lab", {"speed": 1.0}, "a lab result"),
+        ("roofline", {}, "a roofline"),
+    ],
+)
+def test_a_result_that_is_no_load_is_named(kind, data, words, tmp_path, capsys):
+    (tmp_path / "result.json").write_text(json.dumps({"format": "twinphase-result", "kind": kind, "data": data}))
+    assert run_app(["explain", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"The file is {words}, with no load" in " ".join(told.split())
+    assert "--request-rate" in told and "--max-concurrency" in told
+
+
 MOMENTS = st.tuples(st.floats(0, 9), st.lists(st.floats(0.1, 9), min_size=1, max_size=4))
 
 
@@ -138,11 +170,16 @@ def test_what_cannot_be_told_is_unknown():
         assert words in text
 
 
-def test_the_servers_own_ledgers_are_quoted():
+def test_the_servers_own_ledgers_are_quoted(tmp_path, capsys):
     claims = {"timings": {"ledger_ms": {"queue": 30.0, "decode": 10.0}}}
     data = {"observations": [{"intended": 0.0, "token_times": [1.0], "error": "", "claims": claims}]}
-    (found,) = explain_client(read_loads(data)).diagnoses
-    assert found.cause == "claims" and found.share is None and "75% queue, 25% decode" in found.evidence
+    found = explain_client(read_loads(data))
+    assert found.diagnoses == () and "75% queue, 25% decode" in found.claims  # its word, and no cause
+    (tmp_path / "result.json").write_text(json.dumps({"format": "twinphase-result", "data": data}))
+    assert run_app(["explain", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    said = shown.partition("\nWhat the server itself says\n")[2].splitlines()[0]
+    assert said.startswith("By its own ledgers of 1 requests") and "claims" not in shown
 
 
 @pytest.mark.parametrize("data", [None, {}, {"observations": []}, {"observations": [{"error": "x"}, 3]}, [[]]])

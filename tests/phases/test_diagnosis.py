@@ -4,6 +4,7 @@
 """
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from twinphase.config import EngineConfig
+from twinphase.phases.alone import alone_sentences, had_it_run_alone
 from twinphase.phases.client_diagnosis import CLIENT_RULES
-from twinphase.phases.cost import CostModel
+from twinphase.phases.cost import CostError, CostModel
 from twinphase.phases.diagnosis import DECODE_RULES, PREFILL_RULES, diagnose
 from twinphase.phases.evidence import Efficiency, Evidence, Machine
 from twinphase.phases.explain import explain, explain_evidence
@@ -219,14 +221,70 @@ def test_above_the_ceiling_is_not_clamped():
     assert found.efficiency["decode"].mbu == pytest.approx(3.0)
 
 
+LIVED = [(IntervalKind.TOKENIZE, 0.5), (IntervalKind.QUEUE, 3.0), (IntervalKind.PREFILL, 1.0)]
+
+
 def test_had_it_run_alone_is_the_cost_model_without_the_others():
-    pieces = [(IntervalKind.TOKENIZE, 0.5), (IntervalKind.QUEUE, 3.0), (IntervalKind.PREFILL, 1.0),
-              (IntervalKind.STALL, 5.0), (IntervalKind.SEND, 0.25)]  # fmt: skip
-    lived = evidence(pieces, first=4.5)
+    lived = evidence([*LIVED, (IntervalKind.DECODE, 1.0), (IntervalKind.STALL, 5.0), (IntervalKind.SEND, 0.25)], 4.5)
     alone = explain_evidence(lived).alone
-    assert alone.ttft == pytest.approx(0.5 + lived.prefill_alone())
+    assert alone.verdict == "predicted" and alone.ttft == pytest.approx(0.5 + lived.prefill_alone())
     assert alone.seconds == pytest.approx(0.75 + lived.prefill_alone() + lived.decode_step_at(101))
-    assert alone.own_shares == pytest.approx(1.0)
+    assert alone.own_shares == pytest.approx(2.0)
+
+
+def test_who_was_alone_would_have_taken_no_longer_alone():
+    lived = evidence([*LIVED, (IntervalKind.DECODE, 1e-4), (IntervalKind.SEND, 0.25)], first=4.5)
+    assert lived.decode_step_at(101) > 1e-4  # the model would say more than was measured
+    found = explain_evidence(lived)
+    assert found.alone.verdict == "alone" and found.alone.seconds == pytest.approx(found.waterfall.wall_seconds)
+    assert alone_sentences(found.as_dict()) == ["it was alone: nobody else was in any of its steps"]
+
+
+def test_who_only_waited_for_a_seat_would_not_have_waited():
+    timeline = RequestTimeline(0.0)
+    timeline.queue_until(3.0, "seats")
+    timeline.queue_until(3.5, "")  # the engine looks at it
+    timeline.mark(IntervalKind.PREFILL, 4.0, 1)
+    timeline.hand_over_tokens(1, 4.0)
+    found = explain(Request("me", [1] * 100, SamplingParams()), timeline, machine()).alone
+    assert (found.verdict, found.seconds, found.ttft) == ("predicted", pytest.approx(1.0), pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.5, "unknown"), (2.0, "predicted")])
+def test_alone_cannot_be_told_by_a_model_beyond_its_error(off, verdict, monkeypatch):
+    lived = evidence([*LIVED, (IntervalKind.DECODE, 1e-3), (IntervalKind.STALL, 5.0)], first=4.5)
+    lived.timeline.intervals[2].end = lived.timeline.intervals[2].start + 1e-3  # both less than the model says
+    monkeypatch.setattr(lived.machine.cost_model, "error", lambda: CostError(9, 0.1, off * predicted_error(lived)))
+    alone = had_it_run_alone(lived)
+    assert alone.verdict == verdict
+    told = alone_sentences({"alone": asdict(alone), "error": None, "waterfall": {"wall_seconds": 9.5}})
+    if verdict == "unknown":
+        assert alone.seconds is None and told[0].startswith("cannot tell")
+    else:  # within the error, and yet not more than its own shares
+        assert alone.seconds == pytest.approx(0.5 + alone.own_shares) and "in place of" in told[0]
+
+
+def predicted_error(lived):
+    own = sum(lived.timeline.seconds(kind) for kind in (IntervalKind.PREFILL, IntervalKind.DECODE))
+    return abs(lived.prefill_alone() + lived.decode_step_at(101) - own) / own
+
+
+def test_overhead_is_what_memory_and_arithmetic_leave():
+    given = evidence([(IntervalKind.PREFILL, 1.0), (IntervalKind.DECODE, 2.0)], first=1.0, machine=None,
+                     known={"decode": Efficiency("overhead", 0.1, 0.45)})  # fmt: skip
+    found = {one.cause: one for one in diagnose(given) if one.phase == "decode"}
+    assert found["model_size"].share == pytest.approx(0.45) and found["step_overhead"].share == pytest.approx(0.55)
+    assert "1.10 s of the 2.00 s of its own decoding (MBU 45%)" in found["step_overhead"].evidence
+    assert "Reading it at the measured peak" in found["model_size"].evidence
+
+
+def test_overhead_is_told_by_the_larger_ceiling_and_without_contention():
+    found = explain(*decoded(10, 400_000, executed=1.0, cpu_wait=0.2), machine()).diagnoses
+    shares = {one.cause: one.share for one in found if one.phase == "decode"}
+    assert shares["contention"] == pytest.approx(0.2) and shares["step_overhead"] == pytest.approx(0.4)
+    (overhead,) = (one for one in found if one.cause == "step_overhead")
+    assert "MFU 40%" in overhead.evidence
+    assert sum(shares.values()) == pytest.approx(1, abs=0.02)
 
 
 def test_levers_without_a_prediction_come_last():

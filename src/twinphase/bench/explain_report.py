@@ -8,6 +8,7 @@ from typing import Any
 from twinphase.bench.conditions import conditions
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Plot, Report, Section, Status, Table, Verdict
+from twinphase.phases.alone import alone_sentences
 from twinphase.phases.levers import duration
 from twinphase.phases.report import FORMULAS
 from twinphase.terminal import percentages
@@ -26,9 +27,14 @@ def explain_report(found: Mapping[str, Any]) -> Report:
     near = found.get("efficiency")
     if near:
         sections.append(Section("What bound each phase", tables=(_efficiency_table(near),)))
-    sections.append(Section("Had it run alone", paragraphs=(_alone(found),)))
+    if found["kind"] != "client":  # of whose engines no cost model is known
+        told = "; ".join(alone_sentences(found))
+        sections.append(Section("Had it run alone", paragraphs=(f"{told[0].upper()}{told[1:]}.",)))
     if found["levers"]:
-        sections.append(Section("What to change", tables=(_lever_table(found["levers"]),)))
+        whose = "these requests'" if found["kind"] == "client" else "this request's"
+        sections.append(Section("What to change", tables=(_lever_table(found["levers"], whose),)))
+    if found.get("claims"):
+        sections.append(Section("What the server itself says", paragraphs=(found["claims"],)))
     if found.get("unknown"):
         sections.append(Section("Unknown from outside", paragraphs=tuple(found["unknown"])))
     title = f"{found['id']}: {duration(falls['wall_seconds'])} in all{first}"
@@ -81,23 +87,7 @@ def _efficiency_table(near: Mapping[str, Any]) -> Table:
     return Table("Against the machine's ceilings", columns, rows)
 
 
-def _alone(found: Mapping[str, Any]) -> str:
-    alone, error = found.get("alone"), found.get("error") or {}
-    if not alone:
-        return "Unknown: there is no cost model of the engine that served it."
-    text = (
-        f"{duration(alone['seconds'])} by the cost model in place of {duration(found['waterfall']['wall_seconds'])}; "
-        f"first token after {duration(alone['ttft'])}."
-    )
-    if error.get("median") is not None:
-        text += (
-            f" The model's last {error['steps']} predictions were off by {error['median']:.0%} in the middle and "
-            f"{error['p95']:.0%} at the 95th percentile."
-        )
-    return text
-
-
-def _lever_table(levers: Any) -> Table:
+def _lever_table(levers: Any, whose: str) -> Table:
     rows = tuple(
         (
             "no prediction" if one["saved_seconds"] is None else duration(one["saved_seconds"]),
@@ -107,6 +97,6 @@ def _lever_table(levers: Any) -> Table:
         )
         for one in levers
     )
-    columns = (Column("would save", "of this request's wall time, by the cost model"),
+    columns = (Column("would save", f"of {whose} wall time, by the cost model"),
                Column("at most", "the time that the lever works on"), Column("lever"), Column("how"))  # fmt: skip
     return Table("Levers", columns, rows)

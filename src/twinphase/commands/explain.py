@@ -13,7 +13,7 @@ __all__ = ["explain"]
 
 def explain(
     what: str = typer.Argument(
-        None, help="Id of a request of the server, or a JSON file: a saved ledger, an answer, a bench result."
+        None, help="Id of a request of the server, or a JSON file: a saved ledger, an answer, a load's result.json."
     ),
     url: str = typer.Option("http://127.0.0.1:8000", help="Of the server that has the request."),
     api_key: str = typer.Option(None, envvar="TWINPHASE_API_KEY", help="That the request was sent with."),

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, RequestNotFoundError, TwinphaseError
-from twinphase.phases.client_diagnosis import ClientExplanation, explain_client, read_loads
+from twinphase.phases.client_diagnosis import ClientExplanation, explain_client
+from twinphase.phases.client_loads import read_loads
 from twinphase.phases.explain import Explanation, explain_evidence
 from twinphase.phases.levers import Lever, rank
 from twinphase.phases.report import FORMULAS
@@ -29,6 +30,10 @@ LARGEST = 1 << 30  # bytes of a file that is read
 LARGEST_REPLY = 64 << 20
 LARGEST_NUMBER = 1e18
 PATIENCE = 60.0  # seconds for the server to answer
+RESULTS = {"lab": "a lab result", "roofline": "a roofline", "compare": "a comparison of results"}
+# Of a bench result, by the names in its data.
+PARTS = {"load": "a load's result", "saturation": "a search for saturation", "phase sweep": "a phase sweep",
+         "claims": "a check of claims"}  # fmt: skip
 NEITHER = "Is it a twinphase server? Give --url as it logged it when it started."
 
 
@@ -61,7 +66,7 @@ def from_file(path: Path) -> dict[str, Any]:
     if isinstance(found, dict) and found.get("format") == "twinphase-result":
         if found.get("kind") == "explain" and isinstance(found.get("data"), dict):  # of `explain --out`
             return _checked(found["data"], str(path))
-        explained = explain_client(read_loads(found.get("data")))
+        explained = explain_client(read_loads(found.get("data"), _what(found)))
         return {"id": str(path), "kind": "client", **asdict(explained)}
     if isinstance(found, dict) and "waterfall" in found and "diagnoses" in found:
         return _checked(found, str(path))
@@ -71,6 +76,15 @@ def from_file(path: Path) -> dict[str, Any]:
     if isinstance(found, dict) and found.get("explanation") is not None:
         _join(explanation, _checked(found["explanation"], str(path)))
     return {"id": str(path), "kind": "ledger", **explanation}
+
+
+def _what(result: dict[str, Any]) -> str:
+    """What a result is, in words."""
+    kind, data = result.get("kind"), result.get("data")
+    if kind == "bench":
+        parts = data if isinstance(data, dict) else {}
+        return next((name for part, name in PARTS.items() if part in parts), "a bench result")
+    return RESULTS.get(str(kind), "a result")
 
 
 def _join(explanation: dict[str, Any], engines: dict[str, Any]) -> None:

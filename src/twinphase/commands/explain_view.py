@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from twinphase.phases.alone import alone_sentences
 from twinphase.phases.levers import duration
 from twinphase.terminal import percentages
 
@@ -31,9 +32,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     for phase, title in TITLES.items():
         yield from _diagnoses(found, phase, title)
     if found["kind"] == "client":
+        yield from _section("What the server itself says", [found["claims"]] if found["claims"] else [])
         yield from _section("Unknown from outside", [f"- {line}" for line in found["unknown"]])
     else:
-        yield from _alone(found)
+        yield from _section("Had it run alone", alone_sentences(found))
     yield from _levers(found)
 
 
@@ -120,25 +122,6 @@ def _share(one: Mapping[str, Any], kind: str) -> str:
     return f"{_percent(one['share']) if one['share'] is not None else '?':>6}  "
 
 
-def _alone(found: Mapping[str, Any]) -> Iterator[str]:
-    alone, error = found.get("alone"), found.get("error") or {}
-    if not alone:
-        yield from _section("Had it run alone", ["unknown: there is no cost model of the engine that served it"])
-        return
-    rows = [
-        f"{duration(alone['seconds'])} in place of {duration(found['waterfall']['wall_seconds'])}; first token after "
-        f"{duration(alone['ttft'])}, {_maybe(alone['tpot'])} a token after it",
-        f"prefill {duration(alone['prefill_seconds'])}, decode {duration(alone['decode_seconds'])} by the cost model; "
-        f"its shares of the steps it was in were {duration(alone['own_shares'])} together",
-    ]
-    if error.get("median") is not None:
-        rows.append(
-            f"the model's last {error['steps']} predictions were off by {_percent(error['median'])} in the middle, "
-            f"{_percent(error['p95'])} at the 95th percentile"
-        )
-    yield from _section("Had it run alone", rows)
-
-
 def _levers(found: Mapping[str, Any]) -> Iterator[str]:
     median, rows = (found.get("error") or {}).get("median"), []
     for lever in found["levers"]:
@@ -147,4 +130,5 @@ def _levers(found: Mapping[str, Any]) -> Iterator[str]:
         unknown = "no prediction" if not addressed else f"? of {duration(addressed)}"
         gain = unknown if saved is None else f"{duration(saved)}{error}"
         rows.append(f"{gain:>16}  {_paint(lever['flag'], BOLD)}: {lever['advice']}")
-    yield from _section("What to change, by what it would save of this request", rows)
+    whose = "these requests" if found["kind"] == "client" else "this request"
+    yield from _section(f"What to change, by what it would save of {whose}", rows)

@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
 from statistics import mean, median
-from typing import Any
 
+from twinphase.phases.client_loads import Load
 from twinphase.phases.diagnosis import Diagnosis
 from twinphase.phases.levers import WORTH_NAMING, Lever, duration
 from twinphase.phases.saved import SavedLedgerError
 from twinphase.phases.waterfall import Bar, Waterfall
 
-__all__ = ["CLIENT_RULES", "ClientExplanation", "ClientRequest", "Load", "explain_client", "read_loads"]
+__all__ = ["CLIENT_RULES", "ClientExplanation", "explain_client"]
 
 FEW = 4  # requests on each side of a comparison, below which nothing is concluded
 SPREAD = 1.5  # longest prompt over the shortest, below which nothing is said about length
 FIRM = 0.5  # rank correlation, below which two quantities are not said to go together
 MOSTLY = 0.8  # of pairs of one request of each group, in which the second's value must be the larger one
-DEEP = 64  # levels of JSON that are searched
-LARGEST = 1e15  # of a number that is taken for one; NaN is not
 
 # What only the server knows, and why a client does not.
 UNKNOWN = (
@@ -43,87 +39,6 @@ UNKNOWN = (
 
 
 @dataclass(frozen=True)
-class ClientRequest:
-    """One request as the client saw it; seconds of the client's clock.
-
-    Attributes:
-        sent: when it was to be sent.
-        times: when each piece of output came, one at least.
-        num_prompt: prompt tokens that had to be computed, by the server's count; None is unknown.
-        num_output: output tokens, by the server's count; None is unknown.
-        ledger: seconds by kind, where the server is ours and said so; empty otherwise.
-    """
-
-    sent: float
-    times: tuple[float, ...]
-    num_prompt: int | None = None
-    num_output: int | None = None
-    ledger: Mapping[str, float] | None = None
-
-    @property
-    def ttft(self) -> float:
-        """Client TTFT."""
-        return self.times[0] - self.sent
-
-    @property
-    def tpot(self) -> float | None:
-        """(last token - first token) / (output tokens - 1), None below two."""
-        count = self.num_output if self.num_output is not None else 0
-        return (self.times[-1] - self.times[0]) / (count - 1) if count > 1 else None
-
-
-@dataclass(frozen=True)
-class Load:
-    """One load.
-
-    Attributes:
-        name: for a reader.
-        requests: those that succeeded, in the order of their sending.
-        void: why the measurement itself is not to be used; empty if it is.
-    """
-
-    name: str
-    requests: tuple[ClientRequest, ...]
-    void: tuple[str, ...] = ()
-
-    @cached_property
-    def _moments(self) -> tuple[list[float], list[float], list[float]]:
-        """When requests were sent, had their first tokens, and their last ones, each in order of time."""
-        requests = self.requests
-        columns = zip(*((one.sent, one.times[0], one.times[-1]) for one in requests), strict=True)
-        sent, first, last = map(sorted, columns)
-        return sent, first, last
-
-    @cached_property
-    def _sums(self) -> tuple[list[float], list[float]]:
-        _, first, last = self._moments
-        return list(accumulate(first, initial=0.0)), list(accumulate(last, initial=0.0))
-
-    def others_before(self, request: ClientRequest) -> int:
-        """Requests in flight when that one was sent."""
-        sent, _, last = self._moments
-        return bisect_left(sent, request.sent) - bisect_right(last, request.sent)
-
-    def others_reading(self, begin: float, end: float) -> int:
-        """Requests whose prompts were being read between two moments; one that had its first token by then is none."""
-        sent, first, _ = self._moments
-        return bisect_left(sent, end) - bisect_right(first, begin)
-
-    def others_decoding(self, request: ClientRequest) -> float:
-        """Requests that decoded beside that one, in the mean over its own decode."""
-        start, end = request.times[0], request.times[-1]
-        return (self._decoded(end) - self._decoded(start)) / (end - start) - 1 if end > start else 0.0
-
-    def _decoded(self, moment: float) -> float:
-        """Seconds of decode that all requests together had until then."""
-        total = 0.0
-        for sign, times, sums in zip((1, -1), self._moments[1:], self._sums, strict=True):
-            count = bisect_right(times, moment)
-            total += sign * (count * moment - sums[count])
-        return total
-
-
-@dataclass(frozen=True)
 class ClientExplanation:
     """What can be told from outside, and what cannot.
 
@@ -133,6 +48,7 @@ class ClientExplanation:
         levers: of the diagnoses.
         unknown: what cannot be told, each with the reason.
         num_requests: that it was told from.
+        claims: what the server itself says, where it is ours; nothing here was seen by the client.
     """
 
     waterfall: Waterfall
@@ -140,80 +56,7 @@ class ClientExplanation:
     levers: tuple[Lever, ...]
     unknown: tuple[str, ...]
     num_requests: int
-
-
-def read_loads(data: Any) -> list[Load]:
-    """The loads in the `data` of a bench result, wherever in it they lie.
-
-    Raises:
-        SavedLedgerError: there is none with a request that succeeded.
-    """
-    loads = []
-    for number, found in enumerate(_holders(data, 0)):
-        requests = [request for entry in found["observations"] if (request := _request(entry)) is not None]
-        if requests:
-            void = tuple(map(str, found["void"])) if isinstance(found.get("void"), list) else ()
-            ordered = tuple(sorted(requests, key=lambda request: request.sent))
-            loads.append(Load(_name(found, number), ordered, void))
-    if not loads:
-        raise SavedLedgerError(
-            "The result has no load with requests that succeeded.",
-            "`twinphase bench URL --rate ...` or `--concurrency ...` measures one.",
-        )
-    return loads
-
-
-def _holders(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-    if depth > DEEP:
-        return
-    if isinstance(value, Mapping):
-        if isinstance(value.get("observations"), list):
-            yield value
-            return
-        for item in value.values():
-            yield from _holders(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _holders(item, depth + 1)
-
-
-def _name(found: Mapping[str, Any], number: int) -> str:
-    if _is_number(found.get("rate")):
-        return f"{found['rate']:g} requests/s"
-    if isinstance(found.get("concurrency"), int):
-        return f"{found['concurrency']} at once"
-    return f"load {number + 1}"
-
-
-def _request(entry: Any) -> ClientRequest | None:
-    """None for one that failed, or is not readable as one."""
-    if not isinstance(entry, Mapping) or entry.get("error"):
-        return None
-    intended, times = entry.get("intended"), entry.get("token_times")
-    if not _is_number(intended) or not isinstance(times, list) or not times or not all(map(_is_number, times)):
-        return None
-    if any(after < before for before, after in pairwise([intended, *times])):
-        return None  # no clock goes back
-    prompt, cached, output = (
-        value if isinstance(value := entry.get(f"num_{name}_tokens"), int) and 0 <= value <= LARGEST else None
-        for name in ("prompt", "cached", "output")
-    )
-    computed = None if prompt is None else max(0, prompt - (cached or 0))
-    return ClientRequest(
-        float(intended or 0.0), tuple(map(float, times)), computed, output, _ledger(entry.get("claims"))
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
-
-
-def _ledger(claims: Any) -> dict[str, float] | None:
-    for found in (claims, claims.get("timings") if isinstance(claims, Mapping) else None):
-        ledger = found.get("ledger_ms") if isinstance(found, Mapping) else None
-        if isinstance(ledger, Mapping) and ledger and all(map(_is_number, ledger.values())):
-            return {str(kind): 1e-3 * float(spent) for kind, spent in ledger.items()}
-    return None
+    claims: str = ""
 
 
 def explain_client(loads: Sequence[Load]) -> ClientExplanation:
@@ -240,7 +83,9 @@ def explain_client(loads: Sequence[Load]) -> ClientExplanation:
         if spent > 0
     )
     levers = tuple(one.lever for one in found if one.lever)
-    return ClientExplanation(Waterfall(wall, until, bars), tuple(found), levers, _unknown(loads, found), len(everyone))
+    return ClientExplanation(
+        Waterfall(wall, until, bars), tuple(found), levers, _unknown(loads, found), len(everyone), _claims(loads)
+    )
 
 
 def _unknown(loads: Sequence[Load], found: Sequence[Diagnosis]) -> tuple[str, ...]:
@@ -351,18 +196,17 @@ def _decode_batching(loads: Sequence[Load]) -> Diagnosis | None:
     return Diagnosis("decode_batching", "decode", sentence, high - low, None, lever)
 
 
-def _claims(loads: Sequence[Load]) -> Diagnosis | None:
-    """What the server itself says, where it is ours."""
+def _claims(loads: Sequence[Load]) -> str:
+    """What the server itself says, where it is ours: its word, and no cause that was seen from outside."""
     ledgers = [request.ledger for load in loads for request in load.requests if request.ledger]
     if not ledgers:
-        return None
+        return ""
     kinds = {kind for ledger in ledgers for kind in ledger}
     totals = {kind: sum(ledger.get(kind, 0.0) for ledger in ledgers) for kind in kinds}
     whole = sum(totals.values()) or 1.0
     most = sorted(kinds, key=lambda kind: -totals[kind])[:4]
     named = ", ".join(f"{totals[kind] / whole:.0%} {kind}" for kind in most)
-    sentence = f"By the server's own ledgers of {len(ledgers)} requests: {named}. `twinphase explain ID` has one whole."
-    return Diagnosis("claims", "prefill", sentence, None, None)
+    return f"By its own ledgers of {len(ledgers)} requests: {named}. `twinphase explain ID` has one whole."
 
 
 def _differ(usual: float, more: float) -> bool:
@@ -392,5 +236,4 @@ CLIENT_RULES: dict[str, Callable[[Sequence[Load]], Diagnosis | None]] = {
     "prompt_length": _prompt_length,
     "stalls": _stalls,
     "decode_batching": _decode_batching,
-    "claims": _claims,
 }

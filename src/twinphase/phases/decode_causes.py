@@ -26,6 +26,15 @@ class _Parts(NamedTuple):
     scheduled: float
     unused: float  # that further threads would have spared at best
     model: float
+    unexplained: float  # by memory or arithmetic, where neither bound it
+
+
+def _ceiling(evidence: Evidence) -> tuple[str, float]:
+    """The ceiling that the decode steps came nearest to, and how near; ("unknown", 0) where neither is known."""
+    near = evidence.efficiency("decode")
+    known = [(value, name) for value, name in ((near.mfu, "compute"), (near.mbu, "memory")) if value is not None]
+    value, name = max(known, default=(0.0, "unknown"))
+    return (near.bound if near.bound in ("memory", "compute") else name), value
 
 
 def _parts(evidence: Evidence) -> _Parts:
@@ -35,9 +44,12 @@ def _parts(evidence: Evidence) -> _Parts:
     around = max(0.0, totals.seconds - totals.executed) if totals.executed > 0 else 0.0
     scheduled = min(own - waited - sampled, part(own, totals, around))
     model = own - waited - sampled - scheduled
+    overhead = evidence.efficiency("decode").bound == "overhead"
+    unexplained = max(0.0, model - own * _ceiling(evidence)[1]) if overhead else 0.0
+    model -= unexplained
     # Memory gives no more to more threads once a few have filled it; only arithmetic divides among them.
     unused = model * _idle_part(evidence) if evidence.efficiency("decode").bound == "compute" else 0.0
-    return _Parts(waited, sampled, scheduled, unused, model - unused)
+    return _Parts(waited, sampled, scheduled, unused, model - unused, unexplained)
 
 
 def _idle_part(evidence: Evidence) -> float:
@@ -60,7 +72,7 @@ def _of_kind(kind: IntervalKind) -> Rule:
 
 def _matters(evidence: Evidence) -> bool:
     parts = _parts(evidence)
-    return parts.unused + parts.model >= WORTH_NAMING * sum(evidence.later.values())
+    return parts.unused + parts.model + parts.unexplained >= WORTH_NAMING * sum(evidence.later.values())
 
 
 def _threads(evidence: Evidence) -> Found | None:
@@ -91,7 +103,7 @@ def _weights_and_context(evidence: Evidence) -> tuple[float, float]:
     if machine is None or not totals.steps or not totals.bytes:
         return seconds, 0.0
     shape, context = machine.shape, evidence.mean_context
-    if evidence.efficiency("decode").bound == "compute":  # floating-point operations of a token
+    if _ceiling(evidence)[0] == "compute":  # floating-point operations of a token
         weights = 2.0 * (shape.linear_parameters + shape.head_parameters)
         attended = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
     else:  # bytes of a token
@@ -105,13 +117,16 @@ def _by_bound(evidence: Evidence, *bounds: str) -> bool:
 
 def _model_size(evidence: Evidence) -> Found | None:
     seconds, _ = _weights_and_context(evidence)
-    if not _by_bound(evidence, "memory", "compute") or seconds <= 0:
+    if not _by_bound(evidence, "memory", "compute", "overhead") or seconds <= 0:
         return None
-    near = evidence.efficiency("decode")
-    value = (f", MBU {near.mbu:.0%}" if near.mbu is not None else "") if near.bound == "memory" else ""
-    machine = evidence.machine
+    near, machine = evidence.efficiency("decode"), evidence.machine
     size = f" of {(machine.shape.linear_bytes + machine.shape.head_bytes) / 1e6:,.0f} MB" if machine else ""
-    sentence = f"Each token goes through the whole model{size} and is bound by {near.bound}{value}."
+    if near.bound == "overhead":
+        what = "Reading it" if _ceiling(evidence)[0] == "memory" else "Its arithmetic"
+        sentence = f"Each token goes through the whole model{size}. {what} at the measured peak takes this part alone."
+    else:
+        value = f", MBU {near.mbu:.0%}" if near.bound == "memory" and near.mbu is not None else ""
+        sentence = f"Each token goes through the whole model{size} and is bound by {near.bound}{value}."
     _, lever = ABOUT[IntervalKind.DECODE](evidence, seconds)
     if lever is None or lever.flag != "model":
         lever = Lever("model", "A smaller model, or one with fewer bits a weight, has less to read in each step.")
@@ -120,7 +135,7 @@ def _model_size(evidence: Evidence) -> Found | None:
 
 def _context_length(evidence: Evidence) -> Found | None:
     _, seconds = _weights_and_context(evidence)
-    if not _by_bound(evidence, "memory", "compute") or seconds <= 0:
+    if not _by_bound(evidence, "memory", "compute", "overhead") or seconds <= 0:
         return None
     sentence = f"Each token reads the keys and values of about {evidence.num_prompt} tokens and more before it."
     _, lever = ABOUT[IntervalKind.DECODE](evidence, seconds)
@@ -129,14 +144,16 @@ def _context_length(evidence: Evidence) -> Found | None:
 
 def _step_overhead(evidence: Evidence) -> Found | None:
     parts = _parts(evidence)
-    unexplained = parts.model if _by_bound(evidence, "overhead") else 0.0
+    unexplained = parts.unexplained
     if parts.scheduled + unexplained <= 0:
         return None
-    near, sentences = evidence.efficiency("decode"), []
+    sentences = []
     if unexplained:
-        reached = f" (MBU {near.mbu:.0%})" if near.mbu is not None else ""
+        name, value = _ceiling(evidence)
+        reached = {"memory": f" (MBU {value:.0%})", "compute": f" (MFU {value:.0%})"}.get(name, "")
         sentences.append(
-            f"Neither memory nor arithmetic explains {duration(unexplained)} of its own decoding{reached}."
+            f"Neither memory nor arithmetic explains {duration(unexplained)} of the "
+            f"{duration(evidence.later[IntervalKind.DECODE])} of its own decoding{reached}."
         )
     if parts.scheduled:
         sentences.append(f"Scheduling and bookkeeping took {duration(parts.scheduled)} of it.")

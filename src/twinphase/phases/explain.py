@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from twinphase.phases.alone import Alone, had_it_run_alone
 from twinphase.phases.cost import CostError
 from twinphase.phases.diagnosis import Diagnosis, diagnose, prefix_sentence
 from twinphase.phases.evidence import Efficiency, Evidence, Machine
@@ -19,30 +20,6 @@ from twinphase.phases.waterfall import Waterfall, waterfall
 from twinphase.request import Request
 
 __all__ = ["Alone", "Explanation", "Lever", "Machine", "explain", "explain_evidence"]
-
-# What others, a full cache or the reader cost: alone there is none of it.
-OTHERS = {IntervalKind.QUEUE, IntervalKind.PREFILL_WAIT, IntervalKind.RECOMPUTE, IntervalKind.BATCHING,
-          IntervalKind.STALL}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Alone:
-    """What the cost model predicts, had the request run with the engine for itself and its cached tokens as they were.
-
-    Attributes:
-        seconds: prefill + decode + everything measured that is neither theirs nor others' (tokenizing, text, ...).
-        ttft: until the first token.
-        tpot: of a token after it; None below two output tokens.
-        prefill_seconds, decode_seconds: by the cost model.
-        own_shares: this request's shares of the steps that it was really in, prefill + decode, for comparison.
-    """
-
-    seconds: float
-    ttft: float
-    tpot: float | None
-    prefill_seconds: float
-    decode_seconds: float
-    own_shares: float
 
 
 @dataclass(frozen=True)
@@ -130,26 +107,6 @@ def explain_evidence(evidence: Evidence) -> Explanation:
         ranked[0], bounds, tuple(sentences), rank(levers), falls, diagnoses, near,
         had_it_run_alone(evidence), error, timeline.ttft, timeline.tpot,
     )  # fmt: skip
-
-
-def had_it_run_alone(evidence: Evidence) -> Alone | None:
-    """What the cost model predicts of the same request in an empty engine; None without one.
-
-    Prefill in chunks as the engine cuts them, then a step a token, each with the context that it has by then.
-    """
-    prefill = evidence.prefill_alone()
-    if prefill is None or evidence.machine is None:
-        return None
-    num_decoded = max(0, len(evidence.request.output_token_ids) - 1)
-    # A step's time is linear in its context, so that the mean context gives the mean time.
-    decode = num_decoded * (evidence.decode_step_at(evidence.num_prompt + (num_decoded + 1) / 2) or 0.0)
-    first, later = evidence.first, evidence.later
-    named = {*OTHERS, IntervalKind.PREFILL, IntervalKind.DECODE}
-    before = sum(seconds for kind, seconds in first.items() if kind not in named)
-    after = sum(seconds for kind, seconds in later.items() if kind not in named)
-    own = evidence.timeline.seconds(IntervalKind.PREFILL) + evidence.timeline.seconds(IntervalKind.DECODE)
-    tpot = (decode + after) / num_decoded if num_decoded else None
-    return Alone(before + prefill + decode + after, before + prefill, tpot, prefill, decode, own)
 
 
 def _headline(falls: Waterfall) -> str:

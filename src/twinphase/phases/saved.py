@@ -2,7 +2,7 @@
 
 Four forms are taken: what `twinphase run --json` printed, what `GET /v1/requests/{id}/timeline` gave, an answer's body
 (or its last chunk) with `timings`, and the `timings` alone. What a form does not say stays unknown. Not for opening
-files, nor for results of `twinphase bench` (`client_diagnosis.py`).
+files, nor for results of loads (`client_loads.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ACCEPTED", "SavedLedgerError", "read_ledger"]
 
 ACCEPTED = (
     "Give what `twinphase run --json` printed, what GET /v1/requests/{id}/timeline or /explain gave, an answer's body "
-    "with `timings`, or a result.json of `twinphase bench`."
+    "with `timings`, or a load's result.json."
 )
 MOST_TOKENS = 1 << 24  # of a prompt, so that a wrong number cannot fill the memory
 # Sums say nothing of the order in which they came; this is the usual one.
