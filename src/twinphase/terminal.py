@@ -112,10 +112,12 @@ class Bar:
         if not _is_terminal() or total <= 0 or early or (fresh and done < total):
             return
         self._drawn_at = now
-        filled = BAR_WIDTH * done // total
         left = f"{self._pace * (total - done):.0f} s left" if self._pace is not None else ""
-        text = f"{self._title} {'━' * filled}{'─' * (BAR_WIDTH - filled)} {done:,}/{total:,} {self._unit}  {left}"
-        _write("\r\x1b[K" + paint(text[: shutil.get_terminal_size().columns - 1], DIM))
+        behind, columns = f"{done:,}/{total:,} {self._unit}  {left}", shutil.get_terminal_size().columns - 1
+        width = max(0, min(BAR_WIDTH, columns - len(self._title) - len(behind) - 2))  # the words matter more
+        filled = width * done // total
+        text = f"{self._title} {'━' * filled}{'─' * (width - filled)} {behind}"
+        _write("\r\x1b[K" + paint(text[:columns], DIM))
 
     def clear(self) -> None:
         """Take the bar away."""

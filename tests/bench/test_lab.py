@@ -14,12 +14,13 @@ from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
 from twinphase.bench.experiments import kv_size
 from twinphase.bench.experiments.bounds import Bounds, PhaseBound
-from twinphase.bench.lab import EXPERIMENTS, choose, lab
+from twinphase.bench.lab import EXPERIMENTS, _title, choose, lab
 from twinphase.bench.lab_terminal import show
 from twinphase.bench.progress import live
 from twinphase.bench.render import write_report
 from twinphase.bench.report import Status
 from twinphase.bench.result import read_result, result_json
+from twinphase.bench.roofline_measure import Point
 from twinphase.bench.stepped import Workshop
 from twinphase.cli import run_app
 from twinphase.errors import InvalidRequestError, OutOfMemoryError
@@ -66,7 +67,7 @@ def test_every_section_states_rule_numbers_plot_and_meaning(made):
     for section, finding in zip(report.sections, findings, strict=True):
         assert section.plots
         assert section.paragraphs[0].startswith("How it was tried")
-        assert finding.experiment.meaning in section.paragraphs[-1]
+        assert (finding.experiment.meaning in section.paragraphs[-1]) is (finding.status is Status.HOLDS)
         rules = section.tables[0].rows
         assert [row[0] for row in rules] == [rule.name for rule in finding.experiment.rules]
         assert all(len(row) == len(table.columns) for table in section.tables for row in table.rows)
@@ -108,17 +109,44 @@ def test_the_page_draws_every_plot_without_a_complaint(made, written, browser):
     assert drawn == [[plot.name, "drawn"] for section in made[0].sections for plot in section.plots]
     assert browser.complaints() == []
     shown = browser.evaluate("document.body.innerText")
-    assert all(finding.experiment.claim in shown and finding.experiment.meaning in shown for finding in made[1])
+    assert all(finding.experiment.claim in shown for finding in made[1])
+    assert {one.experiment.name for one in made[1] if one.experiment.meaning in shown} == {
+        one.experiment.name for one in made[1] if one.status is Status.HOLDS
+    }
 
 
 def test_progress_says_which_claim(made):
     told = [what for what, _, total in made[2] if total]
     count = len(EXPERIMENTS)
-    assert f"claim 4 of {count}: {EXPERIMENTS[3].claim}" in told
+    assert f"claim 4 of {count}: {EXPERIMENTS[3].name}" in told
     stream = io.StringIO()
     with live("twinphase lab", stream, percent=True) as progress:
         progress(told[0], 334, 1400)
     assert stream.getvalue().startswith(f"twinphase lab: 23 % claim 1 of {count}: ")
+
+
+def test_progress_is_whole_on_a_narrow_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    claim = f"claim {len(EXPERIMENTS)} of {len(EXPERIMENTS)}: {max((one.name for one in EXPERIMENTS), key=len)}"
+    point = str(Point("decode", 4096, 1))
+    for title, percent, longest in (("twinphase lab", True, claim), ("twinphase roofline", False, point)):
+        stream = Terminal()
+        with live(title, stream, percent=percent) as progress:
+            progress(longest, 12, 17)
+        assert longest in stream.getvalue()
+
+
+@pytest.mark.parametrize(("others", "disturbed"), [(None, False), (0.2, False), (0.44, True)])
+def test_the_headline_counts_all_three_and_says_when_it_was_not_quiet(others, disturbed):
+    statuses = [Status.HOLDS] * 3 + [Status.FAILS] * 3 + [Status.UNKNOWN] * 8
+    title = _title(statuses, others)
+    assert "3 hold, 3 do not, 8 could not be decided" in title
+    assert ("(others used 0.44 of" in title) is ("run it again when it is quiet" in title) is disturbed
 
 
 def test_progress_rises_to_the_end(made):

@@ -334,6 +334,14 @@ def test_a_size_that_shrank_can_hold_all_the_same():
     assert decide(rule, exactly(0)).status is UNKNOWN  # the size was forgotten
 
 
+@pytest.mark.parametrize("share", [0.0, 0.27])
+def test_a_quadratic_part_says_nothing_in_a_short_prompt(share):
+    rule = prefill_length.EXPERIMENT.rules[1]
+    short, long = (decide(rule, exactly(share).at(size)) for size in (256, 4096))
+    assert short.status is UNKNOWN and short.reason.startswith("Too short to see: 256 prompt tokens")
+    assert long.status is (HOLDS if share else FAILS)
+
+
 def test_every_claim_can_hold_and_fail_and_is_tried_once():
     for experiment in EXPERIMENTS:
         statuses = {expected for module, _, expected in CASES if module.EXPERIMENT is experiment}

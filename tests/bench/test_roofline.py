@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -300,7 +301,25 @@ def test_the_command_lists_draws_and_refuses(capsys: pytest.CaptureFixture[str])
     assert run_app(["roofline", "--hardware", "h100-sxm"]) == 0
     assert "not measured" in capsys.readouterr().out
     assert run_app(["roofline", "--hardware", "no-such-thing"]) == 2
+    refusal = capsys.readouterr().err
+    assert "Leave --hardware out" in refusal and "h100-sxm" in refusal and "--flops" not in refusal
     assert run_app(["roofline", "--batches", "one"]) == 2
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    monkeypatch.setattr("twinphase.bench.roofline.roofline", lambda *given: measured.append(given))
+    assert run_app(["roofline", "--out", str(tmp_path)]) != 0
+    assert "twinphase[bench]" in capsys.readouterr().err and not measured
+
+
+def test_the_balance_point_is_read_as_a_division() -> None:
+    ceilings = replace(CEILINGS, bandwidth=((MIB, 200e9), (256 * MIB, 50e9)))
+    text = machine_verdict(measured_roofline(ceilings, (("L2", 2 * MIB), ("L3", 32 * MIB)))).text
+    assert " / DRAM " in text and " GB/s = balance at 20 FLOP/byte" in text and "MiB" not in text
 
 
 # End to end

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from twinphase.bench import bench_terminal, lab_terminal, roofline_terminal
-from twinphase.bench.report import Column, Report, Section, Table
+from twinphase.bench.markdown import markdown
+from twinphase.bench.page import page
+from twinphase.bench.report import Column, Report, Section, Status, Table, Verdict
 from twinphase.terminal import PLAIN_WIDTH, answers
 
 HEADS = tuple(Column(f"a column of {n} words") for n in range(5))
@@ -29,6 +31,19 @@ def test_a_table_is_whole_where_there_is_no_terminal(no_terminal, capsys):
     bench_terminal.show(report)
     shown = capsys.readouterr().out
     assert shown.count("cell 4: 123,456.789") == 2 and "…" not in shown
+
+
+def test_a_verdict_has_the_same_word_everywhere(no_terminal, capsys):
+    verdicts = tuple(Verdict(status, f"text of {status.value}") for status in Status)
+    report = Report(kind="roofline", title="t", verdicts=verdicts, conditions={})
+    line = SimpleNamespace(roofs=(), slopes=(), source="measured")
+    bench_terminal.show(report)
+    roofline_terminal.show(SimpleNamespace(report=report, line=line, marks=()))
+    shown = capsys.readouterr().out.splitlines()
+    html, text = page(report, "{}"), markdown(report)
+    for status, word in zip(Status, ("holds", "fails", "unknown", "finding", "void"), strict=True):
+        assert shown.count(f"{word.upper():<9}text of {status.value}") == 2
+        assert f'<span class="status">{word}</span>' in html and f"**{word}**: text of {status.value}" in text
 
 
 def test_all_of_them_ask_the_same_place(no_terminal):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tiny_gguf import write_tiny_gguf
 from twinphase.cli import run_app
@@ -130,7 +131,8 @@ def test_what_no_datasheet_says_is_unknown_not_zero(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "--model"),
+        ([], "MODEL"),
+        (["llama-3-8b", *A100], "Two models"),
         (["--model", "llama-2-7b"], "--hardware"),
         (["--model", "llama-2-7b", "--flops", "1T"], "--hardware"),
         (["--model", "llama-2-7b", "--hardware", "a100"], "a100-80gb-sxm"),
@@ -158,6 +160,25 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_an_unknown_model_offers_close_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["estimate", "--model", "llama-2-8b", "--hardware", "l40s"]) == 3
     assert "llama-2-7b" in capsys.readouterr().err
+
+
+def test_the_model_can_stand_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, A100[1], *A100[2:]) == run(capsys, *A100)
+
+
+def test_one_is_not_several(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = ["--flops", "312T", "--bandwidth", "2T", "--memory"]
+    assert "1 request of 1,200 tokens" in run(capsys, "llama-2-7b", *figures, "14.2G")
+    assert "2 requests of 1,200 tokens" in run(capsys, "llama-2-7b", *figures, "15G")
+
+
+def test_no_repository_is_cut_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinphase.commands.estimate_view.answers", lambda: Console(width=80))
+    models = run(capsys, "--list-models")
+    assert "…" not in models and max(map(len, models.splitlines())) <= 80
+    assert all(name in models for name in KNOWN_MODELS)
 
 
 def test_lists(capsys: pytest.CaptureFixture[str]) -> None:

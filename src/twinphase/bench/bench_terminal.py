@@ -1,4 +1,4 @@
-"""A bench's report on a terminal: verdicts first, then conditions, noise and the main tables. Not for files."""
+"""A bench's report on a terminal: its verdicts and the short tables. All else is in the files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from rich.text import Text
 from twinphase.bench.report import Report, Section, Status, Table
 from twinphase.terminal import answers
 
-__all__ = ["aligned", "show"]
+__all__ = ["COLOURS", "INDENT", "aligned", "show"]
 
-COLOURS = {Status.HOLDS: "green", Status.FAILS: "red", Status.UNKNOWN: "yellow", Status.VOID: "red"}
-WORDS = {Status.HOLDS: "HOLDS", Status.FAILS: "FAILS", Status.UNKNOWN: "UNKNOWN", Status.VOID: "VOID"}
-INDENT = 9
+COLOURS = {
+    Status.HOLDS: "green",
+    Status.FAILS: "red",
+    Status.UNKNOWN: "yellow",
+    Status.INFO: "cyan",
+    Status.VOID: "red",
+}
+INDENT = 9  # of what stands behind a verdict's word
 MOST_ROWS = 40  # of a table that is printed
+WIDEST = 120  # characters of it
 
 
 def show(report: Report, console: Console | None = None) -> None:
@@ -30,19 +36,14 @@ def show(report: Report, console: Console | None = None) -> None:
     console.print(Text(report.title, "bold"))
     console.print()
     for verdict in report.verdicts:
-        word = WORDS.get(verdict.status, "")
-        line = Text(f"{word:<{INDENT}}", f"bold {COLOURS.get(verdict.status, 'default')}")
+        line = Text(f"{verdict.status.word.upper():<{INDENT}}", f"bold {COLOURS[verdict.status]}")
         _hanging(console, line, verdict.text)
         if verdict.reason:
             console.print(Padding(Text(verdict.reason, "dim"), (0, 0, 0, INDENT)))
-    console.print()
-    for key, value in report.conditions.items():
-        console.print(Text(f"{key}: {value}", "dim"), soft_wrap=True)
-    console.print()
-    for sentence in report.noise:
-        console.print(Text(sentence, "dim"))
     for section in report.sections:
         _section(console, section)
+    console.print()
+    console.print(Text("Conditions, noise, definitions and all other tables: report.md.", "dim"))
 
 
 def _hanging(console: Console, head: Text, text: str) -> None:
@@ -52,21 +53,22 @@ def _hanging(console: Console, head: Text, text: str) -> None:
 
 
 def _section(console: Console, section: Section) -> None:
-    """Its first table; the rest is in the files."""
-    console.print()
-    console.print(Text(section.title, "bold"))
-    for paragraph in section.paragraphs:
-        console.print(Text(paragraph, "dim"))
+    """Its first table, where that is short and narrow enough to be read here."""
     for table in section.tables[:1]:
+        lines = _plain(table)
+        if len(table.rows) > MOST_ROWS or max(map(len, lines)) > WIDEST:
+            continue
         console.print()
-        for line in aligned(table)[: MOST_ROWS + 2]:
+        console.print(Text(table.title, "bold"))
+        for line in lines:
             console.print(Text(line), soft_wrap=True)
-        if len(table.rows) > MOST_ROWS:
-            console.print(Text(f"... {len(table.rows) - MOST_ROWS} more rows in the report", "dim"))
-        console.print()
-        for column in table.columns:
-            if column.definition:
-                console.print(Text(f"{column.name}: {column.definition}", "dim"))
+
+
+def _plain(table: Table) -> list[str]:
+    """Columns in line, two spaces between them."""
+    rows: list[Sequence[str]] = [[column.name for column in table.columns], *table.rows]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(table.columns))]
+    return ["  ".join(_padded(row, widths)).rstrip() for row in rows]
 
 
 def aligned(table: Table) -> list[str]:
@@ -80,8 +82,12 @@ def aligned(table: Table) -> list[str]:
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [
+    return "| " + " | ".join(_padded(cells, widths)) + " |"
+
+
+def _padded(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """The first column to the left, numbers to the right."""
+    return [
         f"{cell:<{width}}" if index == 0 else f"{cell:>{width}}"
         for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
-    return "| " + " | ".join(padded) + " |"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -184,7 +185,7 @@ def lab(
             findings.append(_try(experiment, setting, share, config, told))
             gc.collect()  # a second model's memory and threads go before the next experiment begins
     progress("report", len(experiments), len(experiments))
-    return make_report(setting, findings, [bystanders.noise()], seconds), findings
+    return make_report(setting, findings, bystanders, seconds), findings
 
 
 def _nested(progress: Progress, number: int, count: int, what: str, done: int, total: int) -> None:
@@ -236,9 +237,9 @@ def _try(
             seconds,
             lambda **changed: Workshop(path, **{**config, "num_kv_blocks": OTHER_BLOCKS, **changed}),
             progress,
-            experiment.claim,
+            experiment.name,
         )
-        progress(experiment.claim, 0, 100)
+        progress(experiment.name, 0, 100)
         try:
             found = experiment.measure(bench)
             found, status, judged = _verdict_of(experiment, found, setting, before)
@@ -274,7 +275,7 @@ def _verdict_of(
     return found, overall(judged), judged
 
 
-def make_report(setting: Setting, findings: Sequence[Finding], noise: Sequence[str], seconds: float) -> Report:
+def make_report(setting: Setting, findings: Sequence[Finding], bystanders: Bystanders, seconds: float) -> Report:
     """Verdicts first, then each claim with its rules, numbers and plots."""
     workshop = setting.workshop
     flags = {
@@ -291,14 +292,12 @@ def make_report(setting: Setting, findings: Sequence[Finding], noise: Sequence[s
     metrics: list[Metric] = [
         metric for one in findings if not one.error for metric in one.experiment.metrics(one.found)
     ]
-    counts = {status: sum(one.status is status for one in findings) for status in Status}
-    title = f"Prefill and decode on this machine: {counts[Status.HOLDS]} of {len(findings)} claims hold"
     return Report(
         kind="lab",
-        title=title,
+        title=_title([one.status for one in findings], bystanders.cores),
         verdicts=tuple(_verdict(one) for one in findings),
         conditions=stated,
-        noise=(*noise, *setting.notes, *_noise(findings)),
+        noise=(bystanders.noise(), *setting.notes, *_noise(findings)),
         sections=tuple(map(_section, findings)),
         metrics=tuple(metrics),
         data={
@@ -307,6 +306,14 @@ def make_report(setting: Setting, findings: Sequence[Finding], noise: Sequence[s
             "experiments": {one.experiment.name: _raw(one) for one in findings},
         },
     )
+
+
+def _title(statuses: Sequence[Status], others: float | None) -> str:
+    holds, fails, unknown = (statuses.count(status) for status in (Status.HOLDS, Status.FAILS, Status.UNKNOWN))
+    title = f"Prefill and decode on this machine: {holds} hold, {fails} do not, {unknown} could not be decided"
+    if others is None or others <= NOTABLE_CORES:
+        return title
+    return f"{title} (others used {others:.2f} of {os.cpu_count()} cores: run it again when it is quiet)"
 
 
 def _ceilings(ceilings: Ceilings | None, weights: int) -> str:
@@ -356,7 +363,7 @@ def _section(finding: Finding) -> Section:
             f"{one.rule.text} ({one.rule.scope})" if one.rule.scope else one.rule.text,
             one.rule.measured(one.estimate),
             str(one.estimate.n),
-            one.status.value,
+            one.status.word,
         )
         for one in finding.judged
     )
@@ -366,7 +373,8 @@ def _section(finding: Finding) -> Section:
         paragraphs=(
             f"How it was tried: {experiment.method}",
             *finding.why,
-            f"What this means for you: {experiment.meaning}",
+            # It follows from the claim, so it is said only where that was seen to hold.
+            *([f"What this means for you: {experiment.meaning}"] if finding.status is Status.HOLDS else []),
         ),
         tables=(
             Table("The claim holds if every rule holds", columns, rows),

@@ -8,16 +8,13 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from twinphase.bench.bench_terminal import COLOURS, INDENT
 from twinphase.bench.experiments.experiment import AnyExperiment
 from twinphase.bench.lab import Finding
 from twinphase.bench.report import Report, Status
 from twinphase.terminal import answers
 
 __all__ = ["list_experiments", "show"]
-
-COLOURS = {Status.HOLDS: "green", Status.FAILS: "red", Status.UNKNOWN: "yellow"}
-WORDS = {Status.HOLDS: "HOLDS", Status.FAILS: "FAILS", Status.UNKNOWN: "UNKNOWN"}
-INDENT = 9
 
 
 def show(report: Report, findings: Sequence[Finding], console: Console | None = None) -> None:
@@ -32,7 +29,7 @@ def show(report: Report, findings: Sequence[Finding], console: Console | None = 
     console.print(Text(report.title, "bold"))
     for one in findings:
         console.print()
-        line = Text(f"{WORDS[one.status]:<{INDENT}}", f"bold {COLOURS[one.status]}")
+        line = Text(f"{one.status.word.upper():<{INDENT}}", f"bold {COLOURS[one.status]}")
         console.print(line.append(one.experiment.claim, "not bold default"), soft_wrap=True)
         for rule in one.judged:
             text = Text(rule.line, COLOURS[rule.status])

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from twinphase.bench.report import Report, Section, Status, Table, Verdict
+from twinphase.bench.report import Report, Section, Table, Verdict
 
-__all__ = ["STATUS_WORDS", "markdown"]
-
-STATUS_WORDS = {
-    Status.HOLDS: "holds",
-    Status.FAILS: "does not hold",
-    Status.UNKNOWN: "cannot tell",
-    Status.INFO: "finding",
-    Status.VOID: "void",
-}
+__all__ = ["markdown"]
 
 
 def markdown(report: Report) -> str:
@@ -43,7 +35,7 @@ def _section(section: Section) -> Iterator[str]:
 
 def _verdict(verdict: Verdict) -> str:
     reason = f" {_text(verdict.reason)}" if verdict.reason else ""
-    return f"- **{STATUS_WORDS[verdict.status]}**: {_text(verdict.text)}{reason}"
+    return f"- **{verdict.status.word}**: {_text(verdict.text)}{reason}"
 
 
 def _table(table: Table) -> Iterator[str]:

@@ -17,7 +17,6 @@ from jinja2 import Environment, StrictUndefined
 
 from twinphase import __version__
 from twinphase.bench.extras import require
-from twinphase.bench.markdown import STATUS_WORDS
 from twinphase.bench.report import Report, Table
 from twinphase.bench.theme import DARK, LIGHT
 
@@ -42,7 +41,6 @@ def page(report: Report, result: str) -> str:
     themes = {theme.name: {"roles": theme.roles, "config": theme.config} for theme in (LIGHT, DARK)}
     return environment.from_string(_asset("page.html.j2")).render(
         report=report,
-        words=STATUS_WORDS,
         version=__version__,
         # Only these two scripts run, only this style holds, and nothing at all is fetched.
         policy="; ".join(

@@ -20,6 +20,7 @@ __all__ = ["Progress", "live"]
 Progress = Callable[[str, int, int], None]
 """Called as progress(what is measured now, pieces done, pieces in all)."""
 
+ROOMY = 100  # columns; in fewer the bar is short, so that what is measured can be read
 QUIET_SECONDS = 10.0  # between lines where nobody watches
 
 
@@ -51,15 +52,16 @@ def live(title: str, stream: TextIO | None = None, *, percent: bool = False) -> 
     from rich.progress import Progress as Bars
     from rich.table import Column
 
+    console = Console(file=stream)
     # Four drawings a second cost next to nothing; more would be work on a core that is being measured.
     bars = Bars(
         TextColumn("[bold]{task.fields[title]}", markup=True),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=24 if console.width >= ROOMY else 8),
         TaskProgressColumn() if percent else MofNCompleteColumn(),
         TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
         TimeElapsedColumn(),
         TimeRemainingColumn(compact=True, elapsed_when_finished=False),
-        console=Console(file=stream),
+        console=console,
         refresh_per_second=4,
         expand=True,
         transient=True,

@@ -23,6 +23,11 @@ class Status(str, enum.Enum):
     INFO = "info"  # a finding, not a claim
     VOID = "void"  # the measurement itself is not to be used
 
+    @property
+    def word(self) -> str:
+        """What people read, on terminals, pages and in Markdown alike; the value is what files hold."""
+        return "finding" if self is Status.INFO else self.value
+
 
 @dataclass(frozen=True)
 class Verdict:

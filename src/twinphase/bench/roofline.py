@@ -117,7 +117,7 @@ def datasheet_report(name: str, model: str | None = None) -> Drawing:
             "A model cannot be measured on hardware that is not here.",
             "Leave out MODEL, or use `twinphase estimate` for what it would do there.",
         )
-    sheet = find_datasheet(name)
+    sheet = find_datasheet(name, "Leave --hardware out to measure this machine, or use")
     line = datasheet_roofline(sheet)
     if not line.roofs or not line.slopes:
         raise InvalidRequestError(

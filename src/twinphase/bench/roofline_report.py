@@ -89,7 +89,7 @@ def ceilings_table(sweep: Sweep) -> Table:
             for threads, best in sorted(sweep.best.items())
         ]
         rows.append((f"{size // MIB} MiB, GB/s", *cells))
-    return Table("Ceilings by number of threads", tuple(columns), tuple(rows))
+    return Table("Ceilings by number of threads: best ever measured (median of this run)", tuple(columns), tuple(rows))
 
 
 def _threads(count: int) -> str:
@@ -231,9 +231,10 @@ def machine_verdict(line: Roofline) -> Verdict:
     if not line.roofs or not line.slopes:
         return Verdict(Status.UNKNOWN, "The balance point is unknown.", "a peak or a bandwidth is unknown")
     roof, slope = line.roofs[0], line.slopes[-1]
+    balance, memory = roof.rate / slope.rate, slope.name.partition(",")[0]
     text = (
-        f"{line.title}: {rate_text(roof.rate, 'FLOP/s')} in {roof.unit} over {rate_text(slope.rate, 'B/s')} of "
-        f"{slope.name} balance at {roof.rate / slope.rate:,.1f} FLOP/byte ({line.source})."
+        f"{line.title}: {roof.unit} {rate_text(roof.rate, 'FLOP/s')} / {memory} {rate_text(slope.rate, 'B/s')} = "
+        f"balance at {balance:,.{0 if balance >= 10 else 1}f} FLOP/byte ({line.source})."
     )
     return Verdict(Status.INFO, text)
 

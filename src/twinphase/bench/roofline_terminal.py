@@ -6,20 +6,14 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from twinphase.bench.report import Status, Table, Verdict
+from twinphase.bench.bench_terminal import COLOURS, INDENT
+from twinphase.bench.report import Table, Verdict
 from twinphase.bench.roofline import Drawing
 from twinphase.bench.roofline_plots import canvas
 from twinphase.terminal import answers
 
 __all__ = ["show"]
 
-COLOURS = {
-    Status.HOLDS: "green",
-    Status.FAILS: "red",
-    Status.VOID: "red",
-    Status.UNKNOWN: "yellow",
-    Status.INFO: "cyan",
-}
 LEGEND = "/ bandwidth, - peak; prefill: P linear layers, p attention; decode: D, d"
 
 
@@ -53,7 +47,7 @@ def show(drawing: Drawing, console: Console | None = None) -> None:
 
 
 def _verdict(verdict: Verdict) -> Text:
-    text = Text(f"{verdict.status.value:>7}  ", COLOURS[verdict.status])
+    text = Text(f"{verdict.status.word.upper():<{INDENT}}", f"bold {COLOURS[verdict.status]}")
     text.append(verdict.text, "default")
     if verdict.reason:
         text.append(f" ({verdict.reason})", "dim")

@@ -20,9 +20,10 @@ SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
 def estimate(
-    model: str = typer.Option(
-        None, help="A known name, a config.json or its folder, a .gguf file, or a model in the cache."
+    name: str = typer.Argument(
+        None, metavar="MODEL", help="A known name, a config.json or its folder, a .gguf file, or one in the cache."
     ),
+    model: str = typer.Option(None, help="The same, as an option."),
     hardware: str = typer.Option(None, help="A datasheet's name, or this: what `twinphase roofline` measured here."),
     prompt_tokens: int = typer.Option(1000, "--prompt-tokens", "--input-len", rich_help_panel=REQUEST),
     output_tokens: int = typer.Option(200, "--output-tokens", "--output-len", rich_help_panel=REQUEST),
@@ -55,8 +56,11 @@ def estimate(
     if list_hardware or list_models:
         view.show_hardware(json) if list_hardware else view.show_models(json)
         return
+    if name is not None and model is not None:
+        raise InvalidRequestError(f"Two models: {name!r} and --model {model!r}.", "Give one.")
+    model = model if name is None else name
     if model is None:
-        raise InvalidRequestError("estimate needs --model.", "`twinphase estimate --list-models` has known names.")
+        raise InvalidRequestError("estimate needs a MODEL.", "`twinphase estimate --list-models` has known names.")
     from twinphase.phases.estimate import estimate as compute
     from twinphase.phases.shapes import read_shape
 

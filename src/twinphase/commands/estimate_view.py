@@ -57,6 +57,11 @@ def _count(number: int | None) -> str:
     return "unknown" if number is None else f"{number:,}"
 
 
+def _requests(number: int) -> str:
+    """So many of them, in words."""
+    return f"{number:,} request{'' if number == 1 else 's'}"
+
+
 def _money(price: float | None) -> str:
     return "unknown" if price is None else f"{price:.3g}"
 
@@ -158,13 +163,17 @@ def _consequences(result: Estimate) -> Iterable[tuple[str, str]]:
     if result.max_batch is None:
         yield "largest batch", "unknown: give --memory"
     else:
-        yield "largest batch", f"{result.max_batch:,} requests of {length:,} tokens beside the weights"
+        yield "largest batch", f"{_requests(result.max_batch)} of {length:,} tokens beside the weights"
     balance = "unknown" if result.balance is None else f"{result.balance:,.1f} FLOP a byte"
     yield "balance point", f"{balance} ({scenario.units.linear})"
     if result.break_even_batch is not None:
         most = result.max_batch
-        beyond = f", but only {most:,} fit" if most is not None and 0 < most < result.break_even_batch else ""
-        text = f"decode's linear layers are compute-bound from {result.break_even_batch:,} requests on{beyond}"
+        beyond = (
+            f", but only {most:,} fit{'s' if most == 1 else ''}"
+            if most is not None and 0 < most < result.break_even_batch
+            else ""
+        )
+        text = f"decode's linear layers are compute-bound from {_requests(result.break_even_batch)} on{beyond}"
         yield "break-even batch", text
     else:
         yield "break-even batch", result.no_break_even
@@ -300,7 +309,10 @@ def show_models(as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(shape) for shape in shapes], indent=1))
         return
-    table = Table("name", "parameters", "active", "context", "repository", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for head in ("name", "parameters", "active", "context"):
+        table.add_column(head, no_wrap=True)
+    table.add_column("repository", overflow="fold")  # whole, to be copied, on two lines where one is too narrow
     for shape in shapes:
         counts = (f"{shape.total_parameters:,}", f"{shape.active_parameters:,}" if shape.num_experts else "")
         table.add_row(shape.name, *counts, _count(shape.context_length), KNOWN_MODELS[shape.name].repo)

@@ -37,6 +37,10 @@ def roofline(
         for sheet in DATASHEETS.values():
             print(f"{sheet.name:24} {sheet.title}")
         return
+    if out is not None:
+        from twinphase.bench.extras import require
+
+        require("vl_convert")  # before minutes are spent
     from twinphase.bench.progress import live
     from twinphase.bench.roofline import datasheet_report, settings_of
     from twinphase.bench.roofline import roofline as measure

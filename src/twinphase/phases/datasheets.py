@@ -370,8 +370,12 @@ _CPUS = (
 DATASHEETS: Mapping[str, Datasheet] = {sheet.name: sheet for sheet in (*_NVIDIA, *_AMD_GPUS, *_APPLE, *_CPUS)}
 
 
-def find_datasheet(name: str) -> Datasheet:
+def find_datasheet(name: str, instead: str = "") -> Datasheet:
     """The datasheet of that name, or the only one whose name begins with it.
+
+    Args:
+        name: of a product; case does not matter.
+        instead: what else can be done, as the beginning of "... one of: NAMES".
 
     Raises:
         InvalidRequestError: none, or several; the message names them.
@@ -386,5 +390,5 @@ def find_datasheet(name: str) -> Datasheet:
         raise InvalidRequestError(f"--hardware {name!r} is {len(found)} products.", f"Use one of: {', '.join(found)}.")
     raise InvalidRequestError(
         f"There is no datasheet of {name[:100]!r}.",
-        f"Use this, --flops with --bandwidth, or one of: {', '.join(DATASHEETS)}.",
+        f"{instead or 'Use'} one of: {', '.join(DATASHEETS)}.",
     )

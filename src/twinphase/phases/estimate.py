@@ -315,7 +315,8 @@ def warnings(result: Estimate) -> list[str]:
             "take more --devices or a smaller --dtype."
         )
     elif result.max_batch is not None and scenario.batch_size > result.max_batch:
-        found.append(f"A batch of {scenario.batch_size:,} does not fit: at most {result.max_batch:,} do.")
+        most = f"{result.max_batch:,} {'does' if result.max_batch == 1 else 'do'}"
+        found.append(f"A batch of {scenario.batch_size:,} does not fit: at most {most}.")
     length = scenario.prompt_tokens + scenario.output_tokens
     if shape.context_length is not None and length > shape.context_length:
         found.append(f"{length:,} tokens are beyond the context of {shape.context_length:,} this model was made for.")

@@ -109,7 +109,7 @@ def datasheet_hardware(name: str) -> Hardware:
     Raises:
         InvalidRequestError: no such product, or several; the message names them.
     """
-    sheet = find_datasheet(name)
+    sheet = find_datasheet(name, "Use this, --flops with --bandwidth, or")
     computed = [f"{figure} = {formula}" for figure, formula in sheet.computed.items()]
     titles = "; ".join(dict.fromkeys(source.title for source in sheet.sources))
     notes = [f"Datasheet figures, from: {titles}. `--list-hardware` has the addresses."]

@@ -51,6 +51,7 @@ class Rule:
         fails_from: the smallest size at which it may fail, where the quantity depends on the size that fitted the time
             and the context; a smaller one shows nothing against the claim.
         sized_in: of what that is the size: "prompt tokens".
+        decided_from: the smallest size at which it may hold either: below, the quantity is lost in other things.
     """
 
     name: str
@@ -60,11 +61,13 @@ class Rule:
     unit: str = "x"
     fails_from: int | None = None
     sized_in: str = "tokens"
+    decided_from: int | None = None
 
     @property
     def scope(self) -> str:
-        """From which size on it may fail; "" if at any."""
-        return "" if self.fails_from is None else f"may fail from {self.fails_from:,} {self.sized_in} on"
+        """From which size on it may hold, and may fail; "" if at any."""
+        fails = "" if self.fails_from is None else f"may fail from {self.fails_from:,} {self.sized_in} on"
+        return fails if self.decided_from is None else f"may hold from {self.decided_from:,}, {fails}"
 
     @property
     def text(self) -> str:
@@ -168,7 +171,7 @@ class Judged:
 def decide(rule: Rule, estimate: Estimate) -> Judged:
     """HOLDS if the whole interval keeps the limits, FAILS if all of it is beyond one, otherwise UNKNOWN.
 
-    Below the rule's `fails_from` it is UNKNOWN instead of FAILS.
+    Below the rule's `fails_from` it is UNKNOWN instead of FAILS, and below `decided_from` whatever was measured.
     """
     if estimate.note or not math.isfinite(estimate.value):
         return Judged(rule, estimate, Status.UNKNOWN, estimate.note or "It could not be measured.")
@@ -177,17 +180,23 @@ def decide(rule: Rule, estimate: Estimate) -> Judged:
         return Judged(rule, estimate, Status.UNKNOWN, note)
     low = -math.inf if rule.at_least is None else rule.at_least
     high = math.inf if rule.at_most is None else rule.at_most
-    if estimate.high < low or estimate.low > high:
-        if rule.fails_from is not None and (estimate.size is None or estimate.size < rule.fails_from):
-            size = "an unknown number of" if estimate.size is None else f"{estimate.size:,}"
-            few = "short" if "tokens" in rule.sized_in else "small"
-            note = f"Too {few} to see: {size} {rule.sized_in}; it {rule.scope}."
-            return Judged(rule, estimate, Status.UNKNOWN, note)
+    fails = estimate.high < low or estimate.low > high
+    if _below(rule.decided_from, estimate.size) or (fails and _below(rule.fails_from, estimate.size)):
+        size = "an unknown number of" if estimate.size is None else f"{estimate.size:,}"
+        few = "short" if "tokens" in rule.sized_in else "small"
+        note = f"Too {few} to see: {size} {rule.sized_in}; it {rule.scope}."
+        return Judged(rule, estimate, Status.UNKNOWN, note)
+    if fails:
         return Judged(rule, estimate, Status.FAILS)
     if estimate.low >= low and estimate.high <= high:
         return Judged(rule, estimate, Status.HOLDS)
     note = "Too noisy: the interval lies on both sides of the limit."
     return Judged(rule, estimate, Status.UNKNOWN, note)
+
+
+def _below(least: int | None, size: int | None) -> bool:
+    """Whether a size that matters is too small; one that nobody noted is."""
+    return least is not None and (size is None or size < least)
 
 
 def judge(rules: Sequence[Rule], estimates: Mapping[str, Estimate]) -> list[Judged]:

@@ -16,6 +16,7 @@ from twinphase.phases.work import Cost
 __all__ = ["EXPERIMENT", "PrefillLength"]
 
 LONGEST = (4096, 2048, 1024, 512, 256, 128)
+DECIDED_FROM = 1024  # below, attention is a small part: c n² is the bend of kernels that warm up on short prompts
 EXPONENT, QUADRATIC = "growth among short prompts", "quadratic share at the longest prompt"
 
 
@@ -154,6 +155,7 @@ EXPERIMENT = Experiment(
             unit="%",
             fails_from=LONGEST[0],
             sized_in="prompt tokens",
+            decided_from=DECIDED_FROM,
         ),
     ),
     meaning="A prompt twice as long costs a bit more than twice the wait; cutting a long prompt saves more than its "
