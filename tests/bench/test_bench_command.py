@@ -16,7 +16,7 @@ from twinphase.bench.report import Column, Status, Table
 from twinphase.bench.result import read_result
 from twinphase.bench.targets.opening import TargetOptions
 from twinphase.cli import run_app
-from twinphase.commands.bench import VOID_EXIT_CODE
+from twinphase.commands.bench import VOID_EXIT_CODE, _apart
 from twinphase.errors import InvalidRequestError
 
 FEW = ("--quick", "--repetitions", "2", "--max-length", "96", "--batches", "1,4", "--max-seconds", "60")
@@ -55,8 +55,8 @@ def test_sweep_of_a_model_to_files(gguf_path, small, tmp_path, capsys):
     assert run_app(["bench", gguf_path, *FEW, "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert "prefill's rate is" in shown.replace("\n         ", " ")
-    assert "| phase " in shown and "tok/s:" in shown  # the table, and its columns' definitions
-    assert "model SHA-256" in shown
+    assert "phase    tokens before" in shown and "| " not in shown and "model SHA-256" not in shown
+    assert max(map(len, shown.splitlines())) <= 120 and "report.md" in shown
     report = read_result(tmp_path / "out")
     assert report.kind == "bench"
     assert {"prefill_seconds[n=10]"} < {metric.name for metric in report.metrics}
@@ -269,6 +269,26 @@ def test_a_load_is_wanted_only_when_asked_for():
     assert LoadOptions(saturate=True).wanted
     with pytest.raises(InvalidRequestError):
         LoadOptions(constant=True).check()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ttft:500", "tpot:50", "http://h"],
+        ["ttft:500", "http://h", "tpot:50"],
+        ["http://h", "ttft:500", "tpot:50"],
+    ],
+)
+def test_service_levels_are_found_wherever_they_stand(words):
+    assert _apart(words[0], words[1:], ["e2el:5"]) == ("http://h", [], ["ttft:500", "tpot:50"])
+
+
+def test_words_that_are_no_levels_stay_words():
+    assert _apart("localhost:8000", [], ["ttft:5"]) == ("localhost:8000", [], [])
+    assert _apart("a", ["tpot:5"], []) == ("a", ["tpot:5"], [])
+    assert _apart("a", ["ttf:5", "b"], ["ttft:5"]) == ("a", ["b"], ["ttf:5"]), "a misspelt one is refused as a level"
+    with pytest.raises(InvalidRequestError, match="No target"):
+        _apart("tpot:5", [], ["ttft:5"])
 
 
 def test_table_is_aligned_and_markdown():

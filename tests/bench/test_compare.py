@@ -75,15 +75,42 @@ def test_few_repetitions_do_not_survive_many_comparisons():
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ((1.0, 1.1), "fewer than 5"),
+        ((1.0, 1.1), "9 and 2 repetitions, 5 needed: --repetitions 5"),
         ((0.0,) * 9, "above 0"),
-        ((float("nan"),) * 9, "fewer than 5"),
-        ((), "fewer than 5"),
+        ((float("nan"),) * 9, "9 and 0 repetitions"),
+        ((), "9 and 0 repetitions"),
     ],
 )
 def test_what_cannot_be_compared_says_why(values, reason):
     found = only(metric("m", noisy(1.0)), metric("m", values))
     assert found.verdict == CANNOT and reason in found.reason and found.interval is None
+
+
+def test_too_few_repetitions_are_said_in_the_verdict_with_the_option_and_the_ratio():
+    a, b = (result(metric("m[n=1]", values)) for values in ((1.0, 1.1, 1.2), (2.0, 2.2, 2.4)))
+    report = compare_reports(a, b)
+    [told] = [verdict.text for verdict in report.verdicts if verdict.status is Status.UNKNOWN]
+    assert "1 of 1 metrics cannot be compared: 3 repetitions each, 5 needed: --repetitions 5." in told
+    [table] = report.sections[0].tables
+    cells = dict(zip((column.name for column in table.columns), table.rows[0], strict=True))
+    assert (cells["B / A"], cells["95 % interval"], cells["B is"]) == ("2.000", "-", CANNOT)
+    assert any("--repetitions 5" in text for text in report.sections[0].paragraphs)
+
+
+def test_what_a_search_found_cannot_be_repeated_by_an_option():
+    found = only(metric("capacity_rate", (4.0,), "req/s", "higher"), metric("capacity_rate", (5.0,), "req/s", "higher"))
+    assert found.reason == "1 values each, 5 needed" and found.ratio == 1.25
+
+
+def test_another_definition_is_the_first_condition_that_differs_and_both_are_shown():
+    a = result(metric("m[n=1]", noisy(1.0)), conditions={"model": "m", "date": "x"})
+    b = result(replace(a.metrics[0], definition="seen by a client"), conditions={"model": "n", "date": "x"})
+    report = compare_reports(a, b)
+    [verdict] = [one for one in report.verdicts if "same conditions" in one.text]
+    assert verdict.status is Status.FAILS
+    assert verdict.reason.startswith("These differ: definition of m, model.")
+    assert report.conditions["definition of m (differs)"] == "A: formula; B: seen by a client"
+    assert report.sections[0].paragraphs[:2] == ("A: formula.", "B: seen by a client.")
 
 
 def test_values_that_do_not_vary_have_an_interval_of_no_width():

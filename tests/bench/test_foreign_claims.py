@@ -104,7 +104,7 @@ def test_means_come_from_what_was_counted_in_between(stub):
     )
     ttft, queue = claims_of(result)
     assert ttft.theirs == pytest.approx(0.04) and ttft.statistic == "mean of 10 (ours of 3)"
-    assert ttft.ours == pytest.approx(sum(result.ttft) / 3) and ttft.difference == pytest.approx(ttft.ours - 0.04)
+    assert ttft.ours == pytest.approx(sum(result.ttft) / 3) and ttft.difference is None, "other requests"
     assert queue.figure == "queue" and queue.theirs == pytest.approx(0.01) and queue.ours is queue.difference is None
     assert isinstance(claims_reader(target), MetricsReader), "chosen by the server's kind"
     assert "cannot see" in claims_section(result).tables[0].rows[1][1]
@@ -188,3 +188,32 @@ def test_vllm_metrics_of_each_request(stub):
         ("decode time", 40.0),
     ]
     assert Constant(1) and claims_of(result)[0].ours is None
+
+
+def test_decode_time_is_averaged_over_requests_that_decode(stub):
+    """As vLLM counts it: a request of one token has none; with its zero ours would be of another population."""
+    page = "vllm:request_decode_time_seconds_sum {total}\nvllm:request_decode_time_seconds_count {count}\n"
+
+    class Counted(MetricsReader):
+        count = 2
+
+        async def after(self):
+            stub.script({}, metrics=page.format(total=0.08, count=self.count))
+            await super().after()
+
+    def claim(count):
+        reader = type("Reader", (Counted,), {"count": count})
+        scripts = [{"gaps": [0.01] * 4}, {"gaps": [0.01] * 4}, {"gaps": []}]
+        models = {"data": [{"id": "m", "owned_by": "vllm"}]}
+        first = page.format(total=0.0, count=0)
+        result, _ = load(stub, scripts, lambda at: reader(at, "vllm"), metrics=first, v1__models=models)
+        [found] = claims_of(result)
+        return found, [one.token_times[-1] - one.token_times[0] for one in result.succeeded]
+
+    found, times = claim(2)
+    assert found.figure == "decode time" and found.statistic == "mean of 2"
+    assert found.ours == pytest.approx(sum(times) / 2) and found.difference == pytest.approx(found.ours - 0.04)
+    found, times = claim(3)  # one that counts them all
+    assert found.ours == pytest.approx(sum(times) / 3) and found.difference is not None
+    found, _ = claim(7)
+    assert found.statistic == "mean of 7 (ours of 2)" and found.difference is None

@@ -389,3 +389,13 @@ def test_our_engine_in_this_process_as_a_target(tmp_path):
     assert all(a.ttft > 0 and a.sent <= a.token_times[0] <= a.token_times[-1] <= a.ended for a in result.observations)
     assert len(closed.succeeded) == 4 and refused.status == 400 and not refused.succeeded
     check(load_sections(result))
+
+
+def test_few_requests_have_no_far_percentiles_and_the_rate_is_the_one_asked_for():
+    result = made([(i * 0.001, [0.05, 0.06], "") for i in range(3)], rate=50.0)
+    told = load_verdicts(result)[0].text
+    assert "req/s served, 50 asked for" in told and "p99" not in told and "(of 3 requests)" in told
+    ttft = load_sections(result)[0].tables[0].rows[0]
+    assert ttft[:6] == ("TTFT", "3", "50.00", "-", "-", "-")
+    many = load_sections(made([(i * 0.1, [0.05, 0.06], "") for i in range(100)]))[0].tables[0].rows[0]
+    assert many[:6] == ("TTFT", "100", "50.00", "50.00", "50.00", "50.00")

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from twinphase.bench.phase_sweep import Measurement
-from twinphase.bench.statistics import median_interval, percentile, summary
+from twinphase.bench.statistics import has_percentile, median_interval, percentile, summary
 from twinphase.bench.sweep_plan import Place
 from twinphase.bench.target import PrefillSample
 
@@ -35,3 +35,8 @@ def test_two_prefills_in_a_row_count_as_their_mean():
 def test_interval_of_five_goes_from_the_lowest_to_the_highest():
     found = median_interval([5.0, 1.0, 4.0, 2.0, 3.0])
     assert (found.low, found.high, found.confidence) == (1.0, 5.0, 0.9375)
+
+
+def test_percentiles_that_a_sample_can_have():
+    assert [n for n in (1, 3, 10, 11, 99, 100, 101) if has_percentile(n, 90)] == [10, 11, 99, 100, 101]
+    assert [n for n in (3, 99, 100, 101) if has_percentile(n, 99)] == [100, 101]

@@ -155,6 +155,13 @@ def test_what_is_no_target(text):
         kind_of(text, is_model_name)
 
 
+@pytest.mark.parametrize("text", ["localhost:8000", "127.0.0.1:80/v1", "[::1]:8000"])
+def test_a_host_and_port_is_told_to_be_a_url(text):
+    with pytest.raises(InvalidRequestError, match="smollm2") as caught:
+        kind_of(text, is_model_name)
+    assert f"http://{text}?" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "options", "named"),
     [

@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +45,8 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 # nothing is known of other runs.
 OF_ONE_RUN = ("ttft_seconds", "tpot_seconds", "itl_seconds", "e2e_seconds")
 SPEEDS = ("s", "ms", "us", "µs", "tok/s", "req/s")
-SAME, CANNOT = "no difference shown", "cannot tell"
+SAME, CANNOT = "no difference shown", "unknown"
+SEARCHED = re.compile(r"\[(?:rate|concurrency)=|^capacity_")  # found by --saturate, which takes no --repetitions
 TONES = {"faster": "role:good", "better": "role:good", "slower": "role:bad", "worse": "role:bad"}
 
 
@@ -54,9 +56,10 @@ class Comparison:
 
     Attributes:
         metric: as A has it.
+        definition_b: how B has it.
         medians: of A and of B.
         counts: finite values of A and of B.
-        ratio: median of B / median of A; NaN where it has no meaning.
+        ratio: median of B / median of A, also where nothing is known of its error; NaN where it has no meaning.
         interval: of the ratio; None where it cannot be told.
         chance: of a difference as large if the two did not differ (Mann-Whitney); NaN where it cannot be told.
         verdict: "faster", "slower" (or "better", "worse", where it is no time or rate), `SAME` or `CANNOT`: of B.
@@ -65,6 +68,7 @@ class Comparison:
     """
 
     metric: Metric
+    definition_b: str
     medians: tuple[float, float]
     counts: tuple[int, int]
     ratio: float
@@ -98,7 +102,7 @@ def compare_reports(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -
     if not shared:
         raise ResultError(f"{names[0]} and {names[1]} have no metric in common.", "Compare two runs of one command.")
     found = _corrected([_compared(a.kind, ours[name], theirs[name]) for name in shared])
-    differing = _differing(a.conditions, b.conditions)
+    differing = [*_redefined(found), *_differing(a.conditions, b.conditions)]
     apart_keys = {key for key, _, _ in differing}
     same = {key: value for key, value in a.conditions.items() if key not in apart_keys}
     origin = {
@@ -127,23 +131,30 @@ def _compared(kind: str, a: Metric, b: Metric) -> Comparison:
     values = [[value for value in metric.values if math.isfinite(value)] for metric in (a, b)]
     counts = (len(values[0]), len(values[1]))
     medians = tuple(statistics.median(side) if side else math.nan for side in values)
+    ratio = medians[1] / medians[0] if min(map(min, filter(None, values)), default=0.0) > 0 else math.nan
     reason = ""
     if kind == "bench" and a.name.partition("[")[0] in OF_ONE_RUN:
         reason = "the requests of one run depend on each other: repeat the load (--repetitions 5)"
     elif min(counts) < FEWEST:
-        reason = f"fewer than {FEWEST} values"
+        reason = _too_few(kind, a.name, counts)
     elif min(map(min, values)) <= 0:
         reason = "a ratio needs values above 0"
     if reason:
-        return Comparison(a, (medians[0], medians[1]), counts, math.nan, None, math.nan, CANNOT, reason)
-    ratio = medians[1] / medians[0]
+        return Comparison(a, b.definition, (medians[0], medians[1]), counts, ratio, None, math.nan, CANNOT, reason)
     interval, verdict = _interval(values[0], values[1]), SAME
     if not interval.low <= 1 <= interval.high:
         good = (ratio < 1) == (a.better == "lower")
         words = ("faster", "slower") if a.unit in SPEEDS else ("better", "worse")
         verdict = words[0] if good else words[1]
     chance = float(require("scipy.stats").mannwhitneyu(*values).pvalue)
-    return Comparison(a, (medians[0], medians[1]), counts, ratio, interval, chance, verdict)
+    return Comparison(a, b.definition, (medians[0], medians[1]), counts, ratio, interval, chance, verdict)
+
+
+def _too_few(kind: str, name: str, counts: tuple[int, int]) -> str:
+    """How many values there are, how many are needed, and where they would come from."""
+    what = "repetitions" if kind == "bench" and not SEARCHED.search(name) else "values"
+    there = f"{counts[0]} {what} each" if counts[0] == counts[1] else f"{counts[0]} and {counts[1]} {what}"
+    return f"{there}, {FEWEST} needed" + (f": --repetitions {FEWEST}" if what == "repetitions" else "")
 
 
 def _interval(a: Sequence[float], b: Sequence[float]) -> Interval:
@@ -174,6 +185,12 @@ def _corrected(found: Sequence[Comparison]) -> list[Comparison]:
     )
     names = {item.metric.name for _, item in passing if item.verdict != SAME}
     return [replace(item, corrected=item.metric.name in names) for item in found]
+
+
+def _redefined(found: Sequence[Comparison]) -> list[tuple[str, str, str]]:
+    """As `_differing`: what has one name in both results and is not the same thing, which comes before all else."""
+    pairs = {item.metric.name.partition("[")[0]: (item.metric.definition, item.definition_b) for item in found}
+    return [(f"definition of {family}", *pair) for family, pair in pairs.items() if pair[0] != pair[1]]
 
 
 def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -219,7 +236,14 @@ def _findings(found: Sequence[Comparison]) -> Iterable[Verdict]:
     if len(told) > len(differ):
         yield Verdict(Status.INFO, f"No difference is shown in {len(told) - len(differ)} of {len(found)} metrics.")
     if len(found) > len(told):
-        yield Verdict(Status.UNKNOWN, f"{len(found) - len(told)} of {len(found)} metrics cannot be compared.")
+        reasons = Counter(item.reason for item in found if item.interval is None)
+        several = len(reasons) > 1
+        why = "; ".join(f"{number} have {reason}" if several else reason for reason, number in reasons.items())
+        yield Verdict(
+            Status.UNKNOWN,
+            f"{len(found) - len(told)} of {len(found)} metrics cannot be compared: {why}. Their B / A is shown without "
+            "an interval: it may be chance.",
+        )
     if told:
         by_chance = (1 - CONFIDENCE) * len(told)
         yield Verdict(
@@ -235,13 +259,24 @@ def _sections(found: Sequence[Comparison]) -> Iterable[Section]:
         families.setdefault(item.metric.name.partition("[")[0], []).append(item)
     for number, (family, items) in enumerate(families.items()):
         plots = (_plot(f"ratio-{number}", family, items),) if any(item.interval for item in items) else ()
-        yield Section(family, paragraphs=_about(items), tables=(_table(family, items),), plots=plots)
+        yield Section(
+            family, paragraphs=(*_about(items), *_reason(items)), tables=(_table(family, items),), plots=plots
+        )
 
 
 def _about(items: Sequence[Comparison]) -> tuple[str, ...]:
-    definitions = dict.fromkeys(item.metric.definition for item in items if item.metric.definition)
     better = dict.fromkeys(f"{item.metric.better} is better" for item in items)
-    return (f"{'; '.join([*definitions, *better])}.",)
+    ours = "; ".join(dict.fromkeys(item.metric.definition for item in items if item.metric.definition))
+    theirs = "; ".join(dict.fromkeys(item.definition_b for item in items if item.definition_b))
+    if ours != theirs:
+        return (f"A: {ours or 'not defined'}.", f"B: {theirs or 'not defined'}.", f"{'; '.join(better)}.")
+    return (f"{'; '.join([*filter(None, [ours]), *better])}.",)
+
+
+def _reason(items: Sequence[Comparison]) -> tuple[str, ...]:
+    """Why none of them can be compared, where that is the same for all."""
+    reasons = {item.reason for item in items}
+    return tuple(f"Cannot be compared: {reason}." for reason in reasons if reason and len(reasons) == 1)
 
 
 def _table(title: str, items: Sequence[Comparison]) -> Table:
@@ -260,10 +295,11 @@ def _table(title: str, items: Sequence[Comparison]) -> Table:
             "whether it still differs when all comparisons together are to err with 5 % (Mann-Whitney, Holm)",
         ),
     )
+    several = len({item.reason for item in items}) > 1  # one reason for all is above the table
     rows = (
         (item.metric.name, *(_value(median, item.metric.unit) for median in item.medians))
         + (f"{item.counts[0]}, {item.counts[1]}", _factor(item.ratio), _span(item))
-        + (item.verdict + (f": {item.reason}" if item.reason else ""), _survives(item))
+        + (item.verdict + (f": {item.reason}" if item.reason and several else ""), _survives(item))
         for item in items
     )
     return Table(title, columns, tuple(rows))

@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -44,7 +44,8 @@ class Claim:
     Attributes:
         figure: "TTFT", "TPOT", ...
         ours, theirs: of all requests together by `statistic`; ours is None where a client cannot see it.
-        difference: ours - theirs: of each request, then the median, where the claim is one a request.
+        difference: ours - theirs: of each request, then the median, where the claim is one a request; None where the
+            two are not of equally many.
         statistic: "median of N" or "mean of N"; a server's counters give means only.
         our_definition, their_definition: formulas.
         source: the field or metric.
@@ -178,12 +179,14 @@ class MetricsReader:
             if count <= first_count:
                 continue
             theirs = (total - first_total) / (count - first_count)
-            values = result.itl if figure == "ITL" else _values(result.succeeded, figure)
-            ours = statistics.fmean(values) if values else None
             number = round(count - first_count)
+            values = result.itl if figure == "ITL" else _values(_population(result.succeeded, figure, number), figure)
+            ours = statistics.fmean(values) if values else None
             shown = f"mean of {number}" + (f" (ours of {len(values)})" if values and len(values) != number else "")
             source = f"{self._prefix}:{name}"
-            found.append(_claim(figure, ours, theirs, None, shown, definition, source))
+            claim = _claim(figure, ours, theirs, None, shown, definition, source)
+            # Means over different requests differ whatever the server's clock says.
+            found.append(claim if len(values) == number else replace(claim, difference=None))
         return found
 
 
@@ -307,7 +310,11 @@ def claims_section(result: LoadResult) -> Section:
         Column("figure"),
         Column("ours, ms"),
         Column("theirs, ms"),
-        Column("difference, ms", "ours - theirs; where a claim comes with each request: the median of the differences"),
+        Column(
+            "difference, ms",
+            "ours - theirs; where a claim comes with each request: the median of the differences; none where means are "
+            "of different numbers of requests",
+        ),
         Column("over"),
         Column("our definition"),
         Column("their definition"),
@@ -332,6 +339,13 @@ def claims_section(result: LoadResult) -> Section:
 def _values(seen: Sequence[Observation], figure: str) -> list[float]:
     value = VALUES.get(figure)
     return [found for one in seen if value and (found := value(one)) is not None]
+
+
+def _population(seen: Sequence[Observation], figure: str, number: int) -> Sequence[Observation]:
+    """Whose decode time is averaged: requests of two tokens or more, unless the server counted all `number` of them."""
+    if figure != "decode time" or number == len(seen):
+        return seen
+    return [one for one in seen if one.num_output_tokens is None or one.num_output_tokens > 1]
 
 
 def _per_request(seen: Sequence[Observation], key: str, fields: Sequence[_Field], where: str) -> list[Claim]:

@@ -17,7 +17,7 @@ from twinphase.bench.load_plots import latency_plots, sweep_plots, timeline_plot
 from twinphase.bench.report import Column, Metric, Section, Status, Table, Verdict
 from twinphase.bench.saturation import SweepResult
 from twinphase.bench.slo import PHASES
-from twinphase.bench.statistics import percentile, summary
+from twinphase.bench.statistics import Summary, has_percentile, percentile, summary
 
 __all__ = [
     "load_data",
@@ -38,7 +38,7 @@ DEFINITIONS = {
     "that it has finished",
     "TTFO": "first piece of the answer itself - intended send, of requests that reasoned first",
 }
-PERCENTILES = "nearest rank: a value that occurred; p50 is the median"
+PERCENTILES = "nearest rank: a value that occurred; p50 is the median; -: so few values have none but their highest"
 
 
 def load_verdicts(result: LoadResult) -> tuple[Verdict, ...]:
@@ -52,9 +52,12 @@ def load_verdicts(result: LoadResult) -> tuple[Verdict, ...]:
     if result.succeeded:
         ttft, tpot = summary(result.ttft), summary(result.tpot)
         text = f"{result.request_rate:.3g} req/s served"
-        text += f" of {result.offered:.3g} offered" if result.offered is not None else ""
-        text += f", {_number(result.output_rate)} output tok/s; median TTFT {_ms(ttft.median)} ms (p99 {_ms(ttft.p99)})"
-        text += f", median TPOT {_ms(tpot.median)} ms (p99 {_ms(tpot.p99)})."
+        if result.rate is not None and math.isfinite(result.rate):
+            text += f", {result.rate:.3g} asked for"
+        elif result.offered is not None:
+            text += f" of {result.offered:.3g} offered"
+        text += f", {_number(result.output_rate)} output tok/s; median TTFT {_ms(ttft.median)} ms{_p99(ttft)}"
+        text += f", median TPOT {_ms(tpot.median)} ms{_p99(tpot)}."
         found.append(Verdict(Status.INFO, _void_mark(result) + text))
     goodput = result.goodput
     if goodput is not None:
@@ -124,7 +127,8 @@ def _latencies(result: LoadResult) -> Table:
     figures = [("TTFT", result.ttft), ("TPOT", result.tpot), ("ITL", result.itl), ("E2E", result.e2e)]
     for name, values in figures + ([("TTFO", result.ttfo)] if result.ttfo else []):
         s = summary(values)
-        rows.append((name, str(s.n), *(_ms(value) for value in (s.median, s.p90, s.p95, s.p99)), DEFINITIONS[name]))
+        tails = (_tail(s, q, value) for q, value in ((90, s.p90), (95, s.p95), (99, s.p99)))
+        rows.append((name, str(s.n), _ms(s.median), *tails, DEFINITIONS[name]))
     return Table(
         _void_mark(result) + "Latencies of requests that succeeded", (*columns, Column("definition")), tuple(rows)
     )
@@ -293,7 +297,7 @@ def _sweep_row(name: str, result: LoadResult, saturated: str, untold: str = "") 
     good = "" if goodput is None else _number(goodput.rate)
     verdict = f"saturated: {saturated}" if saturated else "served"
     verdict = "void" if result.void else (f"unknown: {untold}" if untold else verdict)
-    cells = (_ms(value) for value in (ttft.median, ttft.p99, tpot.median, tpot.p99))
+    cells = (_ms(ttft.median), _tail(ttft, 99, ttft.p99), _ms(tpot.median), _tail(tpot, 99, tpot.p99))
     failed = sum(result.failures.values())
     served, output = _number(result.request_rate), _number(result.output_rate)
     return (name, str(len(result.observations)), served, output, *cells, good, str(failed), verdict)
@@ -332,6 +336,15 @@ def _ms(seconds: float) -> str:
     if math.isnan(seconds):
         return "unknown"
     return f"{1e3 * seconds:,.2f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
+
+
+def _tail(of: Summary, q: int, value: float) -> str:
+    """A percentile that so many values can have; p99 of three would be the highest by another name."""
+    return _ms(value) if not of.n or has_percentile(of.n, q) else "-"
+
+
+def _p99(of: Summary) -> str:
+    return f" (p99 {_ms(of.p99)})" if has_percentile(of.n, 99) else f" (of {of.n} requests)"
 
 
 def _number(value: float | None) -> str:

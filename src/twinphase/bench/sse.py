@@ -83,7 +83,7 @@ def observe(reply: Reply) -> Observation:
         seen.claims["client_connect_seconds"] = reply.connect_seconds
     seen.connected_late = reply.connected_late
     if reply.status and reply.status != 200:
-        seen.error = f"http {reply.status}: {_message(reply.json()) or reply.body[:SHOWN].decode(errors='replace')}"
+        seen.error = f"http {reply.status}: {_message(reply.json()) or _shown(reply.body)}"
         return seen
     if "event-stream" not in reply.headers.get("content-type", "event-stream"):
         if not seen.error:
@@ -199,6 +199,12 @@ def _take_usage(seen: Observation, usage: dict[str, Any]) -> None:
     seen.num_cached_tokens = count(details.get("cached_tokens")) if isinstance(details, dict) else None
     details = usage.get("completion_tokens_details")
     seen.num_reasoning_tokens = count(details.get("reasoning_tokens")) if isinstance(details, dict) else None
+
+
+def _shown(body: bytes) -> str:
+    """The beginning of an answer that is no JSON; a page's markup says nothing to a reader of one line."""
+    text = body[:SHOWN].decode(errors="replace").strip()
+    return "(a page of HTML)" if text.startswith("<") else text
 
 
 def _message(found: Any) -> str:

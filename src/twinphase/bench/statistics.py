@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Interval", "Summary", "median_interval", "percentile", "summary"]
+__all__ = ["Interval", "Summary", "has_percentile", "median_interval", "percentile", "summary"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ def percentile(values: Sequence[float], q: float) -> float:
         return statistics.median(values) if values else math.nan
     ordered = sorted(values)
     return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)] if ordered else math.nan
+
+
+def has_percentile(n: int, q: float) -> bool:
+    """Whether the nearest-rank percentile `q` of `n` values lies below the highest; p99 needs a hundred."""
+    return n > 1 and math.ceil(q / 100 * n) < n
 
 
 def summary(values: Sequence[float]) -> Summary:

@@ -14,7 +14,6 @@ __all__ = ["decode_plots", "prefill_plots"]
 STEPS = 60  # of a drawn curve
 LOWEST_SHARE = 0.05  # of the fitted value: a logarithmic axis has no zero for an interval to end at
 HELD_OUT = "held out"
-POINTS = "Points: median of {count} repetitions; bars: its 95 % interval"
 BAND = "band: where a new measurement is to be expected (95 %), the law's claimed error"
 
 
@@ -27,7 +26,7 @@ def prefill_plots(result: SweepResult, found: Fit) -> list[Plot]:
     ]
     low, high = _range([point.x[0] for _, point in points])
     curve = [low * (high / low) ** (index / STEPS) for index in range(STEPS + 1)]
-    caption = f"{POINTS.format(count=_repetitions(points))}; line: {found.law.formula}; {BAND}."
+    caption = f"{_points_text(points)}; line: {found.law.formula}; {BAND}."
     rates = [
         {
             "series": row["series"],
@@ -61,7 +60,7 @@ def prefill_plots(result: SweepResult, found: Fit) -> list[Plot]:
             series="series",
             fitted=fitted_rates,
             log_x=True,
-            caption=f"{POINTS.format(count=_repetitions(points))}; line: n / ({found.law.formula}).",
+            caption=f"{_points_text(points)}; line: n / ({found.law.formula}).",
         ),
         _residuals("prefill", points, found, "prompt tokens", log_x=True),
     ]
@@ -82,7 +81,7 @@ def decode_plots(result: SweepResult, found: Fit) -> list[Plot]:
         # Without the bands, which would lie on top of each other: the residuals' chart has the claimed error.
         line = ({"series": names[batch], "position": x, "ms": found.line((x, batch)) * 1000} for x in ends)
         fitted += list(line)
-    caption = f"{POINTS.format(count=_repetitions(points))}; lines: {found.law.formula}."
+    caption = f"{_points_text(points)}; lines: {found.law.formula}."
     plots = [
         lines(
             "decode-position",
@@ -99,6 +98,18 @@ def decode_plots(result: SweepResult, found: Fit) -> list[Plot]:
     if len(batches) > 2:
         plots.append(_by_batch(points, found))
     return [*plots, _residuals("decode", points, found, "fitted time (ms)")]
+
+
+def _points_text(points: list[tuple[Place, Point]]) -> str:
+    """What points and bars are, with the confidence that so few repetitions really give."""
+    text = f"Points: median of {_repetitions(points)} repetitions"
+    levels = sorted({median_interval(point.values).confidence for _, point in points if len(point.values) > 1})
+    if not levels:
+        return text
+    shown = dict.fromkeys(f"{100 * level:.0f} %" for level in (levels[0], levels[-1]))
+    fewest = min(len(point.values) for _, point in points)
+    span = f"range of {fewest}, " if len({len(point.values) for _, point in points}) == 1 and fewest < 9 else ""
+    return f"{text}; bars: interval of the median ({span}{' to '.join(shown)})"
 
 
 def _by_batch(points: list[tuple[Place, Point]], found: Fit) -> Plot:
@@ -120,7 +131,7 @@ def _by_batch(points: list[tuple[Place, Point]], found: Fit) -> Plot:
         ("ms", "time a step (ms)"),
         series="series",
         fitted=[{"series": "decode", "batch": size, **_band(found, (position, size))} for size in sizes],
-        caption=f"{POINTS.format(count=_repetitions(chosen))}; line: {found.law.formula}; {BAND}.",
+        caption=f"{_points_text(chosen)}; line: {found.law.formula}; {BAND}.",
     )
 
 

@@ -21,7 +21,11 @@ __all__ = ["sweep_data", "sweep_metrics", "sweep_noise", "sweep_sections"]
 
 POINT_COLUMNS = (
     Column("time (ms)", "median of the repetitions"),
-    Column("95 % interval (ms)", "of the median, by ranks of the repetitions; five give 94 %: lowest to highest"),
+    Column(
+        "interval (ms)",
+        "of the median, by ranks of the repetitions, with the confidence that so many can give: the lowest to the "
+        "highest of five 94 %, of three 75 %",
+    ),
     Column("fit (ms)", "by the law"),
     Column("residual", "(measured - fit) / fit"),
     Column("used as", "fit: the law was fitted to it. held out: the law had to predict it"),
@@ -40,7 +44,7 @@ def _both(result: SweepResult) -> Section:
         Column("tokens before", "prefill: length of the prompt. decode: tokens before the decoded one, on average"),
         Column("batch", "sequences at once"),
         Column("time (ms)", "prefill: of the prompt. decode: of a step, a token for each sequence. Median"),
-        Column("95 % interval (ms)", POINT_COLUMNS[1].definition),
+        Column(POINT_COLUMNS[1].name, POINT_COLUMNS[1].definition),
         Column("tok/s", "prefill: prompt tokens / time. decode: batch / time, all sequences together"),
         Column("tok/s each", "decode: of one sequence, 1 / time"),
     )
@@ -78,7 +82,9 @@ def _both_row(place: Place, point: Point) -> tuple[str, ...]:
 
 def _interval(point: Point) -> str:
     interval = median_interval(point.values)
-    return f"{time_text(interval.low)} .. {time_text(interval.high)}"
+    if len(point.values) < 2:
+        return "-"
+    return f"{time_text(interval.low)} .. {time_text(interval.high)} ({interval.confidence:.0%})".replace("%)", " %)")
 
 
 def _phase(result: SweepResult, phase: str) -> Section:

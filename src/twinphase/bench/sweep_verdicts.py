@@ -208,11 +208,13 @@ def _held_out(phase: str, found: Fit, points: list[HeldOut]) -> Verdict | None:
         return Verdict(Status.UNKNOWN, f"The fit of {phase} predicts held-out points.", "None was measured.")
     inside = sum(one.inside for one in points)
     what = "prompt lengths" if phase == "prefill" else "positions and batch sizes"
+    worst = max(points, key=lambda one: abs(one.error))
+    claimed = (worst.predicted.high - worst.predicted.low) / 2 / worst.measured
     text = (
         f"The fit of {phase} predicts {inside} of {len(points)} held-out {what} within the error it claims "
         f"(±{percent(found.typical_error)} as a rule); its predictions were off by "
         f"{percent(statistics.median(abs(one.error) for one in points))} (median), "
-        f"{percent(max(abs(one.error) for one in points))} at most."
+        f"{percent(abs(worst.error))} at most, at a point where it claims ±{percent(claimed)} of what was measured."
     )
     if found.typical_error > MEANINGFUL:
         return Verdict(

