@@ -74,7 +74,8 @@ def _goodput_verdict(result: LoadResult) -> Verdict:
         )
     text = f"Goodput {goodput.rate:.3g} req/s: {goodput.fraction:.0%} of the requests met {result.slos}."
     late = {name: goodput.by_level[name] for name in PHASES if name in goodput.by_level}
-    blamed = [f"{name} was missed by {number}: {PHASES[name]}" for name, number in late.items()]
+    everyone = len(result.observations)
+    blamed = [f"{number} of {everyone} requests missed {name} ({PHASES[name]})" for name, number in late.items()]
     return Verdict(Status.INFO, _void_mark(result) + text, "; ".join(blamed))
 
 
