@@ -162,8 +162,10 @@ class ProcessHost:
         """Ask the process to end after its step, and see to it that it does."""
         self._closing, self.is_running = True, False
         process = self._process
-        if self._writer is not None:
-            self._writer.write(encode(Stop()))
+        if self._writer is not None and not self._writer.is_closing():
+            # The process may end at this very moment, and the loop, in another thread, close the transport.
+            with suppress(OSError, AttributeError, RuntimeError):
+                self._writer.write(encode(Stop()))
         if process is None:
             return
         if not self._was_ready:
