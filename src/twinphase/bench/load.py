@@ -28,7 +28,7 @@ from twinphase.bench.target import LoadTarget, TargetFacts
 from twinphase.bench.workload import LoadRequest, Workload
 from twinphase.errors import TwinphaseError
 
-__all__ = ["ClientHealth", "LoadFailedError", "LoadLimits", "LoadResult", "Progress", "run_load"]
+__all__ = ["ClientHealth", "LoadFailedError", "LoadLimits", "LoadResult", "Progress", "quiet", "run_load"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -217,7 +217,7 @@ async def run_load(
         await claims.before()
     client, beats = ClientHealth(), list[Beat]()
     sender = _Sender(target, workload.requests, client, limits, progress)
-    with _quiet():
+    with quiet():
         began, cpu = time.perf_counter(), time.thread_time()
         heart = asyncio.ensure_future(watch_loop(beats))
         try:
@@ -346,7 +346,7 @@ def _broken(error: Exception, intended: float) -> Observation:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No garbage collection while it matters: a full one stops everything for longer than a token takes."""
     enabled = gc.isenabled()
     gc.collect()

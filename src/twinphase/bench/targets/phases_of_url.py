@@ -14,8 +14,7 @@ from typing import Any
 from twinphase.bench.client import SEND_NOW, run
 from twinphase.bench.client_health import HEARTBEAT_SECONDS, Beat, ClientHealth, lags_of_stamps, watch_loop
 from twinphase.bench.foreign_claims import claims_reader
-from twinphase.bench.load import LoadResult
-from twinphase.bench.load import _quiet as quiet
+from twinphase.bench.load import LoadResult, quiet
 from twinphase.bench.observation import Observation
 from twinphase.bench.target import DecodeSample, PrefillSample
 from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
