@@ -13,21 +13,32 @@ from twinphase.phases.explain import Explanation
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.request import Request, SamplingParams
 
-__all__ = ["Engine", "Life", "Script"]
+__all__ = ["Engine", "Life", "Script", "usual_seconds"]
 
 Life = tuple[Request, RequestTimeline]
+
+
+def usual_seconds(batch: Batch) -> float:
+    """A step of a small model: it reads its weights, then computes each row, which attends to its context."""
+    contexts = batch.work.prefill_contexts + batch.work.decode_contexts
+    return 2e-3 + 1e-4 * batch.work.rows + 2e-8 * contexts + 1e-4 * batch.work.logits
 
 
 class Engine:
     """The reference backend on a small model, and requests whose tokens are stamped when their step is over.
 
-    What other programs take of the processors is left out unless a test is about that: `cpu_wait` says nothing.
+    Args:
+        seconds: what a step takes on the engine's clock, which nothing else moves; None keeps the real clock.
+            What other programs take of the processors is left out in both cases: `cpu_wait` says nothing.
     """
 
-    def __init__(self, model: Path, seed: int = 0, **config: Any) -> None:
+    def __init__(
+        self, model: Path, seed: int = 0, *, seconds: Callable[[Batch], float] | None = usual_seconds, **config: Any
+    ) -> None:
         self.llm = LLM(model, **{"backend": "reference", "max_model_len": 2048, **config})
         self.engine = self.llm.engine
         self.engine.cpu_wait = lambda: 0.0
+        self.script = None if seconds is None else Script(self.engine, seconds)
         self._lives: dict[str, Life] = {}
         self._random = random.Random(seed)
 
@@ -52,7 +63,9 @@ class Engine:
                 self._lives[name][1].hand_over_tokens(len(tokens), now)
 
     def serve(self, prompt: list[int], max_tokens: int = 4, **wishes: Any) -> Life:
-        """One request alone, to its end."""
+        """One request alone, to its end, some time after the last."""
+        if self.script is not None:
+            self.script.now += 0.01
         life = self.add(prompt, max_tokens, **wishes)
         self.run()
         return life
@@ -86,15 +99,16 @@ class Script:
         """Replace the clock, the executor's time, and what the system says of waiting.
 
         Args:
-            engine: an `engine.engine.Engine`.
+            engine: an `engine.engine.Engine`; one that is scripted already obeys the newest script.
             seconds: of a step.
             sampling: of those, what choosing tokens took.
             cpu_wait: of those, what passed without a processor.
         """
         self.now = self.waited = 0.0
-        self._execute, self._seconds, self._sampling, self._cpu_wait = (
-            engine.executor.execute, seconds, sampling, cpu_wait,
-        )  # fmt: skip
+        execute = engine.executor.execute
+        older = getattr(execute, "__self__", None)
+        self._execute = older._execute if isinstance(older, Script) else execute
+        self._seconds, self._sampling, self._cpu_wait = seconds, sampling, cpu_wait
         engine.clock, engine.cpu_wait = lambda: self.now, lambda: self.waited
         engine.executor.execute = self._scripted
 

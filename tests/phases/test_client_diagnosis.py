@@ -82,6 +82,8 @@ def request(sent, times, **fields):
 def test_company_is_counted_as_it_was():
     load = Load("x", (request(0, [1, 5]), request(2, [3, 4]), request(4.5, [6, 7]), request(8, [9])))
     assert [load.others_before(one) for one in load.requests] == [0, 1, 1, 0]
+    burst = Load("x", tuple(request(0, [n, n + 1]) for n in range(1, 4)))
+    assert [burst.others_before(one) for one in burst.requests] == [2, 2, 2]
     assert load.others_decoding(load.requests[0]) == pytest.approx(0.25)  # of 4 seconds one
     assert load.others_reading(3.5, 4.4) == 0 and load.others_reading(3.5, 4.6) == 1
 
@@ -151,7 +153,7 @@ def test_company_is_what_comparing_each_with_each_gives(moments):
     load = Load("x", tuple(requests))
     for one in requests:
         others = [other for other in requests if other is not one]
-        assert load.others_before(one) == sum(o.sent < one.sent < o.times[-1] for o in others)
+        assert load.others_before(one) == sum(o.sent <= one.sent < o.times[-1] for o in others)
         start, end = one.times[0], one.times[-1]
         if end - start > 0.01:
             beside = sum(max(0.0, min(end, o.times[-1]) - max(start, o.times[0])) for o in others)

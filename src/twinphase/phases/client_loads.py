@@ -82,9 +82,9 @@ class Load:
         return list(accumulate(first, initial=0.0)), list(accumulate(last, initial=0.0))
 
     def others_before(self, request: ClientRequest) -> int:
-        """Requests in flight when that one was sent."""
+        """Requests in flight when that one was sent; those sent at the same moment, as all of a burst are, too."""
         sent, _, last = self._moments
-        return bisect_left(sent, request.sent) - bisect_right(last, request.sent)
+        return max(0, bisect_right(sent, request.sent) - 1 - bisect_right(last, request.sent))
 
     def others_reading(self, begin: float, end: float) -> int:
         """Requests whose prompts were being read between two moments; one that had its first token by then is none."""
