@@ -166,7 +166,7 @@ def test_prefill_is_told_only_what_was_shown():
     assert "read in 1 chunk;" in prefill_verdict(kind="transformers").reason
     chunked = prefill_verdict(chunk=128)
     assert (
-        chunked.status is Status.HOLDS and "read in 4 chunks" in chunked.reason and "11 % of the time" in chunked.reason
+        chunked.status is Status.HOLDS and "read in 4 chunks" in chunked.reason and "10 % of the time" in chunked.reason
     )
     many = prefill_verdict(chunk=32)
     assert many.status is Status.UNKNOWN and "as much as 42 % of the time" in many.reason
@@ -291,7 +291,7 @@ def test_report_is_whole_and_its_json_has_everything_raw():
     text = result_json(report)
     assert '"measurements"' in text and '"gaps"' in text
     assert {m.name for m in sweep_metrics(result)} == {m.name for m in report.metrics}
-    assert all(len(metric.values) == 3 for metric in report.metrics)
+    assert {len(metric.values) for metric in report.metrics} == {3, 6, 9}  # what is short is visited more often
 
 
 @pytest.mark.parametrize(("points", "misses", "chance"), [(4, 0, 1.0), (4, 1, 0.185), (4, 2, 0.014), (20, 1, 0.642)])

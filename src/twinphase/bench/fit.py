@@ -368,9 +368,8 @@ def _repetition_noise(points: Sequence[Point]) -> tuple[float | None, int]:
     if not freedom:
         return None, 0
     squares = sum(float(np.var(point.values)) * len(point.values) / point.median**2 for point in repeated)
-    count = float(np.mean([len(point.values) for point in repeated]))
-    of_median = math.sqrt(math.pi / 2 / count) if count > 2 else math.sqrt(1 / count)
-    return math.sqrt(squares / freedom) * of_median, freedom
+    of_median = np.mean([(math.pi / 2 if (k := len(point.values)) > 2 else 1.0) / k for point in repeated])
+    return math.sqrt(squares / freedom * float(of_median)), freedom
 
 
 def _misfit(scale: float, freedom: int, noise: float | None, noise_freedom: int) -> float | None:

@@ -230,10 +230,11 @@ class _Sweep:
         self.random = random.Random(plan.seed)
 
     def rounds(self) -> None:
-        """All places, as often as the plan says or the time allows."""
-        done, total = 0, len(self.plan.places) * self.plan.repetitions
+        """All places, as often as the plan says or the time allows; in a round each in an order drawn anew."""
+        visits = [place for place in self.plan.places for _ in range(place.visits)]
+        done, total = 0, len(visits) * self.plan.repetitions
         for number in range(self.plan.repetitions):
-            places = list(self.plan.places)
+            places = list(visits)
             self.random.shuffle(places)
             for place in places:
                 if self.plan.max_seconds is not None and self.clock() - self.start > self.plan.max_seconds:

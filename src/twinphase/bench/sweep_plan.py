@@ -6,7 +6,7 @@ Not for measuring (`phase_sweep.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["ENOUGH_SECONDS", "UNKNOWN_CONTEXT", "Pace", "Place", "Plan", "make_plan"]
 
@@ -19,6 +19,8 @@ DECODE_TOKENS = 24
 BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate
 MARGIN = 1.3  # of the estimate: attention grows with the prompt, and what is disturbed is repeated
 FEWEST_TOKENS = 128  # a plan is not shortened below
+MOST_VISITS = 3  # of a place in one round
+VISITS_SHARE = 0.35  # of the first visits' time, that all others may take
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,15 @@ class Place:
         length: prompt tokens; in decode, those before the first decoded one.
         batch: sequences that decode together; 1 in prefill.
         held_out: not given to the fit, which must predict it.
+        visits: measurements of it in each round, each at a moment of its own: a machine's pace drifts, so that
+            repetitions in a row tell little, and what takes little time can be come back to.
     """
 
     phase: str
     length: int
     batch: int = 1
     held_out: bool = False
+    visits: int = 1
 
     def __str__(self) -> str:
         at = f"{self.length:,} tokens"
@@ -48,7 +53,7 @@ class Plan:
 
     Attributes:
         places: prefill first, from short to long.
-        repetitions: rounds over all of them.
+        repetitions: rounds over all of them, in each of which a place is measured as often as it has visits.
         decode_tokens: steps of one decode measurement.
         max_seconds: of the rounds; None is no limit.
         seed: of the order.
@@ -77,11 +82,22 @@ class Pace:
 
     def estimate(self, plan: Plan) -> float:
         """Seconds that a plan takes, about."""
-        tokens = sum(place.length * place.batch for place in plan.places)
-        decodes = sum(place.phase == "decode" for place in plan.places)
-        short = ENOUGH_SECONDS * (len(plan.places) - decodes)  # repeated in a row
-        once = tokens * self.token + decodes * plan.decode_tokens * self.step + short
-        return MARGIN * plan.repetitions * once
+        return MARGIN * plan.repetitions * sum(p.visits * self.once(p, plan.decode_tokens) for p in plan.places)
+
+    def once(self, place: Place, decode_tokens: int) -> float:
+        """Seconds that one measurement of a place takes, about."""
+        # A short prefill is repeated in a row.
+        more = decode_tokens * self.step if place.phase == "decode" else ENOUGH_SECONDS
+        return place.length * place.batch * self.token + more
+
+    def with_visits(self, places: Sequence[Place], decode_tokens: int) -> tuple[Place, ...]:
+        """The places, those that take least time visited several times, while that takes a part of all first visits."""
+        costs = {place: self.once(place, decode_tokens) for place in places}
+        left, visits = VISITS_SHARE * sum(costs.values()), {}
+        for place in sorted(places, key=lambda place: costs[place]):
+            visits[place] = 1 + min(MOST_VISITS - 1, int(left / costs[place]))
+            left -= (visits[place] - 1) * costs[place]
+        return tuple(replace(place, visits=visits[place]) for place in places)
 
 
 def _spaced(low: int, high: int, count: int) -> list[int]:
@@ -112,7 +128,8 @@ def make_plan(
         repetitions: five unless told; three if `quick`.
         max_seconds: limit of the sweep.
         max_length: longest prompt + output to measure; the context's end unless told.
-        pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`.
+        pace: of the target (`calibrate`): what is short is measured several times a round, and prompts are shortened
+            until the plan fits into `max_seconds`.
         seed: of the order.
     """
     wanted = min(context_length or UNKNOWN_CONTEXT, max_length or (QUICK_LENGTH if quick else 1 << 40))
@@ -120,12 +137,14 @@ def make_plan(
     length = wanted
     while True:
         places, tokens = _places(length, batches, quick)
+        if pace is not None and rounds > 1:
+            places = pace.with_visits(places, tokens)
         plan = Plan(places, rounds, tokens, max_seconds, seed, wanted)
         if pace is None or max_seconds is None or pace.estimate(plan) <= BUDGET_SHARE * max_seconds:
             return plan
         if length <= FEWEST_TOKENS:
             return plan
-        length = max(FEWEST_TOKENS, length * 4 // 5)
+        length = max(FEWEST_TOKENS, length * 9 // 10)
 
 
 def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Place, ...], int]:

@@ -252,9 +252,12 @@ def sweep_noise(result: SweepResult) -> list[str]:
     else:
         lines.append("Whether others used the processor meanwhile is unknown: only repetitions tell of noise here.")
     plan = result.plan
-    fewest = min((len(p.values) for phase in ("prefill", "decode") for _, p in result.points(phase)), default=0)
+    counts = [len(point.values) for phase in ("prefill", "decode") for _, point in result.points(phase)]
     lines.append(f"The sweep took {result.seconds:.0f} s.")
-    lines.append(f"{plan.repetitions} rounds over all points, each in an order of its own; {fewest} at the least.")
+    lines.append(
+        f"{plan.repetitions} rounds over all points, each in an order of its own, in which what takes little time is "
+        f"measured several times: {min(counts, default=0)} to {max(counts, default=0)} repetitions of a point."
+    )
     if result.stopped:
         lines.append(f"Cut short: {result.stopped}. What is here is complete in itself, with fewer repetitions.")
     if plan.longest and plan.longest < 0.8 * plan.wanted_length:
