@@ -17,23 +17,21 @@ from typing import Any
 
 from twinphase.backends.cpu.ceilings import CeilingsError
 from twinphase.bench.conditions import Bystanders, conditions
-from twinphase.bench.experiments import (
-    batching,
-    bounds,
-    chunked_prefill,
-    cores,
-    decode_position,
-    kv_int8,
-    kv_size,
-    phase_ratio,
-    prefill_length,
-    prompt_cache,
-    queue,
-    request_shapes,
-    same_tokens,
-    short_prompts,
-)
-from twinphase.bench.experiments.experiment import AnyExperiment, Judged, judge, overall, tempered, unknown
+from twinphase.bench.experiments.batching import Batching
+from twinphase.bench.experiments.bounds import Bounds
+from twinphase.bench.experiments.chunked_prefill import ChunkedPrefill
+from twinphase.bench.experiments.cores import Cores
+from twinphase.bench.experiments.decode_position import DecodePosition
+from twinphase.bench.experiments.experiment import Experiment, Judged, judge, overall, tempered, unknown
+from twinphase.bench.experiments.kv_int8 import KVInt8
+from twinphase.bench.experiments.kv_size import KVSize
+from twinphase.bench.experiments.phase_ratio import PhaseRatio
+from twinphase.bench.experiments.prefill_length import PrefillLength
+from twinphase.bench.experiments.prompt_cache import PromptCache
+from twinphase.bench.experiments.queue import Queue
+from twinphase.bench.experiments.request_shapes import RequestShapes
+from twinphase.bench.experiments.same_tokens import SameTokens
+from twinphase.bench.experiments.short_prompts import ShortPrompts
 from twinphase.bench.experiments.workbench import Speed, Workbench, calibrate
 from twinphase.bench.progress import Progress
 from twinphase.bench.report import Column, Metric, Report, Section, Status, Table, Verdict
@@ -46,21 +44,21 @@ from twinphase.weights.gguf import quantization_name
 
 __all__ = ["EXPERIMENTS", "QUICK_SECONDS", "SECONDS", "Finding", "choose", "lab", "make_report"]
 
-EXPERIMENTS: tuple[AnyExperiment, ...] = (
-    prefill_length.EXPERIMENT,
-    decode_position.EXPERIMENT,
-    phase_ratio.EXPERIMENT,
-    bounds.EXPERIMENT,
-    request_shapes.EXPERIMENT,
-    batching.EXPERIMENT,
-    short_prompts.EXPERIMENT,
-    prompt_cache.EXPERIMENT,
-    chunked_prefill.EXPERIMENT,
-    queue.EXPERIMENT,
-    kv_size.EXPERIMENT,
-    kv_int8.EXPERIMENT,
-    cores.EXPERIMENT,
-    same_tokens.EXPERIMENT,
+EXPERIMENTS: tuple[type[Experiment], ...] = (
+    PrefillLength,
+    DecodePosition,
+    PhaseRatio,
+    Bounds,
+    RequestShapes,
+    Batching,
+    ShortPrompts,
+    PromptCache,
+    ChunkedPrefill,
+    Queue,
+    KVSize,
+    KVInt8,
+    Cores,
+    SameTokens,
 )
 SECONDS, QUICK_SECONDS = 200.0, 60.0  # of measuring; loading and the report come on top
 OTHER_BLOCKS = 256  # KV cache of a model that is loaded beside the first
@@ -72,8 +70,8 @@ class Finding:
     """What came of one experiment.
 
     Attributes:
-        experiment: which.
-        found: what it measured; None if it failed to.
+        experiment: the claim.
+        found: what the trial of it measured; None if it failed to.
         status: the verdict.
         judged: its rules.
         seconds: that it took.
@@ -82,8 +80,8 @@ class Finding:
         error: why it could not be measured; "" if it was.
     """
 
-    experiment: AnyExperiment
-    found: Any
+    experiment: type[Experiment]
+    found: Experiment | None
     status: Status
     judged: tuple[Judged, ...]
     seconds: float
@@ -99,9 +97,9 @@ class Finding:
     @property
     def why(self) -> Sequence[str]:
         """What lies behind them."""
-        if self.error:
+        if self.found is None:
             return (f"It could not be measured: {self.error}",)
-        return self.experiment.why(self.found, self.judged)
+        return self.found.why(self.judged)
 
     @property
     def reason(self) -> str:
@@ -129,7 +127,7 @@ class Setting:
     notes: list[str] = field(default_factory=list)
 
 
-def choose(only: Sequence[str]) -> tuple[AnyExperiment, ...]:
+def choose(only: Sequence[str]) -> tuple[type[Experiment], ...]:
     """Experiments by number (from 1) or name, in the lab's order; all if none is named.
 
     Raises:
@@ -150,7 +148,7 @@ def choose(only: Sequence[str]) -> tuple[AnyExperiment, ...]:
 def lab(
     model: str,
     *,
-    experiments: Sequence[AnyExperiment] = EXPERIMENTS,
+    experiments: Sequence[type[Experiment]] = EXPERIMENTS,
     seconds: float = SECONDS,
     progress: Progress = lambda what, done, total: None,
     **config: Any,
@@ -221,15 +219,16 @@ def _prepare(model: str, config: dict[str, Any], progress: Progress) -> Setting:
 
 
 def _try(
-    experiment: AnyExperiment, setting: Setting, seconds: float, config: dict[str, Any], progress: Progress
+    experiment: type[Experiment], setting: Setting, seconds: float, config: dict[str, Any], progress: Progress
 ) -> Finding:
     """One experiment with its verdict; what keeps it from being measured makes it unknown and not the lab fail."""
     start = time.perf_counter()
     # What an experiment opens takes a path and not a name, so that no lookup is repeated.
     path = str(setting.workshop.loaded.checkpoint.path)
-    found, error, status = None, "", Status.UNKNOWN
+    found: Experiment | None = None
+    error, status = "", Status.UNKNOWN
     with Bystanders() as others:
-        before = _look_again(setting) if experiment.under else None
+        before = _look_again(setting) if experiment.uses_ceilings else None
         bench = Workbench(
             setting.workshop,
             setting.ceilings,
@@ -241,11 +240,10 @@ def _try(
         )
         progress(experiment.name, 0, 100)
         try:
-            found = experiment.measure(bench)
-            found, status, judged = _verdict_of(experiment, found, setting, before)
+            found, status, judged = _verdict_of(experiment.measure(bench), setting, before)
         except (TwinphaseError, MemoryError) as failure:
-            found, error = None, str(failure) or "The memory is not enough."
-            judged = judge(experiment.rules, {rule.name: unknown(error) for rule in experiment.rules})
+            error = str(failure) or "The memory is not enough."
+            judged = judge(experiment.rules, dict.fromkeys(experiment.rules, unknown(error)))
     took = time.perf_counter() - start
     return Finding(experiment, found, status, tuple(judged), took, tuple(bench.reduced), others.cores, error)
 
@@ -263,15 +261,15 @@ def _look_again(setting: Setting) -> Ceilings | None:
 
 
 def _verdict_of(
-    experiment: AnyExperiment, found: Any, setting: Setting, before: Ceilings | None
-) -> tuple[Any, Status, list[Judged]]:
+    found: Experiment, setting: Setting, before: Ceilings | None
+) -> tuple[Experiment, Status, list[Judged]]:
     """Against the best ceilings of this run; what fails only there, and not against those around it, is unknown."""
-    after = _look_again(setting) if experiment.under else None
-    if experiment.under is None or before is None or after is None:
-        return found, *experiment.evaluate(found)
-    found = experiment.under(found, setting.ceilings)
-    around = experiment.evaluate(experiment.under(found, before.merged(after)))[1]
-    judged = tempered(experiment.evaluate(found)[1], around)
+    after = _look_again(setting) if found.uses_ceilings else None
+    if before is None or after is None:
+        return found, *found.evaluate()
+    _, around = found.under(before.merged(after)).evaluate()
+    found = found.under(setting.ceilings)
+    judged = tempered(found.evaluate()[1], around)
     return found, overall(judged), judged
 
 
@@ -289,9 +287,7 @@ def make_report(setting: Setting, findings: Sequence[Finding], bystanders: Bysta
     path = workshop.loaded.checkpoint.path
     threads = workshop.config.threads or available_cores()
     stated = conditions(model=path, threads=threads, isa=setting.ceilings.isa if setting.ceilings else "", flags=flags)
-    metrics: list[Metric] = [
-        metric for one in findings if not one.error for metric in one.experiment.metrics(one.found)
-    ]
+    metrics: list[Metric] = [metric for one in findings if one.found for metric in one.found.metrics()]
     return Report(
         kind="lab",
         title=_title([one.status for one in findings], bystanders.cores),
@@ -378,9 +374,9 @@ def _section(finding: Finding) -> Section:
         ),
         tables=(
             Table("The claim holds if every rule holds", columns, rows),
-            *(() if finding.error else experiment.tables(finding.found)),
+            *(finding.found.tables() if finding.found else ()),
         ),
-        plots=() if finding.error else tuple(experiment.plots(finding.found)),
+        plots=tuple(finding.found.plots()) if finding.found else (),
     )
 
 
@@ -393,5 +389,5 @@ def _raw(finding: Finding) -> dict[str, Any]:
         "reduced": list(finding.reduced),
         "others": finding.others,
         "error": finding.error,
-        "found": None if finding.error else asdict(finding.found),
+        "found": asdict(finding.found) if finding.found else None,
     }

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from twinphase.bench.bench_terminal import COLOURS, INDENT
-from twinphase.bench.experiments.experiment import AnyExperiment
+from twinphase.bench.experiments.experiment import Experiment
 from twinphase.bench.lab import Finding
 from twinphase.bench.report import Report, Status
 from twinphase.terminal import answers
@@ -47,7 +47,7 @@ def _indented(console: Console, text: Text) -> None:
     console.print(Padding(text, (0, 0, 0, INDENT)))
 
 
-def list_experiments(experiments: Sequence[AnyExperiment], console: Console | None = None) -> None:
+def list_experiments(experiments: Sequence[type[Experiment]], console: Console | None = None) -> None:
     """Print claims and rules without measuring anything."""
     console = console or answers()
     for number, experiment in enumerate(experiments, 1):

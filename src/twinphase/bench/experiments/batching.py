@@ -6,201 +6,198 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, median_of, point, ratio_of, shown
-from twinphase.bench.experiments.workbench import Workbench, fitted
+from twinphase.bench.experiments.experiment import (
+    Estimate,
+    Experiment,
+    Judged,
+    Rule,
+    coefficients,
+    median_of,
+    metrics_by,
+    milliseconds,
+    points,
+    ratio_of,
+    shown,
+)
+from twinphase.bench.experiments.workbench import Workbench, median_step
 from twinphase.bench.plots import lines
 from twinphase.bench.report import Column, Metric, Plot, Table
-from twinphase.bench.statistics import percentile
 from twinphase.phases.hardware import compute_seconds, memory_seconds
 from twinphase.phases.report import flops_by_unit
 from twinphase.phases.timeline import PhaseTotals, StepRecord
 
-__all__ = ["EXPERIMENT", "Batching"]
+__all__ = ["Batching"]
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-PROMPT, STEPS = 48, 12
 LARGEST = (32, 16, 8, 4)
-TWO, TOTAL, SLOWER = "throughput of 2 / of 1", "throughput of the largest batch / of 1", "a token at the largest batch"
+PROMPT, STEPS = 48, 12
+TWO = Rule("throughput of two / of one", "tokens/s of two requests together / of one alone; 2 is linear", at_least=1.6)
+TOTAL = Rule(
+    "throughput of the largest batch / of one",
+    "tokens/s of the largest batch / of one alone",
+    at_least=3,
+    fails_from=16,
+    sized_in="requests",
+)
+SLOWER = Rule(
+    "time of a token, largest batch / alone",
+    "time of a token there / of one alone",
+    at_least=1.2,
+    fails_from=32,
+    sized_in="requests",
+)
 
 
 @dataclass(frozen=True)
-class Batching:
+class Batching(Experiment):
     """Decode steps by the number of requests in them.
 
     Attributes:
-        seconds: of a step, median of each repetition, by batch.
+        seconds: of a step, median of each repetition, by batch, rising.
         intensity: FLOP a byte, by batch.
         compute: seconds of a step's arithmetic at the peaks, by batch; None is unknown.
         memory: seconds of its bytes at the bandwidth, by batch; None is unknown.
     """
+
+    name = "batching"
+    claim = "Batching decodes multiplies throughput, nearly linearly at first, and makes each request slower."
+    method = "1, 2, 4, ... requests with short prompts of their own decode together."
+    rules = (TWO, TOTAL, SLOWER)
+    meaning = (
+        "Serving several users at once costs far less than one after the other, but each of them gets a slower stream."
+    )
+    share = 1.2
 
     seconds: dict[int, list[float]]
     intensity: dict[int, float]
     compute: dict[int, float | None]
     memory: dict[int, float | None]
 
-    @property
-    def batches(self) -> list[int]:
-        """Rising."""
-        return sorted(self.seconds)
+    @classmethod
+    def measure(cls, bench: Workbench) -> Batching:
+        """Decode in batches; the prefix cache spares repetitions from reading the prompts again."""
+        speed, workshop = bench.speed, bench.workshop
+        largest = bench.size(
+            "largest batch",
+            LARGEST,
+            lambda n: sum(speed.decode(STEPS, b) + speed.prefill(PROMPT * b) / 4 for b in BATCHES if b <= n),
+            room=min(workshop.config.max_num_seqs, workshop.capacity // (PROMPT + STEPS + 64)),
+        )
+        engine = bench.engine(enable_prefix_caching=True)
+        prompts = [workshop.prompt(PROMPT) for _ in range(largest)]
+        middle: dict[int, StepRecord] = {}
+
+        def decode(batch: int) -> float:
+            records = engine.decode(prompts[:batch], STEPS)
+            middle[batch] = records[len(records) // 2]
+            return median_step(records)
+
+        engine.decode(prompts, 1)
+        seconds = bench.interleave({b: partial(decode, b) for b in BATCHES if b <= largest})
+        costs = {b: middle[b].decode for b in seconds}
+        flops = {
+            b: flops_by_unit(
+                PhaseTotals(linear_flops=c.linear_flops, attention_flops=c.attention_flops), workshop.units
+            )
+            for b, c in costs.items()
+        }
+        return cls(
+            seconds,
+            {b: cost.flops / cost.bytes for b, cost in costs.items()},
+            {b: compute_seconds(one, bench.ceilings) for b, one in flops.items()},
+            {b: memory_seconds(cost.bytes, cost.bytes, bench.ceilings) for b, cost in costs.items()},
+        )
 
     @property
-    def step_cost(self) -> tuple[float, float]:
-        """(a, b) of step = a + b batch, medians of the fits of each repetition."""
-        rounds = min(map(len, self.seconds.values()))
-        fits = [fitted(self.batches, [self.seconds[b][i] for b in self.batches], 1) for i in range(rounds)]
-        return median_of([fit[0] for fit in fits]).value, median_of([fit[1] for fit in fits]).value
+    def largest(self) -> int:
+        """Requests in the largest batch."""
+        return max(self.seconds)
+
+    @property
+    def rates(self) -> dict[int, list[float]]:
+        """Tokens a second of all requests together, each repetition, by batch."""
+        return {b: [b / one for one in seconds] for b, seconds in self.seconds.items()}
 
     @property
     def balance(self) -> int | None:
         """The first measured batch whose arithmetic takes longer than its bytes at the ceilings; None if none."""
-        for batch in self.batches:
-            compute, memory = self.compute[batch], self.memory[batch]
+        for batch, compute in self.compute.items():
+            memory = self.memory[batch]
             if compute is not None and memory is not None and compute >= memory:
                 return batch
         return None
 
+    def estimates(self) -> Mapping[Rule, Estimate]:
+        """Against one request alone, measured moments apart."""
+        rates, largest = self.rates, self.largest
+        return {
+            TWO: ratio_of(rates[2], rates[1]),
+            TOTAL: ratio_of(rates[largest], rates[1]).at(largest),
+            SLOWER: ratio_of(self.seconds[largest], self.seconds[1]).at(largest),
+        }
 
-def _measure(bench: Workbench) -> Batching:
-    speed, workshop = bench.speed, bench.workshop
-    room = min(workshop.config.max_num_seqs, workshop.capacity // (PROMPT + STEPS + 64))
-    largest = bench.size(
-        "largest batch",
-        LARGEST,
-        lambda n: sum(speed.decode(STEPS, b) + speed.prefill(PROMPT * b) / 4 for b in BATCHES if b <= n),
-        room,
-    )
-    engine = bench.engine(enable_prefix_caching=True)  # so that repetitions need not read the prompts again
-    prompts = [workshop.prompt(PROMPT) for _ in range(largest)]
-    last: dict[int, StepRecord] = {}
+    def why(self, judged: Sequence[Judged]) -> Sequence[str]:
+        """What is shared in a step, what is not, and where the ceilings change places."""
+        fixed, each = coefficients(self.seconds, 1)
+        sentences = [
+            f"Fit: a step takes {fixed * 1e3:.3g} ms however many requests are in it (above all the weights, read "
+            f"once), plus {each * 1e3:.3g} ms for each request."
+        ]
+        if fixed > 0 and each > 0:
+            sentences.append(
+                f"From about {fixed / each:.1f} requests on, the requests' own part is the larger one: there the curve "
+                "bends, and more requests mostly share what there is."
+            )
+        if any(one is not None for one in self.compute.values()):
+            where = f"at a batch of {self.balance}" if self.balance else f"beyond a batch of {self.largest}"
+            sentences.append(
+                f"By the ceilings decode turns from memory-bound to compute-bound {where}. Arithmetic intensity rises "
+                f"from {self.intensity[1]:.1f} FLOP a byte alone to {self.intensity[self.largest]:,.0f} with "
+                f"{self.largest} requests. With weights of 4 or 8 bits there are few bytes to share, so the bend comes "
+                "early; on an accelerator with 16-bit weights it comes at 150 requests and more."
+            )
+        return sentences
 
-    def decode(batch: int) -> float:
-        records = engine.decode(prompts[:batch], STEPS)
-        last[batch] = records[len(records) // 2]
-        return percentile([record.seconds for record in records], 50)
-
-    batches = [b for b in BATCHES if b <= largest]
-    engine.decode(prompts, 1)
-    seconds = bench.interleave({b: partial(decode, b) for b in batches})
-    costs = {b: last[b].decode for b in batches}
-    units, ceilings = workshop.units, bench.ceilings
-    totals = {b: PhaseTotals(linear_flops=c.linear_flops, attention_flops=c.attention_flops) for b, c in costs.items()}
-    return Batching(
-        seconds,
-        {b: cost.flops / cost.bytes for b, cost in costs.items()},
-        {b: compute_seconds(flops_by_unit(totals[b], units), ceilings) for b in batches},
-        {b: memory_seconds(cost.bytes, cost.bytes, ceilings) for b, cost in costs.items()},
-    )
-
-
-def _rates(found: Batching, batch: int) -> list[float]:
-    return [batch / seconds for seconds in found.seconds[batch]]
-
-
-def _estimates(found: Batching) -> Mapping[str, Estimate]:
-    largest = found.batches[-1]
-    return {
-        TWO: ratio_of(_rates(found, 2), _rates(found, 1)),
-        TOTAL: ratio_of(_rates(found, largest), _rates(found, 1)).at(largest),
-        SLOWER: ratio_of(found.seconds[largest], found.seconds[1]).at(largest),
-    }
-
-
-def _why(found: Batching, judged: Sequence[Judged]) -> Sequence[str]:
-    fixed, each = found.step_cost
-    largest = found.batches[-1]
-    sentences = [
-        f"Fit: a step takes {fixed * 1e3:.3g} ms however many requests are in it (above all the weights, read once), "
-        "plus "
-        f"{each * 1e3:.3g} ms for each request."
-    ]
-    if fixed > 0 and each > 0:
-        sentences.append(
-            f"From about {fixed / each:.1f} requests on, the requests' own part is the larger one: there the curve "
-            "bends, "
-            "and more requests mostly share what there is."
+    def tables(self) -> Sequence[Table]:
+        columns = (
+            Column("batch", "requests that decode together"),
+            Column("step, ms", "time of one token of each; median and interval"),
+            Column("tokens/s each", "1 / step"),
+            Column("tokens/s in all", "batch / step"),
+            Column("FLOP a byte", "arithmetic intensity"),
+            Column("arithmetic, ms", "FLOP at the measured peaks"),
+            Column("memory, ms", "bytes at the measured bandwidth"),
         )
-    balance = found.balance
-    if any(one is not None for one in found.compute.values()):
-        where = f"at a batch of {balance}" if balance else f"beyond a batch of {largest}"
-        sentences.append(
-            f"By the ceilings decode turns from memory-bound to compute-bound {where}. Arithmetic intensity rises from "
-            f"{found.intensity[1]:.1f} FLOP a byte alone to {found.intensity[largest]:,.0f} with {largest} requests. "
-            "With "
-            "weights of 4 or 8 bits there are few bytes to share, so the bend comes early; on an accelerator with "
-            "16-bit "
-            "weights it comes at 150 requests and more."
+        rows = []
+        for b, seconds in self.seconds.items():
+            step = median_of(seconds).value
+            rates = (f"{1 / step:,.0f}", f"{b / step:,.0f}", f"{self.intensity[b]:.3g}")
+            rows.append((str(b), shown(seconds, 1e3), *rates, *map(milliseconds, (self.compute[b], self.memory[b]))))
+        return (Table("Decode by batch", columns, tuple(rows)),)
+
+    def plots(self) -> Sequence[Plot]:
+        each = {b: [1 / one for one in seconds] for b, seconds in self.seconds.items()}
+        rows = [
+            *points(self.rates, "batch", "rate", what="decode, all requests"),
+            *points(each, "batch", "rate", what="decode, each request"),
+        ]
+        alone, ideal = median_of(each[1]).value, "ideal: batch x the rate alone"
+        through = [{key: row[key] for key in ("batch", "rate", "what")} for row in rows]
+        through += [{"batch": b, "rate": b * alone, "what": ideal} for b in self.seconds]
+        return (
+            lines(
+                "batching",
+                "Tokens a second by number of requests decoding together",
+                rows,
+                ("batch", "requests decoding together"),
+                ("rate", "tokens a second"),
+                series="what",
+                fitted=through,
+                log_x=True,
+                log_y=True,
+                caption="Points: medians with intervals. Both axes are logarithmic: a straight diagonal is the ideal.",
+            ),
         )
-    return sentences
 
-
-def _tables(found: Batching) -> Sequence[Table]:
-    columns = (
-        Column("batch", "requests that decode together"),
-        Column("step, ms", "time of one token of each; median and interval"),
-        Column("tokens/s each", "1 / step"),
-        Column("tokens/s in all", "batch / step"),
-        Column("FLOP a byte", "arithmetic intensity"),
-        Column("arithmetic, ms", "FLOP at the measured peaks"),
-        Column("memory, ms", "bytes at the measured bandwidth"),
-    )
-    rows = []
-    for b in found.batches:
-        ideal = ["unknown" if one is None else f"{one * 1e3:.3g}" for one in (found.compute[b], found.memory[b])]
-        step = median_of(found.seconds[b]).value
-        rates = [f"{1 / step:,.0f}", f"{b / step:,.0f}"]
-        rows.append((str(b), shown(found.seconds[b], 1e3), *rates, f"{found.intensity[b]:.3g}", *ideal))
-    return (Table("Decode by batch", columns, tuple(rows)),)
-
-
-def _plots(found: Batching) -> Sequence[Plot]:
-    one = point(_rates(found, 1), "rate")["rate"]
-    total = [{"batch": b, **point(_rates(found, b), "rate"), "what": "decode, all requests"} for b in found.batches]
-    each = [
-        {"batch": b, **point([1 / s for s in found.seconds[b]], "rate"), "what": "decode, each request"}
-        for b in found.batches
-    ]
-    rows = [*total, *each]
-    ideal = [{"batch": b, "rate": b * one, "what": "ideal: batch x the rate alone"} for b in found.batches]
-    return (
-        lines(
-            "batching",
-            "Tokens a second by number of requests decoding together",
-            rows,
-            ("batch", "requests decoding together"),
-            ("rate", "tokens a second"),
-            series="what",
-            fitted=[{key: row[key] for key in ("batch", "rate", "what")} for row in [*rows, *ideal]],
-            log_x=True,
-            log_y=True,
-            caption="Points: medians with intervals. Both axes are logarithmic: a straight diagonal is the ideal.",
-        ),
-    )
-
-
-def _metrics(found: Batching) -> Sequence[Metric]:
-    return [
-        Metric(f"decode_step_seconds[batch={b}]", "s", "lower", tuple(values), "median decode step of a repetition")
-        for b, values in found.seconds.items()
-    ]
-
-
-EXPERIMENT = Experiment(
-    name="batching",
-    claim="Batching decodes multiplies throughput, nearly linearly at first, and makes each request slower.",
-    method="1, 2, 4, ... requests with short prompts of their own decode together.",
-    rules=(
-        Rule(TWO, "tokens/s of two requests together / of one alone; 2 is linear", at_least=1.6),
-        Rule(TOTAL, "tokens/s of the largest batch / of one alone", at_least=3, fails_from=16, sized_in="requests"),
-        Rule(SLOWER, "time of a token there / of one alone", at_least=1.2, fails_from=32, sized_in="requests"),
-    ),
-    meaning="Serving several users at once costs far less than one after the other, but each of them gets a slower "
-    "stream.",
-    share=1.2,
-    measure=_measure,
-    estimates=_estimates,
-    why=_why,
-    tables=_tables,
-    plots=_plots,
-    metrics=_metrics,
-)
+    def metrics(self) -> Sequence[Metric]:
+        return metrics_by("decode_step_seconds", "batch", self.seconds, "median decode step of a repetition")

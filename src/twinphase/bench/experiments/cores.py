@@ -12,141 +12,136 @@ from twinphase.bench.experiments.experiment import (
     Judged,
     Rule,
     median_of,
-    point,
+    points,
     ratio_of,
     shown,
     unknown,
 )
-from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench
+from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench, median_step
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Plot, Table
-from twinphase.bench.statistics import percentile
 from twinphase.bench.stepped import Workshop
 from twinphase.config import available_cores
 
-__all__ = ["EXPERIMENT", "Cores"]
+__all__ = ["Cores"]
 
 PROMPT = (256, 128, 64)
 STEPS = 16
-GAIN, HELP = "prefill's speed-up", "prefill's speed-up / decode's"
+GAIN = Rule("prefill's speed-up", "prefill's tokens/s with all threads / with one", at_least=1.3)
+HELP = Rule(
+    "prefill's speed-up / decode's",
+    "(prefill with all threads / with one) / (decode with all / with one)",
+    at_least=1.1,
+)
 
 
 @dataclass(frozen=True)
-class Cores:
-    """Tokens a second of each repetition, by threads; only one entry on a machine with one core.
+class Cores(Experiment):
+    """Both phases by number of threads.
 
-    `others` is how many cores other programs used meanwhile.
+    Attributes:
+        prefill: tokens a second of each repetition, by threads, rising; one entry only on a machine with one core.
+        decode: likewise.
+        others: cores that other programs used meanwhile; None is unknown.
     """
+
+    name = "cores"
+    claim = "More cores help prefill more than decode."
+    method = (
+        "The same prefill and decode with one thread and with all: cores bring arithmetic, and share the bandwidth."
+    )
+    rules = (GAIN, HELP)
+    meaning = (
+        "Cores shorten the wait for the first token; whether they speed the stream up depends on the memory behind."
+    )
+    share = 1.0
 
     prefill: dict[int, list[float]]
     decode: dict[int, list[float]]
     others: float | None = None
 
+    @classmethod
+    def measure(cls, bench: Workbench) -> Cores:
+        """Both phases, with one thread and with all, in turn."""
+        speed, most = bench.speed, bench.workshop.config.threads or available_cores()
+        length = bench.size("prompt, tokens", PROMPT, lambda n: 3 * (speed.prefill(n) + speed.decode(STEPS)))
+        workshops: dict[int, Workshop] = {1: bench.open(threads=1)} if most > 1 else {}
+        workshops[most] = bench.workshop
+
+        def prefill(workshop: Workshop) -> float:
+            return length / workshop.engine().prefill(workshop.prompt(length))
+
+        def decode(workshop: Workshop) -> float:
+            return 1 / median_step(workshop.engine().decode([workshop.prompt(16)], STEPS))
+
+        variants: dict[tuple[str, int], Callable[[], float]] = {}
+        for threads, workshop in workshops.items():
+            prefill(workshop)  # memory that nobody has touched yet is slow
+            variants["prefill", threads] = partial(prefill, workshop)
+            variants["decode", threads] = partial(decode, workshop)
+        found = bench.interleave(variants)
+        return cls(
+            {n: found["prefill", n] for n in workshops}, {n: found["decode", n] for n in workshops}, bench.others
+        )
+
     @property
-    def threads(self) -> list[int]:
-        """Rising."""
-        return sorted(self.prefill)
+    def most(self) -> int:
+        """Threads."""
+        return max(self.prefill)
 
     def speedups(self, rates: dict[int, list[float]]) -> list[float]:
-        """Most threads against one, within each repetition."""
-        pairs = zip(rates[self.threads[-1]], rates[self.threads[0]], strict=True)
-        return [many / one for many, one in pairs]
+        """Most threads against the fewest, within each repetition."""
+        return [many / few for many, few in zip(rates[self.most], rates[min(rates)], strict=True)]
 
+    def estimates(self) -> Mapping[Rule, Estimate]:
+        """Unknown where there was no second core to help."""
+        if self.most == min(self.prefill):
+            return dict.fromkeys(self.rules, unknown("There is one core only."))
+        if self.others is not None and self.others >= QUIET_CORES:
+            note = f"Other programs used {self.others:.1f} cores meanwhile: the second core was not free."
+            return dict.fromkeys(self.rules, unknown(note))
+        prefill, decode = self.speedups(self.prefill), self.speedups(self.decode)
+        return {GAIN: median_of(prefill), HELP: ratio_of(prefill, decode)}
 
-def _measure(bench: Workbench) -> Cores:
-    speed, most = bench.speed, bench.workshop.config.threads or available_cores()
-    length = bench.size("prompt, tokens", PROMPT, lambda n: 3 * (speed.prefill(n) + speed.decode(STEPS)))
-    workshops: dict[int, Workshop] = {most: bench.workshop}
-    if most > 1:
-        workshops[1] = bench.open(threads=1)
+    def why(self, judged: Sequence[Judged]) -> Sequence[str]:
+        """What the second core brought to each phase."""
+        if self.most == min(self.prefill):
+            return ["With one core there is nothing to compare."]
+        prefill, decode = (median_of(self.speedups(rates)) for rates in (self.prefill, self.decode))
+        sentences = [
+            f"From one thread to {self.most}, prefill became {prefill.value:.2f} times as fast and decode "
+            f"{decode.value:.2f} times."
+        ]
+        if decode.low > 0.75 * self.most:
+            sentences.append(
+                "Decode gained about as many times as there are cores: one core alone cannot use all the bandwidth "
+                "here, so memory is not yet what these few cores share. With more cores it would be."
+            )
+        return sentences
 
-    def prefill(workshop: Workshop) -> float:
-        return length / workshop.engine().prefill(workshop.prompt(length))
+    def tables(self) -> Sequence[Table]:
+        columns = (Column("threads"), Column("prefill, tokens/s", "median and interval"), Column("decode, tokens/s"))
+        rows = tuple((str(n), shown(self.prefill[n]), shown(self.decode[n])) for n in self.prefill)
+        return (Table("Both phases by number of threads", columns, rows),)
 
-    def decode(workshop: Workshop) -> float:
-        records = workshop.engine().decode([workshop.prompt(16)], STEPS)
-        return 1 / percentile([record.seconds for record in records], 50)
-
-    variants: dict[tuple[str, int], Callable[[], float]] = {}
-    for threads, workshop in sorted(workshops.items()):
-        prefill(workshop)  # memory that nobody has touched yet is slow
-        variants["prefill", threads] = partial(prefill, workshop)
-        variants["decode", threads] = partial(decode, workshop)
-    found = bench.interleave(variants)
-    return Cores({n: found["prefill", n] for n in workshops}, {n: found["decode", n] for n in workshops}, bench.others)
-
-
-def _estimates(found: Cores) -> Mapping[str, Estimate]:
-    if len(found.threads) < 2:
-        return dict.fromkeys((GAIN, HELP), unknown("There is one core only."))
-    if found.others is not None and found.others >= QUIET_CORES:
-        note = f"Other programs used {found.others:.1f} cores meanwhile: the second core was not free."
-        return dict.fromkeys((GAIN, HELP), unknown(note))
-    return {
-        GAIN: median_of(found.speedups(found.prefill)),
-        HELP: ratio_of(found.speedups(found.prefill), found.speedups(found.decode)),
-    }
-
-
-def _why(found: Cores, judged: Sequence[Judged]) -> Sequence[str]:
-    if len(found.threads) < 2:
-        return ["With one core there is nothing to compare."]
-    speedups = [median_of(found.speedups(rates)).value for rates in (found.prefill, found.decode)]
-    sentences = [
-        f"From one thread to {found.threads[-1]}, prefill became {speedups[0]:.2f} times as fast and decode "
-        f"{speedups[1]:.2f} times."
-    ]
-    if speedups[1] > 0.75 * found.threads[-1]:
-        sentences.append(
-            "Decode gained about as many times as there are cores: one core alone cannot use all the bandwidth here, "
-            "so "
-            "memory is not yet what these few cores share. With more cores it would be."
+    def plots(self) -> Sequence[Plot]:
+        few = min(self.prefill)
+        rows = []
+        for phase, rates in (("prefill", self.prefill), ("decode", self.decode)):
+            named = {f"{phase}, {_threads(n)}": values for n, values in rates.items()}
+            rows += points(named, "phase", "speed-up", 1 / median_of(rates[few]).value)
+        return (
+            bars(
+                "cores",
+                "What another core brings to each phase",
+                rows,
+                ("phase", ""),
+                ("speed-up", f"speed against {_threads(few)}, times"),
+                order=[row["phase"] for row in rows],
+                caption="Medians with intervals; one request alone.",
+            ),
         )
-    return sentences
 
 
-def _tables(found: Cores) -> Sequence[Table]:
-    columns = (Column("threads"), Column("prefill, tokens/s", "median and interval"), Column("decode, tokens/s"))
-    rows = tuple((str(n), shown(found.prefill[n]), shown(found.decode[n])) for n in found.threads)
-    return (Table("Both phases by number of threads", columns, rows),)
-
-
-def _plots(found: Cores) -> Sequence[Plot]:
-    first = found.threads[0]
-    rows = []
-    for name, rates in (("prefill", found.prefill), ("decode", found.decode)):
-        base = point(rates[first], "rate")["rate"]
-        for n in found.threads:
-            label = f"{name}, {n} thread{'' if n == 1 else 's'}"
-            rows.append({"phase": label, **point(rates[n], "speed-up", 1 / base)})
-    return (
-        bars(
-            "cores",
-            "What another core brings to each phase",
-            rows,
-            ("phase", ""),
-            ("speed-up", f"speed against {first} thread{'' if first == 1 else 's'}, times"),
-            order=[str(row["phase"]) for row in rows],
-            caption="Medians with intervals; one request alone.",
-        ),
-    )
-
-
-EXPERIMENT = Experiment(
-    name="cores",
-    claim="More cores help prefill more than decode.",
-    method="The same prefill and decode with one thread and with all; arithmetic grows with the cores, bandwidth is "
-    "shared.",
-    rules=(
-        Rule(GAIN, "prefill's tokens/s with all threads / with one", at_least=1.3),
-        Rule(HELP, "(prefill with all threads / with one) / (decode with all / with one)", at_least=1.1),
-    ),
-    meaning="Cores shorten the wait for the first token; whether they speed the stream up depends on the memory "
-    "behind.",
-    share=1.0,
-    measure=_measure,
-    estimates=_estimates,
-    why=_why,
-    tables=_tables,
-    plots=_plots,
-)
+def _threads(number: int) -> str:
+    return f"{number} thread{'' if number == 1 else 's'}"

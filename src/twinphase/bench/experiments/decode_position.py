@@ -7,43 +7,67 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from twinphase.bench.experiments.experiment import (
+    OTHER_RUN,
     Estimate,
     Experiment,
     Judged,
     Rule,
+    coefficients,
     median_of,
-    point,
+    metrics_by,
+    points,
     ratio_of,
     shown,
     unknown,
 )
-from twinphase.bench.experiments.workbench import Workbench, fitted
+from twinphase.bench.experiments.workbench import Workbench, fits, median_step
 from twinphase.bench.plots import lines
 from twinphase.bench.report import Column, Metric, Plot, Table
-from twinphase.bench.statistics import percentile
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.work import kv_bytes_per_token
 
-__all__ = ["EXPERIMENT", "DecodePosition"]
+__all__ = ["DecodePosition"]
 
+NEAREST = 16
 FURTHEST = (4096, 2048, 1024, 512, 256, 128)
 OUTPUT = (256, 192, 128, 96, 64, 32)
 STEPS = 12
-FLAT, RISE, SLOPE = "second half / first half", "last position / first", "slope / KV bytes over bandwidth"
+FLAT = Rule("second half / first half", "time of the answer's second half / first half", 0.85, 1.15)
+RISE = Rule(
+    "last position / first",
+    f"time of a token at the last position / at position {NEAREST}",
+    at_least=1.02,
+    fails_from=FURTHEST[0],
+)
+SLOPE = Rule(
+    "slope / KV bytes over bandwidth",
+    "measured seconds for each earlier token / (its KV bytes / measured bandwidth)",
+    0.5,
+    2.0,
+    margin=OTHER_RUN,
+)
 
 
 @dataclass(frozen=True)
-class DecodePosition:
+class DecodePosition(Experiment):
     """Decode of one request alone.
 
     Attributes:
-        seconds: a token, median of the steps of each repetition, by tokens before it.
+        seconds: a token, median of the steps of each repetition, by tokens before it, rising.
         gaps: every token of one answer behind a short prompt, by repetition.
         kv_token_bytes: read for each earlier token.
         bandwidth: measured for weights and KV at the last position, bytes/s; None is unknown.
-        working_set: bytes that a step there reads.
         attention_flops: of each earlier token.
+        working_set: bytes that a step at the last position reads.
     """
+
+    name = "decode-position"
+    claim = "Every decode token takes the same time, rising slowly with the position as more KV is read."
+    method = "One request alone: an answer behind a short prompt, and a few tokens behind prompts of growing length."
+    rules = (FLAT, RISE, SLOPE)
+    meaning = "The time of an answer is about its length times one number; a long context makes that number larger."
+    share = 1.6
+    uses_ceilings = True
 
     seconds: dict[int, list[float]]
     gaps: list[list[float]]
@@ -52,176 +76,125 @@ class DecodePosition:
     attention_flops: int
     working_set: int
 
-    @property
-    def positions(self) -> list[int]:
-        """Rising."""
-        return sorted(self.seconds)
+    @classmethod
+    def measure(cls, bench: Workbench) -> DecodePosition:
+        """Decode behind prompts that are read once: their KV stays in the prefix cache for the repetitions."""
+        speed, shape = bench.speed, bench.workshop.shape
+        furthest = bench.size("last position", FURTHEST, lambda n: speed.prefill(n) / 3 + speed.decode(5 * STEPS + 96))
+        length = bench.size("output, tokens", OUTPUT, lambda n: speed.decode(5 * STEPS + n))
+        engine = bench.engine(enable_prefix_caching=True)
+        positions = [NEAREST, *(furthest * i // 4 for i in range(1, 5))]
+        prompts = {p: bench.workshop.prompt(p) for p in positions}
+        for prompt in prompts.values():
+            engine.prefill(prompt)
+
+        def token(position: int) -> list[float]:
+            return [median_step(engine.decode([prompts[position]], STEPS))]
+
+        def answer() -> list[float]:
+            ticket = engine.submit(prompts[NEAREST], length + 1)
+            engine.run()
+            return ticket.gaps
+
+        found = bench.interleave({p: partial(token, p) for p in positions} | {0: answer})
+        gaps = found.pop(0)
+        kv_token_bytes = kv_bytes_per_token(shape)
+        used = shape.linear_bytes + shape.head_bytes + furthest * kv_token_bytes
+        return cls(
+            {position: [one for (one,) in values] for position, values in found.items()},
+            gaps,
+            kv_token_bytes,
+            None,
+            4 * shape.num_layers * shape.num_heads * shape.head_dim,
+            used,
+        ).under(bench.ceilings)
+
+    def under(self, ceilings: Ceilings | None) -> DecodePosition:
+        """With the bandwidth of these ceilings."""
+        return replace(self, bandwidth=ceilings.read_bandwidth(self.working_set) if ceilings else None)
 
     @property
-    def fits(self) -> list[list[float]]:
-        """(a, b) of t = a + b position, one a repetition."""
-        rounds = min(map(len, self.seconds.values()))
-        return [fitted(self.positions, [self.seconds[p][i] for p in self.positions], 1) for i in range(rounds)]
+    def furthest(self) -> int:
+        """The last position."""
+        return max(self.seconds)
 
     @property
     def predicted(self) -> float | None:
         """Seconds a token for each earlier token, if reading its KV were all."""
         return self.kv_token_bytes / self.bandwidth if self.bandwidth else None
 
+    def estimates(self) -> Mapping[Rule, Estimate]:
+        """Within one answer, from the first position to the last, and against the bytes."""
+        half = len(self.gaps[0]) // 2
+        slope = unknown("This machine's bandwidth is unknown.")
+        if self.predicted:
+            slope = median_of([slope / self.predicted for _, slope in fits(self.seconds, 1)])
+        return {
+            FLAT: ratio_of([sum(gaps[-half:]) for gaps in self.gaps], [sum(gaps[:half]) for gaps in self.gaps]),
+            RISE: ratio_of(self.seconds[self.furthest], self.seconds[NEAREST]).at(self.furthest),
+            SLOPE: slope,
+        }
 
-def _measure(bench: Workbench) -> DecodePosition:
-    speed, shape = bench.speed, bench.workshop.shape
-    # Every prompt is read once: its KV stays in the prefix cache for the repetitions.
-    furthest = bench.size("last position", FURTHEST, lambda n: speed.prefill(n) / 3 + speed.decode(5 * STEPS + 96))
-    length = bench.size("output, tokens", OUTPUT, lambda n: speed.decode(5 * STEPS + n))
-    engine = bench.engine(enable_prefix_caching=True)
-    positions = [16, *(furthest * i // 4 for i in range(1, 5))]
-    prompts = {p: bench.workshop.prompt(p) for p in positions}
-    for prompt in prompts.values():
-        engine.prefill(prompt)
+    def why(self, judged: Sequence[Judged]) -> Sequence[str]:
+        """What a token of context costs, and what reading its KV alone would."""
+        start, slope = coefficients(self.seconds, 1)
+        sentences = [
+            f"A token takes {start * 1e3:.3g} ms, plus {slope * 1e6:.3g} µs for every token before it: a thousand "
+            f"tokens of context cost {slope * 1e6:,.2g} ms more a token."
+        ]
+        if self.bandwidth and self.predicted:
+            sentences.append(
+                f"For each token before it, {self.kv_token_bytes:,} bytes of KV are read: {self.predicted * 1e6:.3g} "
+                f"µs at the {self.bandwidth / 1e9:.3g} GB/s measured for that working set. Attention also computes "
+                f"{self.attention_flops:,} FLOP for each, and must turn the stored KV back into numbers; where the "
+                "slope is well above the bytes' time, that work and not the reading is what context costs here."
+            )
+        return sentences
 
-    def decode(position: int) -> list[float]:
-        return [percentile([record.seconds for record in engine.decode([prompts[position]], STEPS)], 50)]
-
-    def answer() -> list[float]:
-        ticket = engine.submit(prompts[16], length + 1)
-        engine.run()
-        return ticket.gaps
-
-    variants = {p: partial(decode, p) for p in positions} | {0: answer}
-    found = bench.interleave(variants)
-    gaps = found.pop(0)
-    used = shape.linear_bytes + shape.head_bytes + furthest * kv_bytes_per_token(shape)
-    return DecodePosition(
-        {position: [one[0] for one in values] for position, values in found.items()},
-        gaps,
-        kv_bytes_per_token(shape),
-        bench.ceilings.read_bandwidth(used) if bench.ceilings else None,
-        4 * shape.num_layers * shape.num_heads * shape.head_dim,
-        used,
-    )
-
-
-def _under(found: DecodePosition, ceilings: Ceilings | None) -> DecodePosition:
-    return replace(found, bandwidth=ceilings.read_bandwidth(found.working_set) if ceilings else None)
-
-
-def _estimates(found: DecodePosition) -> Mapping[str, Estimate]:
-    half = len(found.gaps[0]) // 2
-    first, second = ([sum(gaps[:half]) for gaps in found.gaps], [sum(gaps[-half:]) for gaps in found.gaps])
-    near, far = found.seconds[found.positions[0]], found.seconds[found.positions[-1]]
-    slopes = [slope for _, slope in found.fits]
-    predicted = found.predicted
-    return {
-        FLAT: ratio_of(second, first),
-        RISE: ratio_of(far, near).at(found.positions[-1]),
-        SLOPE: median_of([slope / predicted for slope in slopes])
-        if predicted
-        else unknown("This machine's bandwidth is unknown."),
-    }
-
-
-def _why(found: DecodePosition, judged: Sequence[Judged]) -> Sequence[str]:
-    start, slope = (median_of([fit[i] for fit in found.fits]).value for i in range(2))
-    sentences = [
-        f"A token takes {start * 1e3:.3g} ms, plus {slope * 1e6:.3g} µs for every token before it: a thousand tokens "
-        "of "
-        f"context cost {slope * 1e6:,.2g} ms more a token."
-    ]
-    if found.predicted:
-        sentences.append(
-            f"For each token before it, {found.kv_token_bytes:,} bytes of KV are read: {found.predicted * 1e6:.3g} µs "
-            "at "
-            f"the {found.bandwidth or 0:.3g} bytes/s measured for that working set. Attention also computes "
-            f"{found.attention_flops:,} FLOP for each, and must turn the stored KV back into numbers; where the slope "
-            "is "
-            "well above the bytes' time, that work and not the reading is what context costs here."
+    def tables(self) -> Sequence[Table]:
+        columns = (
+            Column("tokens before"),
+            Column("ms a token", "median step of a repetition; median of the repetitions and its interval"),
+            Column("tokens/s", "1 / median"),
+            Column("against the first", "ratio of the medians"),
         )
-    return sentences
-
-
-def _tables(found: DecodePosition) -> Sequence[Table]:
-    first = median_of(found.seconds[found.positions[0]]).value
-    columns = (
-        Column("tokens before"),
-        Column("ms a token", "median step of a repetition; median of the repetitions and its interval"),
-        Column("tokens/s", "1 / median"),
-        Column("against the first", "ratio of the medians"),
-    )
-    rows = tuple(
-        (
-            f"{p:,}",
-            shown(found.seconds[p], 1e3),
-            f"{1 / median_of(found.seconds[p]).value:,.0f}",
-            f"{median_of(found.seconds[p]).value / first:.2f}",
+        medians = {p: median_of(seconds).value for p, seconds in self.seconds.items()}
+        rows = tuple(
+            (f"{p:,}", shown(self.seconds[p], 1e3), f"{1 / one:,.0f}", f"{one / medians[NEAREST]:.2f}")
+            for p, one in medians.items()
         )
-        for p in found.positions
-    )
-    return (Table("Decode by position", columns, rows),)
+        return (Table("Decode by position", columns, rows),)
 
-
-def _plots(found: DecodePosition) -> Sequence[Plot]:
-    start, slope = (median_of([fit[i] for fit in found.fits]).value for i in range(2))
-    measured, predicted = "decode: a + b position", "prediction: KV bytes / bandwidth"
-    rows = [
-        {"tokens before": p, **point(found.seconds[p], "milliseconds", 1e3), "what": measured} for p in found.positions
-    ]
-    ends = (0, found.positions[-1])
-    curve = [{"tokens before": p, "milliseconds": (start + slope * p) * 1e3, "what": measured} for p in ends]
-    if found.predicted is not None:
-        slow = found.predicted
-        curve += [{"tokens before": p, "milliseconds": (start + slow * p) * 1e3, "what": predicted} for p in ends]
-    totals: list[dict[str, float]] = []
-    for at in sorted({len(found.gaps[0]) * i // 8 for i in range(1, 9)}):
-        totals.append({"output tokens": at, **point([sum(gaps[:at]) for gaps in found.gaps], "seconds")})
-    return (
-        lines(
-            "decode_total",
-            "Decode time by length of the answer",
-            [{**row, "what": "decode"} for row in totals],
-            ("output tokens", "output, tokens"),
-            ("seconds", "time since the first token, s"),
-            series="what",
-            caption="One request alone behind a prompt of 16 tokens.",
-        ),
-        lines(
-            "decode_position",
-            "Time of a token by the number of tokens before it",
-            rows,
-            ("tokens before", "tokens before it (position)"),
-            ("milliseconds", "time of one token, ms"),
-            series="what",
-            fitted=curve,
-            caption="Points: medians with intervals. The prediction counts the reading of KV alone.",
-        ),
-    )
-
-
-def _metrics(found: DecodePosition) -> Sequence[Metric]:
-    return [
-        Metric(
-            f"decode_seconds[position={p}]", "s", "lower", tuple(values), "median decode step of a repetition, alone"
+    def plots(self) -> Sequence[Plot]:
+        start, slope = coefficients(self.seconds, 1)
+        measured, curve = "decode: a + b position", []
+        for what, each in ((measured, slope), ("prediction: KV bytes / bandwidth", self.predicted)):
+            if each is not None:
+                for p in (0, self.furthest):
+                    curve.append({"tokens before": p, "milliseconds": (start + each * p) * 1e3, "what": what})
+        lengths = sorted({len(self.gaps[0]) * i // 8 for i in range(1, 9)})
+        totals = {at: [sum(gaps[:at]) for gaps in self.gaps] for at in lengths}
+        return (
+            lines(
+                "decode_total",
+                "Decode time by length of the answer",
+                points(totals, "output tokens", "seconds", what="decode"),
+                ("output tokens", "output, tokens"),
+                ("seconds", "time since the first token, s"),
+                series="what",
+                caption=f"One request alone behind a prompt of {NEAREST} tokens; medians with intervals.",
+            ),
+            lines(
+                "decode_position",
+                "Time of a token by the number of tokens before it",
+                points(self.seconds, "tokens before", "milliseconds", 1e3, what=measured),
+                ("tokens before", "tokens before it (position)"),
+                ("milliseconds", "time of one token, ms"),
+                series="what",
+                fitted=curve,
+                caption="Points: medians with intervals. The prediction counts the reading of KV alone.",
+            ),
         )
-        for p, values in found.seconds.items()
-    ]
 
-
-EXPERIMENT = Experiment(
-    name="decode-position",
-    claim="Every decode token takes the same time, rising slowly with the position as more KV is read.",
-    method="One request alone: an answer behind a short prompt, and a few tokens behind prompts of growing length.",
-    rules=(
-        Rule(FLAT, "time of the answer's second half / first half", 0.85, 1.15),
-        Rule(RISE, "time of a token at the last position / at position 16", at_least=1.02, fails_from=FURTHEST[0]),
-        Rule(SLOPE, "measured seconds for each earlier token / (its KV bytes / measured bandwidth)", 0.5, 2.0),
-    ),
-    meaning="The time of an answer is about its length times one number; a long context makes that number larger.",
-    share=1.6,
-    measure=_measure,
-    estimates=_estimates,
-    why=_why,
-    tables=_tables,
-    plots=_plots,
-    metrics=_metrics,
-    under=_under,
-)
+    def metrics(self) -> Sequence[Metric]:
+        return metrics_by("decode_seconds", "position", self.seconds, "median decode step of a repetition, alone")

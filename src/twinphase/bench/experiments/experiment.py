@@ -7,27 +7,33 @@ nothing else makes a verdict. Not for measuring (the other files here), nor for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar
 
-from twinphase.bench.experiments.workbench import Workbench
+from twinphase.bench.experiments.workbench import Workbench, fits
 from twinphase.bench.report import Metric, Plot, Status, Table
 from twinphase.bench.statistics import median_interval, percentile
 from twinphase.phases.hardware import Ceilings
 
 __all__ = [
+    "OTHER_RUN",
     "Estimate",
     "Experiment",
-    "Found",
     "Judged",
     "Rule",
+    "coefficients",
     "decide",
     "exactly",
     "judge",
     "median_of",
+    "metrics_by",
+    "milliseconds",
     "overall",
+    "percent",
     "point",
+    "points",
     "ratio_of",
     "shown",
     "tempered",
@@ -35,7 +41,7 @@ __all__ = [
 ]
 
 CONFIDENCE = 0.9  # an interval that has less decides nothing
-Found = TypeVar("Found")
+OTHER_RUN = 0.15  # by which ceilings, and what is measured against them, differ between runs on a shared host
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Rule:
             and the context; a smaller one shows nothing against the claim.
         sized_in: of what that is the size: "prompt tokens".
         decided_from: the smallest size at which it may hold either: below, the quantity is lost in other things.
+        margin: how much another run may differ, a fraction of the limit: nothing so close to it holds or fails.
     """
 
     name: str
@@ -62,12 +69,19 @@ class Rule:
     fails_from: int | None = None
     sized_in: str = "tokens"
     decided_from: int | None = None
+    margin: float = 0.0
 
     @property
-    def scope(self) -> str:
+    def sizes(self) -> str:
         """From which size on it may hold, and may fail; "" if at any."""
         fails = "" if self.fails_from is None else f"may fail from {self.fails_from:,} {self.sized_in} on"
         return fails if self.decided_from is None else f"may hold from {self.decided_from:,}, {fails}"
+
+    @property
+    def scope(self) -> str:
+        """Where nothing is decided; "" if it always is."""
+        close = f"undecided within {percent(self.margin)} of the limit" if self.margin else ""
+        return "; ".join(filter(None, (self.sizes, close)))
 
     @property
     def text(self) -> str:
@@ -85,7 +99,7 @@ class Rule:
         if not math.isfinite(value):
             return "unknown"
         if self.unit == "%":
-            return f"{value * 100:.3g} %"
+            return percent(value)
         shown = f"{value:,.0f}" if abs(value) >= 100 or value == round(value) else f"{value:.3g}"
         return f"{shown}{'' if self.unit in ('', 'x') else ' '}{self.unit}"
 
@@ -176,22 +190,39 @@ def decide(rule: Rule, estimate: Estimate) -> Judged:
     if estimate.note or not math.isfinite(estimate.value):
         return Judged(rule, estimate, Status.UNKNOWN, estimate.note or "It could not be measured.")
     if estimate.confidence < CONFIDENCE:
-        note = f"{estimate.n} repetitions give {estimate.confidence:.0%} confidence; {CONFIDENCE:.0%} are needed."
+        had, needed = percent(estimate.confidence), percent(CONFIDENCE)
+        note = f"{estimate.n} repetitions give {had} confidence; {needed} are needed."
         return Judged(rule, estimate, Status.UNKNOWN, note)
-    low = -math.inf if rule.at_least is None else rule.at_least
-    high = math.inf if rule.at_most is None else rule.at_most
-    fails = estimate.high < low or estimate.low > high
-    if _below(rule.decided_from, estimate.size) or (fails and _below(rule.fails_from, estimate.size)):
+    keeps, beyond = _against(rule, estimate)
+    if _below(rule.decided_from, estimate.size) or (beyond and _below(rule.fails_from, estimate.size)):
         size = "an unknown number of" if estimate.size is None else f"{estimate.size:,}"
         few = "short" if "tokens" in rule.sized_in else "small"
-        note = f"Too {few} to see: {size} {rule.sized_in}; it {rule.scope}."
+        note = f"Too {few} to see: {size} {rule.sized_in}; it {rule.sizes}."
         return Judged(rule, estimate, Status.UNKNOWN, note)
-    if fails:
+    if beyond:
         return Judged(rule, estimate, Status.FAILS)
-    if estimate.low >= low and estimate.high <= high:
+    if keeps:
         return Judged(rule, estimate, Status.HOLDS)
-    note = "Too noisy: the interval lies on both sides of the limit."
+    interval = f"{rule.number(estimate.low)} to {rule.number(estimate.high)}"
+    note = f"Too noisy to tell: the interval, {interval}, lies on both sides of the limit, {rule.text}."
+    if any(_against(replace(rule, margin=0.0), estimate)):
+        note = f"Too close to tell: another run may differ by {percent(rule.margin)}, and {interval} is as close as "
+        note += f"that to the limit, {rule.text}."
     return Judged(rule, estimate, Status.UNKNOWN, note)
+
+
+def _against(rule: Rule, estimate: Estimate) -> tuple[bool, bool]:
+    """Whether all of the interval keeps every limit, and whether all of it is beyond one, by more than the margin."""
+    keeps, beyond = [], []
+    if rule.at_least is not None:
+        close = rule.margin * abs(rule.at_least)
+        keeps.append(estimate.low >= rule.at_least + close)
+        beyond.append(estimate.high < rule.at_least - close)
+    if rule.at_most is not None:
+        close = rule.margin * abs(rule.at_most)
+        keeps.append(estimate.high <= rule.at_most - close)
+        beyond.append(estimate.low > rule.at_most + close)
+    return all(keeps), any(beyond)
 
 
 def _below(least: int | None, size: int | None) -> bool:
@@ -199,9 +230,9 @@ def _below(least: int | None, size: int | None) -> bool:
     return least is not None and (size is None or size < least)
 
 
-def judge(rules: Sequence[Rule], estimates: Mapping[str, Estimate]) -> list[Judged]:
-    """Every rule with its estimate, by name; one that is missing is unknown."""
-    return [decide(rule, estimates.get(rule.name, unknown("It was not measured."))) for rule in rules]
+def judge(rules: Sequence[Rule], estimates: Mapping[Rule, Estimate]) -> list[Judged]:
+    """Every rule with its estimate; one that is missing is unknown."""
+    return [decide(rule, estimates.get(rule, unknown("It was not measured."))) for rule in rules]
 
 
 def tempered(judged: Sequence[Judged], around: Sequence[Judged]) -> list[Judged]:
@@ -227,8 +258,10 @@ def overall(judged: Sequence[Judged]) -> Status:
 
 
 @dataclass(frozen=True)
-class Experiment(Generic[Found]):
-    """One claim and how it is tried.
+class Experiment(ABC):
+    """One claim and how it is tried: the class is the claim, an instance is what one trial of it measured.
+
+    A subclass states claim and rules, then the plain numbers that it measures (its fields), then what they mean.
 
     Attributes:
         name: short, for `--only` and files.
@@ -237,37 +270,50 @@ class Experiment(Generic[Found]):
         rules: the claim holds if every one of them does.
         meaning: what it means for a user, one sentence.
         share: of the time, relative to the others'.
-        measure: does it; `Found` is a dataclass of plain numbers.
-        estimates: the rules' quantities, by name.
-        why: what lies behind the numbers, measured: sentences, given the judged rules. The last one is the one to know
-            where the claim does not hold.
-        tables: more numbers.
-        plots: at least one.
-        metrics: for comparing two runs.
-        under: the same measurement against other ceilings, where a rule compares with them; None if none does.
+        uses_ceilings: whether a rule compares with the machine's ceilings; they are then measured again around it.
     """
 
-    name: str
-    claim: str
-    method: str
-    rules: tuple[Rule, ...]
-    meaning: str
-    share: float
-    measure: Callable[[Workbench], Found]
-    estimates: Callable[[Found], Mapping[str, Estimate]]
-    why: Callable[[Found, Sequence[Judged]], Sequence[str]]
-    tables: Callable[[Found], Sequence[Table]]
-    plots: Callable[[Found], Sequence[Plot]]
-    metrics: Callable[[Found], Sequence[Metric]] = lambda found: ()
-    under: Callable[[Found, Ceilings | None], Found] | None = None
+    name: ClassVar[str]
+    claim: ClassVar[str]
+    method: ClassVar[str]
+    rules: ClassVar[tuple[Rule, ...]]
+    meaning: ClassVar[str]
+    share: ClassVar[float]
+    uses_ceilings: ClassVar[bool] = False
 
-    def evaluate(self, found: Found) -> tuple[Status, list[Judged]]:
-        """The verdict on what was found."""
-        judged = judge(self.rules, self.estimates(found))
+    @classmethod
+    @abstractmethod
+    def measure(cls, bench: Workbench) -> Experiment:
+        """Try it."""
+
+    @abstractmethod
+    def estimates(self) -> Mapping[Rule, Estimate]:
+        """What was measured of each rule's quantity."""
+
+    @abstractmethod
+    def why(self, judged: Sequence[Judged]) -> Sequence[str]:
+        """What lies behind the numbers, measured: sentences. The last is the one to know where the claim fails."""
+
+    @abstractmethod
+    def tables(self) -> Sequence[Table]:
+        """More numbers."""
+
+    @abstractmethod
+    def plots(self) -> Sequence[Plot]:
+        """At least one."""
+
+    def metrics(self) -> Sequence[Metric]:
+        """For comparing two runs."""
+        return ()
+
+    def under(self, ceilings: Ceilings | None) -> Experiment:
+        """The same measurement against other ceilings."""
+        return self
+
+    def evaluate(self) -> tuple[Status, list[Judged]]:
+        """The verdict on it."""
+        judged = judge(self.rules, self.estimates())
         return overall(judged), judged
-
-
-AnyExperiment = Experiment[Any]
 
 
 def shown(values: Sequence[float], scale: float = 1.0, digits: int = 3) -> str:
@@ -281,7 +327,36 @@ def shown(values: Sequence[float], scale: float = 1.0, digits: int = 3) -> str:
     return f"{middle} ({low} to {high})"
 
 
+def percent(share: float) -> str:
+    """A share to three digits."""
+    return f"{share * 100:.3g} %"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A reckoned time for a cell of a table."""
+    return "unknown" if seconds is None else f"{seconds * 1e3:.3g}"
+
+
 def point(values: Sequence[float], name: str, scale: float = 1.0) -> dict[str, float]:
     """A measured point for a plot: its median under `name`, and its interval as "low" and "high"."""
     estimate = median_of(values)
     return {name: estimate.value * scale, "low": estimate.low * scale, "high": estimate.high * scale}
+
+
+def points(
+    repetitions: Mapping[Any, Sequence[float]], x: str, y: str, scale: float = 1.0, **more: Any
+) -> list[dict[str, Any]]:
+    """A plot's rows: the repetitions' median and interval at each x, and what else is the same in all rows."""
+    return [{x: at, **point(values, y, scale), **more} for at, values in repetitions.items()]
+
+
+def coefficients(repetitions: Mapping[int, Sequence[float]], degree: int) -> list[float]:
+    """Coefficients of the polynomial through the repetitions at each x, lowest power first: medians of their fits."""
+    return [median_of(values).value for values in zip(*fits(repetitions, degree), strict=True)]
+
+
+def metrics_by(name: str, key: str, repetitions: Mapping[int, Sequence[float]], definition: str) -> list[Metric]:
+    """Seconds to be compared between runs, one metric at each value of `key`."""
+    return [
+        Metric(f"{name}[{key}={at}]", "s", "lower", tuple(values), definition) for at, values in repetitions.items()
+    ]

@@ -6,25 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from twinphase.bench.experiments.experiment import (
-    Estimate,
-    Experiment,
-    Judged,
-    Rule,
-    exactly,
-    point,
-    ratio_of,
-    shown,
-)
+from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, exactly, points, ratio_of, shown
 from twinphase.bench.experiments.workbench import Workbench
 from twinphase.bench.plots import lines
 from twinphase.bench.report import Column, Metric, Plot, Table
 
-__all__ = ["EXPERIMENT", "PromptCache", "Visit"]
+__all__ = ["PromptCache", "Visit"]
 
 LONGEST = (2048, 1024, 512, 256, 128, 64)
 QUESTION, OUTPUT = 16, 16
-TTFT, TOKENS, TPOT = "TTFT, first time / second time", "answers that differ", "TPOT, second time / first time"
+TTFT = Rule(
+    "TTFT, first time / second time",
+    "TTFT of the first time / of the second",
+    at_least=5,
+    fails_from=1024,
+    sized_in="tokens of prefix",
+)
+ANSWERS = Rule(
+    "answers that differ", "answers whose token ids or log probabilities are not the same bits", 0, 0, unit=""
+)
+TPOT = Rule("TPOT, second time / first time", "TPOT of the second time / of the first", 0.8, 1.25)
 
 
 @dataclass(frozen=True)
@@ -44,122 +45,111 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class PromptCache:
-    """Visits of each repetition, by length of the prefix."""
+class PromptCache(Experiment):
+    """Visits of each repetition, by length of the prefix, rising."""
+
+    name = "prompt-cache"
+    claim = "Prompt caching pays for a prefix once: the next request starts at once, and answers the same."
+    method = "A fresh prompt is sent twice; the prefix cache is on."
+    rules = (TTFT, ANSWERS, TPOT)
+    meaning = (
+        "Put what stays the same (system prompt, documents) first and what changes last; then only the rest is read."
+    )
+    share = 1.2
 
     visits: dict[int, list[Visit]]
 
-    @property
-    def longest(self) -> list[Visit]:
-        """Those of the longest prefix."""
-        return self.visits[max(self.visits)]
-
-
-def _measure(bench: Workbench) -> PromptCache:
-    speed = bench.speed
-    longest = bench.size(
-        "longest prefix, tokens",
-        LONGEST,
-        lambda n: sum(speed.prefill(n >> i) + 2 * speed.decode(OUTPUT) for i in range(3)),
-    )
-    engine = bench.engine(enable_prefix_caching=True)
-
-    def visit(length: int) -> Visit:
-        prompt = bench.workshop.prompt(length + QUESTION)
-        cold = engine.submit(prompt, OUTPUT, logprobs=True)
-        engine.run()
-        engine.clear()
-        warm = engine.submit(prompt, OUTPUT, logprobs=True)
-        computed = sum(record.prefill_tokens for record in engine.run())
-        same = cold.tokens == warm.tokens and cold.logprobs == warm.logprobs
-        return Visit((cold.ttft, cold.tpot), (warm.ttft, warm.tpot), computed, same)
-
-    return PromptCache(bench.interleave({n: partial(visit, n) for n in (longest // 4, longest // 2, longest)}))
-
-
-def _estimates(found: PromptCache) -> Mapping[str, Estimate]:
-    visits = found.longest
-    return {
-        TTFT: ratio_of([one.cold[0] for one in visits], [one.warm[0] for one in visits]).at(max(found.visits)),
-        TPOT: ratio_of([one.warm[1] for one in visits], [one.cold[1] for one in visits]),
-        TOKENS: exactly(sum(not one.same for visits in found.visits.values() for one in visits)),
-    }
-
-
-def _why(found: PromptCache, judged: Sequence[Judged]) -> Sequence[str]:
-    visits, prompt = found.longest, max(found.visits) + QUESTION
-    gain = ratio_of([one.cold[0] for one in visits], [one.warm[0] for one in visits]).value
-    return [
-        "What is cached is the very KV that the first time computed, so the same bits should come out; decode reads as "
-        "much KV as before, so each output token should take as long as before.",
-        f"The second time {visits[0].computed:,} of {prompt:,} prompt tokens were computed (those behind the last full "
-        f"block of the cache): {prompt / visits[0].computed:,.0f} times fewer, for a first token {gain:,.0f} times "
-        "sooner. "
-        "A few tokens cost more each than many, because the weights must be read for them all the same.",
-    ]
-
-
-def _tables(found: PromptCache) -> Sequence[Table]:
-    columns = (
-        Column("prefix, tokens"),
-        Column("TTFT, first time, ms", "first token out - submitted; median and interval"),
-        Column("TTFT, second time, ms"),
-        Column("tokens computed", "the second time"),
-        Column("same answer", "token ids and log probabilities, bit for bit"),
-    )
-    rows = []
-    for n, visits in sorted(found.visits.items()):
-        cold, warm = ([one.cold[0] for one in visits], [one.warm[0] for one in visits])
-        same = f"{sum(one.same for one in visits)} of {len(visits)}"
-        rows.append((f"{n:,}", shown(cold, 1e3), shown(warm, 1e3), f"{visits[0].computed:,}", same))
-    return (Table("The same prompt twice", columns, tuple(rows)),)
-
-
-def _plots(found: PromptCache) -> Sequence[Plot]:
-    rows = []
-    for n, visits in sorted(found.visits.items()):
-        for what, values in (
-            ("first time: prefill computed", [one.cold[0] for one in visits]),
-            ("second time: prefix cached", [one.warm[0] for one in visits]),
-        ):
-            rows.append({"prefix": n, **point(values, "milliseconds", 1e3), "what": what})
-    return (
-        lines(
-            "prompt_cache",
-            "Wait for the first token, the first time and the second",
-            rows,
-            ("prefix", "prefix, tokens"),
-            ("milliseconds", "TTFT, ms"),
-            series="what",
-            caption=f"A prefix and a question of {QUESTION} tokens, sent twice; medians with intervals.",
-        ),
-    )
-
-
-def _metrics(found: PromptCache) -> Sequence[Metric]:
-    return [
-        Metric(
-            "cached_ttft_seconds", "s", "lower", tuple(v.warm[0] for v in found.longest), "TTFT with a cached prefix"
+    @classmethod
+    def measure(cls, bench: Workbench) -> PromptCache:
+        """Send a prompt that nobody sent before, and again."""
+        speed = bench.speed
+        longest = bench.size(
+            "longest prefix, tokens",
+            LONGEST,
+            lambda n: sum(speed.prefill(n >> i) + 2 * speed.decode(OUTPUT) for i in range(3)),
         )
-    ]
+        engine = bench.engine(enable_prefix_caching=True)
 
+        def visit(length: int) -> Visit:
+            prompt = bench.workshop.prompt(length + QUESTION)
+            cold = engine.submit(prompt, OUTPUT, logprobs=True)
+            engine.run()
+            engine.clear()
+            warm = engine.submit(prompt, OUTPUT, logprobs=True)
+            computed = sum(record.prefill_tokens for record in engine.run())
+            same = cold.tokens == warm.tokens and cold.logprobs == warm.logprobs
+            return Visit((cold.ttft, cold.tpot), (warm.ttft, warm.tpot), computed, same)
 
-EXPERIMENT = Experiment(
-    name="prompt-cache",
-    claim="Prompt caching pays for a prefix once: the next request starts at once, and answers the same.",
-    method="A fresh prompt is sent twice; the prefix cache is on.",
-    rules=(
-        Rule(TTFT, "TTFT of the first time / of the second", at_least=5, fails_from=1024, sized_in="tokens of prefix"),
-        Rule(TOKENS, "answers whose token ids or log probabilities are not the same bits", 0, 0, ""),
-        Rule(TPOT, "TPOT of the second time / of the first", 0.8, 1.25),
-    ),
-    meaning="Put what stays the same (system prompt, documents) first and what changes last; then only the rest is "
-    "read.",
-    share=1.2,
-    measure=_measure,
-    estimates=_estimates,
-    why=_why,
-    tables=_tables,
-    plots=_plots,
-    metrics=_metrics,
-)
+        return cls(bench.interleave({n: partial(visit, n) for n in (longest // 4, longest // 2, longest)}))
+
+    @property
+    def cold_ttft(self) -> dict[int, list[float]]:
+        """Of the first time, by length of the prefix."""
+        return {n: [one.cold[0] for one in visits] for n, visits in self.visits.items()}
+
+    @property
+    def warm_ttft(self) -> dict[int, list[float]]:
+        """Of the second time, by length of the prefix."""
+        return {n: [one.warm[0] for one in visits] for n, visits in self.visits.items()}
+
+    def estimates(self) -> Mapping[Rule, Estimate]:
+        """Times of the longest prefix, answers of all."""
+        longest = max(self.visits)
+        visits = self.visits[longest]
+        return {
+            TTFT: ratio_of(self.cold_ttft[longest], self.warm_ttft[longest]).at(longest),
+            ANSWERS: exactly(sum(not one.same for many in self.visits.values() for one in many)),
+            TPOT: ratio_of([one.warm[1] for one in visits], [one.cold[1] for one in visits]),
+        }
+
+    def why(self, judged: Sequence[Judged]) -> Sequence[str]:
+        """What is cached, and why the wait does not shrink as much as the work."""
+        prompt, computed = max(self.visits) + QUESTION, self.visits[max(self.visits)][0].computed
+        return [
+            "What is cached is the very KV that the first time computed, so the same bits should come out; decode "
+            "reads as much KV as before, so each output token should take as long as before.",
+            f"The second time {computed:,} of {prompt:,} prompt tokens were computed (those behind the last full block "
+            f"of the cache): {prompt / computed:,.0f} times fewer, for a first token "
+            f"{self.estimates()[TTFT].value:,.1f} times sooner. A few tokens cost more each than many, because the "
+            "weights must be read for them all the same.",
+        ]
+
+    def tables(self) -> Sequence[Table]:
+        columns = (
+            Column("prefix, tokens"),
+            Column("TTFT, first time, ms", "first token out - submitted; median and interval"),
+            Column("TTFT, second time, ms"),
+            Column("tokens computed", "the second time"),
+            Column("same answer", "token ids and log probabilities, bit for bit"),
+        )
+        rows = tuple(
+            (
+                f"{n:,}",
+                shown(self.cold_ttft[n], 1e3),
+                shown(self.warm_ttft[n], 1e3),
+                f"{visits[0].computed:,}",
+                f"{sum(one.same for one in visits)} of {len(visits)}",
+            )
+            for n, visits in self.visits.items()
+        )
+        return (Table("The same prompt twice", columns, rows),)
+
+    def plots(self) -> Sequence[Plot]:
+        return (
+            lines(
+                "prompt_cache",
+                "Wait for the first token, the first time and the second",
+                [
+                    *points(self.cold_ttft, "prefix", "milliseconds", 1e3, what="first time: prefill computed"),
+                    *points(self.warm_ttft, "prefix", "milliseconds", 1e3, what="second time: prefix cached"),
+                ],
+                ("prefix", "prefix, tokens"),
+                ("milliseconds", "TTFT, ms"),
+                series="what",
+                caption=f"A prefix and a question of {QUESTION} tokens, sent twice; medians with intervals.",
+            ),
+        )
+
+    def metrics(self) -> Sequence[Metric]:
+        warm = tuple(self.warm_ttft[max(self.visits)])
+        return [Metric("cached_ttft_seconds", "s", "lower", warm, "TTFT with a cached prefix")]

@@ -18,8 +18,9 @@ from twinphase.bench.conditions import Bystanders
 from twinphase.bench.progress import Progress
 from twinphase.bench.stepped import Stepped, Workshop
 from twinphase.phases.hardware import Ceilings
+from twinphase.phases.timeline import StepRecord
 
-__all__ = ["MOST_ROUNDS", "QUIET_CORES", "ROUNDS", "Speed", "Workbench", "calibrate", "fitted"]
+__all__ = ["MOST_ROUNDS", "QUIET_CORES", "ROUNDS", "Speed", "Workbench", "calibrate", "fits", "fitted", "median_step"]
 
 ROUNDS = 5  # the fewest repetitions that give a median an interval of 90 % and more
 USUAL_ROUNDS = 8  # from here on one disturbed repetition on either side does not count
@@ -63,6 +64,17 @@ def fitted(x: Sequence[float], y: Sequence[float], degree: int) -> list[float]:
     powers = np.vander(points / points.max(), degree + 1, increasing=True)
     solution = np.linalg.lstsq(powers / values[:, None], np.ones(len(values)), rcond=None)[0]
     return [float(c) / float(points.max()) ** power for power, c in enumerate(solution)]
+
+
+def fits(repetitions: Mapping[int, Sequence[float]], degree: int) -> list[list[float]]:
+    """A polynomial of each repetition, whose seconds are given by x."""
+    rounds = zip(*repetitions.values(), strict=True)
+    return [fitted(list(repetitions), seconds, degree) for seconds in rounds]
+
+
+def median_step(records: Sequence[StepRecord]) -> float:
+    """Seconds of the usual step: one that was held up does not count."""
+    return median(record.seconds for record in records)
 
 
 def calibrate(workshop: Workshop) -> Speed:
