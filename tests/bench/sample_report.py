@@ -5,8 +5,16 @@ from __future__ import annotations
 import math
 import random
 
-from twinphase.bench import phase_plots, plots
+from twinphase.bench import plots
+from twinphase.bench.explain_report import waterfall_plot
+from twinphase.bench.load import ClientHealth, LoadResult
+from twinphase.bench.load_plots import latency_plots, timeline_plot
+from twinphase.bench.observation import Observation
 from twinphase.bench.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
+from twinphase.bench.roofline_plots import Mark, roofline_plot
+from twinphase.bench.slo import Slos
+from twinphase.bench.target import TargetFacts
+from twinphase.phases.roofline import Roof, Roofline, Slope
 
 HOSTILE = "Smol<script>alert(1)</script>\"'&amp;|`*_"
 PROMPTS = (10, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8000)
@@ -122,7 +130,6 @@ def load_section(rng: random.Random) -> Section:
         {"offered": r, "goodput": min(r, 3.4) - max(0, r - 3) * 0.4, "what": "goodput"} for r in (0.5, 1, 2, 3, 4, 5)
     ]
     goodput += [{"offered": r, "goodput": min(r, 3.9), "what": "throughput"} for r in (0.5, 1, 2, 3, 4, 5)]
-    itl = [{"rate": name, "ms": rng.lognormvariate(2.7, 0.2)} for name in ttft for _ in range(80)]
     points = [
         {"prompt": n, "ttft": prefill_seconds(n) * rng.lognormvariate(0.1, 0.1)}
         for n in (rng.randint(10, 4000) for _ in range(300))
@@ -174,7 +181,6 @@ def load_section(rng: random.Random) -> Section:
                 ("goodput", "req/s"),
                 series="what",
             ),
-            plots.boxes("itl", "Gaps between tokens", itl, ("rate", ""), ("ms", "ITL (ms)"), order=list(ttft)),
             plots.scatter(
                 "server",
                 "Server load: TTFT against prompt length",
@@ -196,52 +202,53 @@ def load_section(rng: random.Random) -> Section:
     )
 
 
-def machine_section() -> Section:
-    roofs = [
-        {"roof": "int8, 2 threads", "intensity": x, "rate": min(x * 21e9, 3.1e11)} for x in (0.5, 3.1e11 / 21e9, 400)
-    ]
-    roofs += [
-        {"roof": "float32, 2 threads", "intensity": x, "rate": min(x * 21e9, 1.2e11)} for x in (0.5, 1.2e11 / 21e9, 400)
-    ]
-    points = [
-        {
-            "phase": "prefill",
-            "label": "linear layers",
-            "intensity": 12.0 * n**0.45,
-            "rate": 2.4e11 * n / (n + 25),
-            "prompt tokens": n,
-        }
+def roofline_marks() -> list[Mark]:
+    found = [
+        Mark("prefill", "linear", "prefill linear", f"n = {n}", 12.0 * n**0.45, 2.4e11 * n / (n + 25), {"MFU": "50 %"})
         for n in (16, 64, 256, 1024)
     ]
-    points += [
-        {"phase": "decode", "label": "linear layers", "intensity": 1.9 * b, "rate": 3.3e10 * b**0.8, "batch": b}
+    found += [
+        Mark("decode", "linear", "batch linear", f"batch {b}", 1.9 * b, 3.3e10 * b**0.8, {"MFU": "9 %"})
         for b in (1, 2, 4, 8)
     ]
-    points += [{"phase": "decode", "label": "attention", "intensity": 1.1, "rate": 1.4e10, "batch": 1}]
-    kinds = (
-        ("queue", 0.02),
-        ("prefill", 0.21),
-        ("prefill_wait", 0.05),
-        ("decode", 0.4),
-        ("stall", 0.12),
-        ("batching", 0.07),
-    )
-    spans, at = [], 0.0
-    for request in range(6):
-        at = request * 0.11
-        for kind, size in kinds:
-            spans.append(
-                {"request": f"request {request}", "kind": kind, "start": at, "end": at + size * (1 + request % 3)}
-            )
-            at = spans[-1]["end"]
+    return [*found, Mark("decode", "attention", "context attention", "context 64", 1.1, 1.4e10, {"MFU": "4 %"})]
+
+
+def falls(parts: list[tuple[str, float]]) -> dict:
+    """A waterfall as an explanation has it, of (part, seconds)."""
+    wall = sum(spent for _, spent in parts)
+    bars = [{"name": name, "seconds": spent, "share": spent / wall, "before_first_token": 0.0} for name, spent in parts]
+    return {"wall_seconds": wall, "first_token": None, "bars": bars}
+
+
+def load_result(number: int) -> LoadResult:
+    """Requests of which every seventh failed, and every second tells of its queue."""
+    seen = []
+    for n in range(number):
+        at = 0.1 * n
+        times = [at + 0.08 + 0.01 * (n % 5) + 0.02 * k for k in range(4 + 5 * (n % 4))] if n % 7 != 6 else []
+        one = Observation(str(n), at, at, times, times[-1] if times else at + 0.1, 10, 0, len(times), 200)
+        one.error = "" if times else "http 429: slow down"
+        one.claims = {"timings": {"ledger_ms": {"queue": 30.0}}} if times and n % 2 else {}
+        seen.append(one)
+    facts = TargetFacts("made up", "test", "none", HOSTILE, "unknown", None, "", "")
+    client = ClientHealth([0.0], [0.0])
+    return LoadResult(facts, "work", "10 req/s", 10.0, None, seen, number, client, slos=Slos(ttft=0.1))
+
+
+def machine_section() -> Section:
+    roofs, slopes = (Roof("int8", 3.1e11), Roof("float32", 1.2e11)), (Slope("L3, 16 MiB", 6e10), Slope("DRAM", 2.1e10))
+    line = Roofline("a processor, 2 threads", "measured", roofs, slopes)
+    kinds = [("queue", 0.02), ("prefill", 0.21), ("prefill_wait", 0.05), ("decode", 0.4), ("batching", 0.07),
+             ("stall", 0.12)]  # fmt: skip
+    load = load_result(12)
     return Section(
         "Where the time goes",
         plots=(
-            phase_plots.roofline("roofline", "Both phases under this machine's ceilings", roofs, points, balance=14.8),
-            phase_plots.waterfall("waterfall", "One request, to 100 %", kinds, "seconds"),
-            phase_plots.timeline(
-                "timeline", "Requests along time", spans, caption="Intervals partition each request's wall time."
-            ),
+            roofline_plot(line, roofline_marks(), "Both phases under this machine's ceilings."),
+            waterfall_plot(falls(kinds), ""),
+            latency_plots(load)[0],
+            timeline_plot(load),
         ),
     )
 

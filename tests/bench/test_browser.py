@@ -69,8 +69,10 @@ def test_text_from_outside_stays_text(browser: Browser, page):
     assert HOSTILE in cells
 
 
-@pytest.mark.parametrize("chart", ["prefill", "roofline"])
-def test_a_point_tells_its_numbers(browser: Browser, page, chart):
+@pytest.mark.parametrize(
+    ("chart", "number"), [("prefill", r"prompt tokens\s+\d+"), ("roofline", r"balance point, FLOP/byte\s+\d+")]
+)
+def test_a_point_tells_its_numbers(browser: Browser, page, chart, number):
     browser.look()
     browser.open(page, DRAWN)
     browser.evaluate(f"document.querySelector('[data-plot={chart}]').scrollIntoView({{behavior: 'instant'}})")
@@ -80,7 +82,7 @@ def test_a_point_tells_its_numbers(browser: Browser, page, chart):
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + step, y=box[1])
     browser.wait("document.querySelector('.vg-tooltip.visible') !== null")
     told = browser.evaluate("document.querySelector('.vg-tooltip').innerText")
-    assert re.search(r"prompt tokens\s+\d+", told) and "NaN" not in told
+    assert re.search(number, told) and "NaN" not in told
     assert browser.complaints() == []  # the tooltip's style obeys the page's policy as well
 
 

@@ -6,10 +6,12 @@ import json
 import re
 
 import pytest
-from tests.bench.sample_report import all_plots, sample_report
+from tests.bench.sample_report import all_plots, falls, load_result, sample_report
 
-from twinphase.bench import phase_plots, plots
+from twinphase.bench import plots
+from twinphase.bench.explain_report import waterfall_plot
 from twinphase.bench.extras import require
+from twinphase.bench.load_plots import timeline_plot
 from twinphase.bench.report import Plot
 from twinphase.bench.theme import DARK, LIGHT, Theme, drawable, dressed
 
@@ -162,19 +164,23 @@ def test_a_distribution_has_the_share_at_or_below_each_value():
 
 
 def test_a_waterfall_adds_up():
-    parts = [("queue", 1.0), ("prefill", 1.0), ("decode", 1.0)]
-    plot = phase_plots.waterfall("x", "t", parts, "s")
+    plot = waterfall_plot(falls([("queue", 1.0), ("prefill", 1.0), ("decode", 1.0)]), "")
     rows = plot.spec["layer"][2]["data"]["values"]
-    assert [row["from"] for row in rows] == [0.0, 1.0, 2.0, 0.0] and rows[-1]["to"] == 3.0
+    assert [row["from"] for row in rows] == [0.0, 1000.0, 2000.0, 0.0] and rows[-1]["to"] == 3000.0
     assert round(sum(float(row["share"].split()[0]) for row in rows[:-1]), 1) == 100.0
     assert [item["text"] for item in marks(plot, "text")] == ["33.4 %", "33.3 %", "33.3 %", "100.0 %"]
     assert {LIGHT.roles["prefill"], LIGHT.roles["decode"]} <= {item["fill"] for item in marks(plot, "rect")}
 
 
-def test_a_timeline_has_a_lane_a_request():
-    rows = [{"request": str(n), "kind": "prefill", "start": float(n), "end": n + 2.0} for n in range(3)]
-    found = marks(phase_plots.timeline("x", "t", rows), "rect")
-    assert len({item["y"] for item in found}) == 3 and len({round(item["width"], 3) for item in found}) == 1
+def test_a_timeline_has_a_lane_a_request_and_each_kind_its_colour():
+    found = marks(timeline_plot(load_result(7)), "rect")
+    assert len({item["y"] for item in found}) == 7
+    drawn = {item["fill"]: item for item in found}
+    assert set(drawn) == {LIGHT.roles[role] for role in ("prefill", "decode", "neutral", "bad")}
+    assert drawn[LIGHT.roles["bad"]]["y"] == max(item["y"] for item in found)
+    for number in (1, 150, 200):
+        plot = timeline_plot(load_result(number))
+        assert 4 <= plot.spec["height"] / min(number, 150) <= 26 and ("more" in plot.caption) == (number > 150)
 
 
 def test_tooltips_show_every_key_and_numbers_as_numbers():

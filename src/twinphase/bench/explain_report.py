@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from twinphase.bench.conditions import conditions
-from twinphase.bench.plots import bars
+from twinphase.bench.plots import ROW_HEIGHT, colour_by, tooltips
 from twinphase.bench.report import Column, Plot, Report, Section, Status, Table, Verdict
 from twinphase.phases.alone import alone_sentences
 from twinphase.phases.levers import duration
 from twinphase.phases.report import FORMULAS
 from twinphase.terminal import percentages
 
-__all__ = ["explain_report"]
+__all__ = ["explain_report", "waterfall_plot"]
 
 SYMPTOM = {"prefill": "of the time to the first token", "decode": "of the time after the first token"}
 
@@ -23,7 +24,9 @@ def explain_report(found: Mapping[str, Any]) -> Report:
     falls = found["waterfall"]
     verdicts = [_verdict(one, found["kind"]) for one in found["diagnoses"]]
     first = "" if falls["first_token"] is None else f", first token after {duration(falls['first_token'])}"
-    sections = [Section("Where the time went", tables=(_waterfall_table(falls),), plots=(_waterfall_plot(falls),))]
+    caption = "" if found["kind"] == "client" else "Shares of steps that several requests had come from the cost model."
+    plots = (waterfall_plot(falls, caption),)
+    sections = [Section("Where the time went", tables=(_waterfall_table(falls),), plots=plots)]
     near = found.get("efficiency")
     if near:
         sections.append(Section("What bound each phase", tables=(_efficiency_table(near),)))
@@ -50,13 +53,18 @@ def _verdict(one: Mapping[str, Any], kind: str) -> Verdict:
     return Verdict(status, f"{cause}: {share} {SYMPTOM[one['phase']]}. {one['evidence']}")
 
 
+def _shares(falls: Mapping[str, Any]) -> list[str]:
+    """Each part's share of the wall time, and that of all of them."""
+    shares = [bar["share"] for bar in falls["bars"]]
+    return percentages(shares) + percentages([sum(shares)])
+
+
 def _waterfall_table(falls: Mapping[str, Any]) -> Table:
-    shares = percentages([bar["share"] for bar in falls["bars"]])
+    *shares, whole = _shares(falls)
     rows = [
         (bar["name"], duration(bar["seconds"]), share, duration(bar["before_first_token"]))
         for bar, share in zip(falls["bars"], shares, strict=True)
     ]
-    whole = percentages([sum(bar["share"] for bar in falls["bars"])])[0]
     rows.append(("all", duration(falls["wall_seconds"]), whole, ""))
     columns = (
         Column("part"),
@@ -67,15 +75,33 @@ def _waterfall_table(falls: Mapping[str, Any]) -> Table:
     return Table("The ledger", columns, tuple(rows))
 
 
-def _waterfall_plot(falls: Mapping[str, Any]) -> Plot:
+def waterfall_plot(falls: Mapping[str, Any], caption: str) -> Plot:
+    """The parts of a wall time, each beginning where the one before ends, and all of it below."""
+    *shares, whole = _shares(falls)
+    names = [bar["name"] for bar in falls["bars"]]
+    ends = list(itertools.accumulate(1e3 * bar["seconds"] for bar in falls["bars"]))
     rows = []
-    for bar in falls["bars"]:
-        early = bar["before_first_token"]
-        parts = (("before the first token", early), ("after it", bar["seconds"] - early))
-        rows += [{"part": bar["name"], "when": when, "ms": round(1e3 * spent, 3)} for when, spent in parts if spent > 0]
-    order = [bar["name"] for bar in falls["bars"]]
-    return bars("waterfall", "The parts of the wall time", rows, ("part", "part"), ("ms", "time (ms)"), part="when",
-                order=order, caption="Shares of steps that several requests had come from the cost model.")  # fmt: skip
+    for bar, share, start, end in zip(falls["bars"], shares, [0.0, *ends], ends, strict=False):
+        early = round(1e3 * bar["before_first_token"], 3)
+        spent = {"ms": round(end - start, 3), "share": share, "of it before the first token, ms": early}
+        rows.append({"part": bar["name"], **spent, "from": round(start, 3), "to": round(end, 3)})
+    total = {"part": "all", "ms": round(ends[-1], 3), "share": whole, "from": 0.0, "to": round(ends[-1], 3)}
+    y_axis = {"field": "part", "type": "nominal", "title": None, "sort": [*names, "all"]}
+    x_axis = {"field": "from", "type": "quantitative", "title": "time (ms)", "axis": {"grid": True}}
+    place = {"y": y_axis, "x": x_axis, "x2": {"field": "to"}}
+    colour = {**colour_by("part", names)["color"], "legend": None}
+    text = {"y": y_axis, "x": {**x_axis, "field": "to"}, "text": {"field": "share"}}
+    layers = [
+        {"data": {"values": rows}, "mark": "bar", "encoding": {**place, "color": colour, "tooltip": tooltips(rows)}},
+        {
+            "data": {"values": [total]},
+            "mark": {"type": "bar", "color": "role:neutral"},
+            "encoding": {**place, "tooltip": tooltips([total])},
+        },
+        {"data": {"values": [*rows, total]}, "mark": {"type": "text", "align": "left", "dx": 5}, "encoding": text},
+    ]
+    spec = {"height": ROW_HEIGHT * (len(rows) + 1), "layer": layers}
+    return Plot("waterfall", "The parts of the wall time", spec, caption)
 
 
 def _efficiency_table(near: Mapping[str, Any]) -> Table:

@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from twinphase.bench.load import LoadResult
-from twinphase.bench.plots import Row, axis, lines
+from twinphase.bench.plots import Row, axis, colour_by, distribution, faded, highlight, lines, tooltips
 from twinphase.bench.report import Plot
 from twinphase.bench.saturation import SweepResult
 from twinphase.bench.statistics import percentile
 
 __all__ = ["latency_plots", "sweep_plots", "timeline_plot"]
 
-CURVE_POINTS = 400  # of a distribution that is drawn; all values are in the JSON
-BARS = 150  # requests in the timeline
+BARS = 150  # requests in the timeline,
+LANES = 400  # and pixels of all of them together, where none gets too thin
 QUEUE, FIRST, REST, FAILED = "queue (the server's claim)", "until the first token", "output", "failed"
+COLOURS = {QUEUE: "role:neutral", FIRST: "role:prefill", REST: "role:decode", FAILED: "role:bad"}
 
 
 def latency_plots(result: LoadResult) -> tuple[Plot, ...]:
     """How TTFT and ITL are distributed."""
     found = []
-    for name, title, values in (("ttft", "TTFT", result.ttft), ("itl", "ITL", result.itl)):
+    for name, values, limit in (("TTFT", result.ttft, result.slos.ttft), ("ITL", result.itl, None)):
         if len(values) < 2:
             continue
-        encoding = {
-            "x": axis("ms", f"{title}, ms", log=min(values) > 0 and max(values) > 20 * min(values)),
-            "y": axis("share", "share of requests" if name == "ttft" else "share of gaps", zero=True),
-            "tooltip": [{"field": "ms"}, {"field": "share"}],
-        }
-        mark = {"type": "line", "interpolate": "step-after"}
-        spec = {"data": {"values": _curve(values)}, "mark": mark, "encoding": encoding}
-        caption = f"{len(values)} values; {result.arrivals}."
-        found.append(Plot(_name(result, name), f"{title}: its distribution", spec, caption))
+        found.append(
+            distribution(
+                _name(result, name.lower()),
+                f"{name}: its distribution",
+                {name: [1e3 * value for value in values]},
+                f"{name}, ms",
+                limit=None if limit is None else 1e3 * limit,
+                log_x=min(values) > 0 and max(values) > 20 * min(values),
+                caption=f"{len(values)} values; {result.arrivals}.",
+            )
+        )
     return tuple(found)
-
-
-def _curve(values: Sequence[float]) -> list[Row]:
-    """The empirical distribution, thinned to a curve's worth of points, first and last among them."""
-    ordered = sorted(values)
-    n = len(ordered)
-    ranks = range(n) if n <= CURVE_POINTS else [round(i * (n - 1) / (CURVE_POINTS - 1)) for i in range(CURVE_POINTS)]
-    return [{"ms": round(1e3 * ordered[rank], 4), "share": round((rank + 1) / n, 5)} for rank in ranks]
 
 
 def timeline_plot(result: LoadResult) -> Plot:
@@ -62,16 +54,22 @@ def timeline_plot(result: LoadResult) -> Plot:
         for (start, _), (end, part) in zip(moments, moments[1:], strict=False):
             row = {"request": number, "from": round(start - zero, 5), "to": round(end - zero, 5), "part": part}
             rows.append(row)
-    encoding: dict[str, Any] = {
-        "y": {"field": "request", "type": "ordinal", "title": "request", "axis": {"labels": len(shown) <= 30}},
-        "x": axis("from", "s since the first intended send", zero=True),
+    few = len(shown) <= 30
+    kinds = [kind for kind in COLOURS if any(row["part"] == kind for row in rows)]
+    colour = {**colour_by("part")["color"], "scale": {"domain": kinds, "range": [COLOURS[kind] for kind in kinds]}}
+    encoding = {
+        "y": {"field": "request", "type": "ordinal", "title": "request", "axis": {"labels": few, "ticks": few}},
+        "x": {**axis("from", "s since the first intended send", zero=True), "axis": {"grid": True}},
         "x2": {"field": "to"},
-        "color": {"field": "part", "type": "nominal", "title": None, "sort": [QUEUE, FIRST, REST, FAILED]},
-        "tooltip": [{"field": key} for key in ("request", "part", "from", "to")],
+        "color": colour,
+        **faded("part"),
+        "tooltip": tooltips(rows),
     }
     left = len(result.observations) - len(shown)
     caption = f"As the client saw it. The first {BARS} requests; {left} more are in the JSON." if left else ""
-    spec = {"data": {"values": rows}, "mark": {"type": "bar"}, "encoding": encoding}
+    layer = {"mark": {"type": "bar", "cornerRadius": 1}, "encoding": encoding, "params": highlight("part")}
+    height = max(4, min(26, LANES // max(1, len(shown)))) * len(shown)
+    spec = {"data": {"values": rows}, "height": height, "layer": [layer]}
     return Plot(_name(result, "timeline"), "Requests in time", spec, caption or "As the client saw it.")
 
 

@@ -19,7 +19,6 @@ __all__ = [
     "ZOOM",
     "axis",
     "bars",
-    "boxes",
     "colour_by",
     "distribution",
     "faded",
@@ -107,7 +106,6 @@ def lines(
     fitted: Sequence[Row] = (),
     log_x: bool = False,
     log_y: bool = False,
-    zero: bool = True,
     caption: str = "",
 ) -> Plot:
     """Measured points, and lines.
@@ -122,11 +120,10 @@ def lines(
         fitted: a line through these instead of through the measured points; with "low" and "high" a band as well.
         log_x: a logarithmic axis.
         log_y: the same.
-        zero: a linear y axis begins at zero.
         caption: of the plot.
     """
     colour = colour_by(series, plot=name)
-    x_axis, y_axis = axis(*x, log=log_x), axis(*y, log=log_y, zero=zero)
+    x_axis, y_axis = axis(*x, log=log_x), axis(*y, log=log_y, zero=True)
     spread = {"x": x_axis, "y": {**y_axis, "field": "low"}, "y2": {"field": "high"}, **colour}
     layers: list[Spec] = []
     measured, through = {"values": list(rows)}, {"values": list(fitted or rows)}
@@ -152,8 +149,6 @@ def scatter(
     series: str | None = None,
     band: Sequence[Row] = (),
     log_x: bool = False,
-    log_y: bool = False,
-    zero: bool = True,
     caption: str = "",
 ) -> Plot:
     """Points alone, over a band that says where they ought to lie.
@@ -167,11 +162,9 @@ def scatter(
         series: key that tells the series apart, by colour.
         band: rows with x's key, "low" and "high".
         log_x: a logarithmic axis.
-        log_y: the same.
-        zero: a linear y axis begins at zero.
         caption: of the plot.
     """
-    x_axis, y_axis = axis(*x, log=log_x), axis(*y, log=log_y, zero=zero)
+    x_axis, y_axis = axis(*x, log=log_x), axis(*y, zero=True)
     layers: list[Spec] = []
     if band:
         spread = {"x": x_axis, "y": {**y_axis, "field": "low"}, "y2": {"field": "high"}}
@@ -262,7 +255,8 @@ def distribution(
     y_axis: Spec = {"field": "share", "type": "quantitative", "title": "share of values at most so large"}
     y_axis |= {"scale": {"domain": [0, 1]}, "axis": {"format": ".0%"}}
     mark = {"type": "line", "interpolate": "step-after", "clip": True}
-    colour = {**colour_by("series", list(values))["color"], "legend": {"symbolType": "stroke"}}
+    legend = {"symbolType": "stroke"} if len(values) > 1 else None
+    colour = {**colour_by("series", list(values))["color"], "legend": legend}
     encoding = {"x": x_axis, "y": y_axis, "color": colour, **faded("series"), "tooltip": tooltips(rows)}
     layers: list[Spec] = [
         {
@@ -292,44 +286,3 @@ def _limit(limit: float, x_axis: Spec) -> list[Spec]:
         {"data": data, "mark": rule, "encoding": {"x": x_axis}},
         {"data": data, "mark": text, "encoding": {"x": x_axis, "text": {"field": "limit"}}},
     ]
-
-
-def boxes(
-    name: str,
-    title: str,
-    rows: Sequence[Row],
-    category: tuple[str, str],
-    value: tuple[str, str],
-    *,
-    order: Sequence[str] = (),
-    log_x: bool = False,
-    caption: str = "",
-) -> Plot:
-    """Every value as a small line, and a box from the first to the third quartile with the median in it.
-
-    Args:
-        name: of the plot.
-        title: of the plot.
-        rows: a value each.
-        category: (key of the row, title): what the boxes stand for.
-        value: (key of the row, title with its unit).
-        order: of the categories.
-        log_x: a logarithmic axis.
-        caption: of the plot.
-    """
-    x_axis = axis(*value, log=log_x)
-    y_axis: Spec = {"field": category[0], "type": "nominal", "title": category[1] or None, "sort": list(order) or None}
-    colour = {**colour_by(category[0])["color"], "legend": None}
-    box = {"type": "boxplot", "extent": "min-max", "size": 14, "opacity": 0.55, "median": {"color": "role:text"}}
-    tick = {"type": "tick", "opacity": 0.5, "thickness": 1, "size": 22}
-    places = {"x": x_axis, "y": y_axis, "color": colour}
-    layers = [
-        {"mark": box, "encoding": places},
-        {"mark": tick, "encoding": {**places, "tooltip": tooltips(rows)}},
-    ]
-    return Plot(
-        name,
-        title,
-        {"data": {"values": list(rows)}, "height": 44 * len({row[category[0]] for row in rows}), "layer": layers},
-        caption,
-    )

@@ -73,12 +73,11 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
         for along in (start, end):
             rows.append({"line": slope.name, "kind": "memory", "x": along, "y": along * slope.rate / 1e9})
         text = f"{slope.name}: {slope.rate / 1e9:,.0f} GB/s"
-        # The fastest is named above its line, the others below theirs, at places of their own.
-        at = math.exp(
-            math.log(start) + (0.85 if number == 0 and len(slopes) > 1 else 0.08) * (math.log(end) - math.log(start))
-        )
-        side = "above" if number == 0 and len(slopes) > 1 else "below"
-        names.append({"text": text, "x": at, "y": at * slope.rate / 1e9, "side": side})
+        # The fastest is named above its line, the others below theirs, the slower the lower, so that no two names meet.
+        above = number == 0 and len(slopes) > 1
+        part = 0.85 if above else 0.08 + 0.12 * (len(slopes) - 1 - number)
+        at = start * (end / start) ** part
+        names.append({"text": text, "x": at, "y": at * slope.rate / 1e9, "side": "above" if above else "below"})
     for roof in line.roofs:
         for ridge_or_end in (roof.rate / slopes[0].rate, xs[1]):
             rows.append({"line": roof.unit, "kind": "unit", "x": ridge_or_end, "y": roof.rate / 1e9})
@@ -108,13 +107,9 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
     for side, align, dx, dy in (("above", "right", -8, -4), ("below", "left", 10, 8), ("roof", "right", -4, -7)):
         chosen = [name for name in names if name["side"] == side]
         mark = {"type": "text", "align": align, "dx": dx, "dy": dy, "color": "role:muted", "fontSize": 11}
-        layers.append(
-            {
-                "data": {"values": chosen},
-                "mark": mark,
-                "encoding": {"x": x, "y": y, "text": {"field": "text"}},
-            }
-        )
+        edge = {"stroke": "role:surface", "strokeWidth": 4, "strokeJoin": "round"}  # so that no line goes through it
+        encoding = {"x": x, "y": y, "text": {"field": "text"}}
+        layers += [{"data": {"values": chosen}, "mark": mark | more, "encoding": encoding} for more in (edge, {})]
     return layers
 
 

@@ -76,10 +76,6 @@ class Roofline:
         """Balance point of each unit on each memory: peak / bandwidth, FLOP a byte."""
         return tuple((roof, slope, roof.rate / slope.rate) for roof in self.roofs for slope in self.slopes)
 
-    def attainable(self, intensity: float, roof: Roof, slope: Slope) -> float:
-        """FLOP a second at most: min(peak, intensity x bandwidth)."""
-        return min(roof.rate, intensity * slope.rate)
-
 
 def measured_roofline(ceilings: Ceilings, caches: Sequence[tuple[str, int]] = ()) -> Roofline:
     """A roof for each measured unit, and a slope for each level of memory that a measured working set stands for.
