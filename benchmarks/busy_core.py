@@ -18,9 +18,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-from twinphase import LLM, SamplingParams
+from twinphase import LLM
+from twinphase.bench.stepped import Stepped
 from twinphase.phases.hardware import processor_name
-from twinphase.request import Request
 
 CONDITIONS = {"alone": None, "one busy process": 0, "one busy process at nice 19": 19}
 
@@ -43,15 +43,10 @@ def competitor(nice: int | None) -> Iterator[None]:
 
 def decode_seconds(llm: LLM, steps: int) -> list[float]:
     """Seconds of each decode step after an 8-token prompt."""
-    params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
-    llm.engine.add_request(Request("busy", list(range(100, 108)), params))
-    llm.engine.step()
-    seconds = []
-    while llm.engine.has_work:
-        start = time.perf_counter()
-        llm.engine.step()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+    engine = Stepped(llm.engine)
+    engine.submit(list(range(100, 108)), steps + 1)
+    engine.run()
+    return engine.walls[-steps:]
 
 
 def main() -> None:

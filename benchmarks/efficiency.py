@@ -15,18 +15,17 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.tiny_gguf import write_tiny_gguf  # noqa: E402
 
-from twinphase import LLM, SamplingParams  # noqa: E402
+from twinphase import LLM  # noqa: E402
 from twinphase.backends.cpu.ceilings import measure  # noqa: E402
 from twinphase.backends.cpu.isa import choose_isa  # noqa: E402
+from twinphase.bench.stepped import Stepped  # noqa: E402
 from twinphase.phases.hardware import Ceilings, processor_name  # noqa: E402
 from twinphase.phases.work import rows_cost, weight_bytes_read  # noqa: E402
-from twinphase.request import Request  # noqa: E402
 
 SHAPES = {
     "llama-3.2-1b": {
@@ -41,19 +40,10 @@ def run(llm: LLM, name: str, prompt: int, steps: int) -> tuple[float, float]:
     """Seconds of the prefill of `prompt` tokens, and of the median decode step after it."""
     vocab = llm.model_config.vocab_size
     tokens = [(7 * i * i + 11 * i + len(name)) % (vocab - 300) + 260 for i in range(prompt)]
-    params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
-    request = Request(name, tokens, params)
-    llm.engine.add_request(request)
-    start = time.perf_counter()
-    while not request.output_token_ids:
-        llm.engine.step()
-    prefill = time.perf_counter() - start
-    seconds = []
-    while llm.engine.has_work:
-        start = time.perf_counter()
-        llm.engine.step()
-        seconds.append(time.perf_counter() - start)
-    return prefill, statistics.median(seconds)
+    engine = Stepped(llm.engine)
+    engine.submit(tokens, steps + 1)
+    engine.run()
+    return sum(engine.walls[:-steps]), statistics.median(engine.walls[-steps:])
 
 
 def ceilings(threads: int) -> Ceilings:

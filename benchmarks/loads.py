@@ -1,4 +1,4 @@
-"""What the benchmarks of many requests share: an engine stepped by hand, loads, statistics, tables, files, plots.
+"""What the benchmarks of many requests share: engines to step by hand, loads, tables, files, plots.
 
 For: `many_requests.py` and its `subjects`. Not for: comparing engines (`versus_peers.py`), nor one request alone
 (`efficiency.py`). Nothing here asserts a time.
@@ -10,26 +10,22 @@ import argparse
 import contextlib
 import datetime
 import json
-import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peers.engines import ForeignCpu
 from peers.points import Prompts
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from twinphase import LLM, SamplingParams
-from twinphase.engine.engine import StepResult
+from twinphase import LLM
+from twinphase.bench.conditions import Bystanders
+from twinphase.bench.progress import live
+from twinphase.bench.stepped import Stepped, Ticket
 from twinphase.phases.hardware import processor_name
-from twinphase.phases.timeline import RequestTimeline, StepRecord
-from twinphase.request import Request
+from twinphase.phases.timeline import StepRecord
 
 Value = TypeVar("Value")
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -37,96 +33,9 @@ QUIET_CORES = 0.1  # others may use this much of the machine before a measuremen
 WARM_PROMPTS = (40, 200, 600)
 
 
-@dataclass
-class Ticket:
-    """One request under measurement.
-
-    Attributes:
-        request: the engine's.
-        timeline: its ledger.
-        submitted: when it was handed to the engine, seconds.
-        times: when each output token was out, seconds.
-        steps: index of the step that brought each.
-    """
-
-    request: Request
-    timeline: RequestTimeline
-    submitted: float
-    times: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-
-    @property
-    def ttft(self) -> float:
-        """First token out - submitted, seconds."""
-        return self.times[0] - self.submitted
-
-    @property
-    def gaps(self) -> list[float]:
-        """Time before each token but the first; `gaps[i]` ends with `times[i + 1]`."""
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
-
-
-class Driver:
-    """An engine stepped by hand, so that the time of every token is seen and no text is made."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-        self.engine = llm.engine
-        self.records: list[StepRecord] = []
-        self.walls: list[float] = []  # whole `step()` calls, seconds: a record ends before its own bookkeeping
-        self._tickets: dict[str, Ticket] = {}
-        self._count = 0
-
-    def submit(self, prompt: list[int], max_tokens: int) -> Ticket:
-        """Queue one greedy request whose end-of-text is ignored."""
-        self._count += 1
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        start = time.perf_counter()
-        request = Request(str(self._count), prompt, params, arrival_time=start)
-        ticket = Ticket(request, self.engine.add_request(request), start)
-        self._tickets[request.request_id] = ticket
-        return ticket
-
-    def step(self) -> StepResult:
-        """One step; every token that came out is stamped."""
-        start = time.perf_counter()
-        result = self.engine.step()
-        now = time.perf_counter()
-        self.records.append(result.record)
-        self.walls.append(now - start)
-        for request_id, tokens in result.output.token_ids.items():
-            ticket = self._tickets[request_id]
-            ticket.times.extend([now] * len(tokens))
-            ticket.steps.extend([result.record.index] * len(tokens))
-        for request in result.finished:
-            del self._tickets[request.request_id]
-            if request.error:
-                raise RuntimeError(f"request {request.request_id} failed: {request.error}")
-        return result
-
-    def run(self) -> float:
-        """Step until idle; returns when the last step ended."""
-        while self.engine.has_work:
-            self.step()
-        return time.perf_counter()
-
-    def abort(self) -> None:
-        """End every unfinished request, and forget the records."""
-        for request_id in list(self._tickets):
-            self.engine.abort(request_id)
-        self._tickets.clear()
-        self.records, self.walls = [], []
-
-
 def _lists(found: Any) -> list[list[Any]]:
     """The lists in dicts of dicts."""
     return [found] if isinstance(found, list) else [one for value in found.values() for one in _lists(value)]
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """The nearest-rank percentile: a value that occurred. NaN without values."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)] if ordered else math.nan
 
 
 def spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
@@ -170,30 +79,32 @@ class Bench:
         self.method = "interleaved; prompts are random token ids"
         self.checkpoint = Path()
         self.config: Any = None
-        self._progress: Progress | None = None
-        self._task: Any = None
+        self._progress: Callable[[str], None] = lambda what: None
 
-    def open(self, **config: Any) -> Driver:
-        """An engine of its own, warm; prefix cache off unless asked for, so that no repetition helps the next."""
+    def load(self, **config: Any) -> LLM:
+        """A model of its own, warm; prefix cache off unless asked for, so that no repetition helps the next."""
         settings = {"threads": self.args.threads, "enable_prefix_caching": False, **config}
         if self.args.kv_cache_dtype != "auto":
             settings["kv_cache_dtype"] = self.args.kv_cache_dtype
         llm = LLM(self.args.model, **settings)
         self.checkpoint, self.config = llm.checkpoint.path, llm.config
-        driver = Driver(llm)
+        engine = Stepped(llm.engine)
         limit = min(llm.config.num_kv_blocks * llm.config.block_size, llm.config.max_model_len) - 8
         for length in WARM_PROMPTS:
-            driver.submit(self.prompts.take(min(length, limit)), 8)
-        driver.run()
-        driver.abort()
-        return driver
+            engine.submit(self.prompts.take(min(length, limit)), 8)
+        engine.run()
+        return llm
+
+    def open(self, **config: Any) -> Stepped:
+        """The engine of `load`."""
+        return Stepped(self.load(**config).engine)
 
     @contextlib.contextmanager
     def steps(self, total: int) -> Iterator[None]:
-        """A progress bar on stderr over `total` measurements; Ctrl-C and SIGTERM end the block early."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True)) as self._progress:
-            self._task = self._progress.add_task(self.subject, total=total)
+        """Progress on stderr over `total` measurements; Ctrl-C and SIGTERM end the block early."""
+        before = len(self.foreign)
+        with live(self.subject) as progress:
+            self._progress = lambda what: progress(what, len(self.foreign) - before, total)
             try:
                 yield
             except KeyboardInterrupt:
@@ -215,24 +126,17 @@ class Bench:
 
     def measure(self, what: str, function: Callable[[], Value]) -> Value:
         """Measure; once more, with fresh prompts, where others used the processor meanwhile, up to `--retries`."""
-        if self._progress:
-            self._progress.update(self._task, description=f"{self.subject}: {what}")
+        self._progress(what)
         found: list[tuple[float, Value]] = []
         for _ in range(self.args.retries + 1):
-            foreign_cores = self.watch_others()
-            value = function()
-            found.append((foreign_cores() or 0.0, value))
+            with Bystanders() as others:
+                value = function()
+            found.append((others.cores or 0.0, value))
             if found[-1][0] <= QUIET_CORES:
                 break
-        others, value = min(found, key=lambda item: item[0])
-        self.foreign.append(others)
-        if self._progress:
-            self._progress.advance(self._task)
+        cores, value = min(found, key=lambda item: item[0])
+        self.foreign.append(cores)
         return value
-
-    def watch_others(self) -> Callable[[], float | None]:
-        """What tells how many cores' worth of CPU time others have used since now."""
-        return ForeignCpu(os.getpid()).cores
 
     def _conditions(self) -> dict[str, str]:
         disturbed = sum(others > QUIET_CORES for others in self.foreign)
@@ -329,7 +233,7 @@ class Interruption:
         return [gap for gap, step in zip(ticket.gaps, ticket.steps[1:], strict=True) if step in steps]
 
 
-def interrupt(driver: Driver, prompts: Prompts, count: int, own: int, length: int, before: int = 64) -> Interruption:
+def interrupt(driver: Stepped, prompts: Prompts, count: int, own: int, length: int, before: int = 64) -> Interruption:
     """Let `count` requests of `own` prompt tokens decode, and send a prompt of `length` tokens into them.
 
     Args:
@@ -340,18 +244,16 @@ def interrupt(driver: Driver, prompts: Prompts, count: int, own: int, length: in
         length: tokens of the long prompt.
         before: steps of decodes alone before it comes.
     """
-    room = driver.llm.config.max_model_len - own
+    room = driver.engine.scheduler.max_model_len - own
     decodes = [driver.submit(prompts.take(own), room) for _ in range(count)]
-    while not all(ticket.times for ticket in decodes):
-        driver.step()
-    driver.records.clear()
+    driver.run_until(lambda: all(ticket.times for ticket in decodes))
+    first = len(driver.records)
     for ticket in decodes:
         ticket.times, ticket.steps = ticket.times[-1:], ticket.steps[-1:]
     for _ in range(before):
         driver.step()
     prompt = driver.submit(prompts.take(length), 16)
-    while len(prompt.times) < 16:
-        driver.step()
-    found = Interruption(decodes, prompt, driver.records)
-    driver.abort()
+    driver.run_until(lambda: len(prompt.times) == 16)
+    found = Interruption(decodes, prompt, driver.records[first:])
+    driver.clear()
     return found

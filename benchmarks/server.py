@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from loads import Bench
 from many_requests import main
 from subjects import server_drain, server_kill, server_overhead, server_overload, server_soak
-from subjects.server_process import Others, Server
+from subjects.server_process import Server
 
 from twinphase.weights.hub import resolve_model
 
@@ -42,10 +41,6 @@ class ServerBench(Bench):
         server = Server(self.args.model, *common, *flags, **options)
         self.config = f"twinphase serve {' '.join([*common, *flags])}"
         return server
-
-    def watch_others(self) -> Callable[[], float | None]:
-        """As in `Bench`; servers and clients are not among the others."""
-        return Others().cores
 
 
 if __name__ == "__main__":

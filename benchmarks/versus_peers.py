@@ -15,7 +15,7 @@ core is taken again, and left out of the median where an undisturbed one exists;
 Medians and half ranges are printed, all raw values saved.
 
 Not for: quality. The precisions differ and are listed; a 4-bit file made from another has been rounded twice.
-Needs only the standard library; with rich installed the progress is nicer.
+Needs only the standard library and this checkout; with rich installed the progress is nicer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,14 @@ from peers.engines import (
     EngineError,
     EngineProcess,
     EngineSpec,
-    ForeignCpu,
     Places,
     select,
 )
 from peers.points import CONCURRENT_POINTS, DEFAULT_POINTS, SHORT_PROMPT, Point, Prompts
+
+sys.path.insert(0, str(REPO / "src"))  # nothing of it that is imported here needs more than Python
+from twinphase.bench.conditions import Bystanders  # noqa: E402
+from twinphase.phases.hardware import processor_name  # noqa: E402
 
 LOAD_SECONDS, OPERATION_SECONDS = 600.0, 600.0
 WARM_TOKENS = 8
@@ -170,12 +172,11 @@ class Run:
     def _once(self, process: EngineProcess, point: Point, request: dict[str, Any]) -> dict[str, Any]:
         """Let the engine run, wake it up, and measure."""
         wake = self.prompts.take(SHORT_PROMPT)
-        with process.turn():
+        # Begun and ended while every engine is stopped: counters of processes and of the machine are read in turn.
+        with Bystanders() as others, process.turn():
             # Unmeasured: brings the threads and pages of a stopped process back.
             process.call("decode", OPERATION_SECONDS, tokens=wake, n=4)
-            foreign = ForeignCpu(process.pid)
             reply = process.call(point.operation, OPERATION_SECONDS, **request)
-            others = foreign.cores()
         return {
             "engine": process.spec.name,
             "seconds": reply["seconds"],
@@ -184,8 +185,8 @@ class Run:
             "narrow": reply["widest"] < point.requests,
             "tokens_per_second": point.rate(reply),
             "total_tokens_per_second": point.total_rate(reply),
-            "foreign_cores": others,
-            "disturbed": others is not None and others > QUIET_CORES,
+            "foreign_cores": others.cores,
+            "disturbed": others.cores is not None and others.cores > QUIET_CORES,
             "first_tokens": reply["tokens"][:16],
         }
 
@@ -212,25 +213,16 @@ def wait_for_quiet() -> None:
     """Wait, for a while at most, until others leave the processor alone; every engine is stopped meanwhile."""
     deadline = time.monotonic() + QUIET_WAIT_SECONDS
     while time.monotonic() < deadline:
-        others = ForeignCpu(os.getpid())
-        time.sleep(0.5)
-        if (others.cores() or 0.0) <= QUIET_CORES:
+        with Bystanders() as others:
+            time.sleep(0.5)
+        if (others.cores or 0.0) <= QUIET_CORES:
             return
-
-
-def processor() -> str:
-    """The CPU's name."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def conditions(run: Run) -> dict[str, str]:
     """What a reader must know to judge or repeat the figures."""
     return {
-        "machine": f"{processor()}, {platform.system()} {platform.release()}",
+        "machine": f"{processor_name()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "method": f"{run.threads} threads, {run.reps} repetitions, median ± half range, engines interleaved, "
         "idle engines stopped, prefix caches off",

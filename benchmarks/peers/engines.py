@@ -161,11 +161,6 @@ class EngineProcess:
             )
         threading.Thread(target=self._read, daemon=True).start()
 
-    @property
-    def pid(self) -> int:
-        """Process id of the adapter."""
-        return self._process.pid
-
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -223,32 +218,3 @@ class EngineProcess:
             time.sleep(0.05)
         self._signal(signal.SIGKILL)
         self._process.wait()
-
-
-def _ticks(fields: list[str]) -> int:
-    return sum(map(int, fields))
-
-
-class ForeignCpu:
-    """Cores' worth of CPU time that others used while an engine was measured, from the kernel's counters."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._start = self._read()
-        self._time = time.perf_counter()
-
-    def _read(self) -> int | None:
-        try:
-            # user, nice, system, then (after idle and iowait) irq, softirq, steal.
-            cpu = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-            own = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return _ticks(cpu[:3]) + _ticks(cpu[5:]) - _ticks(own[11:15])
-
-    def cores(self) -> float | None:
-        """Cores used by others since the object was made; None where the kernel does not say."""
-        end, seconds = self._read(), time.perf_counter() - self._time
-        if self._start is None or end is None or seconds <= 0:
-            return None
-        return max(0.0, (end - self._start) / os.sysconf("SC_CLK_TCK") / seconds)

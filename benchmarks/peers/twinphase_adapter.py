@@ -1,7 +1,8 @@
 """twinphase itself, driven step by step.
 
 For: `versus_peers.py`. The engine is stepped by hand in this process, as vLLM is, so that the time of each token is
-seen and no text is made. Not for: the server, or the ledger's own account of the same time.
+seen and no text is made. Not for: the server, or the ledger's own account of the same time. Not by
+`twinphase.bench.stepped`: `--python` may name the environment of a version that has none.
 
 Options: `kv_cache_dtype` (str).
 

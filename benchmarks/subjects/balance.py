@@ -13,10 +13,12 @@ import argparse
 import statistics
 from typing import Any
 
-from loads import Bench, Driver, Report, log_ticks, spread
+from loads import Bench, Report, log_ticks, spread
 
+from twinphase import LLM
 from twinphase.backends.cpu.ceilings import measure
 from twinphase.backends.cpu.isa import choose_isa
+from twinphase.bench.stepped import Stepped
 from twinphase.engine.load import compute_units
 from twinphase.phases.hardware import Ceilings, compute_seconds, load_ceilings, memory_seconds, processor_name
 
@@ -38,7 +40,7 @@ def ceilings(threads: int) -> Ceilings:
     return now.merged(kept) if kept else now
 
 
-def once(bench: Bench, driver: Driver, batch: int) -> dict[str, Any]:
+def once(bench: Bench, driver: Stepped, batch: int) -> dict[str, Any]:
     """Median decode step of a full batch: seconds and work."""
     args = bench.args
     for _ in range(batch):
@@ -51,7 +53,7 @@ def once(bench: Bench, driver: Driver, batch: int) -> dict[str, Any]:
     chosen = [i for i, full in enumerate(decoding) if full][1:]  # the first one follows a prefill
     records = [driver.records[i] for i in chosen]
     seconds = statistics.median(driver.walls[i] for i in chosen)
-    driver.abort()
+    driver.clear()
     middle = records[len(records) // 2].decode
     return {
         "seconds": seconds,
@@ -66,7 +68,8 @@ def run(bench: Bench) -> Report:
     args = bench.args
     batches = [int(batch) for batch in args.batches.split(",")]
     blocks = max(batches) * (-(-(args.depth + 4 * args.steps + 64) // 16) + 1) + 40
-    driver = bench.open(max_num_seqs=max(batches), num_kv_blocks=blocks)
+    llm = bench.load(max_num_seqs=max(batches), num_kv_blocks=blocks)
+    driver = Stepped(llm.engine)
     machine = ceilings(args.threads)
     found: dict[int, list[dict[str, Any]]] = {batch: [] for batch in batches}
     with bench.steps(len(batches) * args.reps):
@@ -75,12 +78,12 @@ def run(bench: Bench) -> Report:
             for batch in batches[shift:] + batches[:shift]:
                 found[batch].append(bench.measure(f"{batch}", lambda batch=batch: once(bench, driver, batch)))
     machine = machine.merged(ceilings(args.threads))
-    return make_report(bench, driver, bench.complete(found), machine)
+    return make_report(bench, llm, bench.complete(found), machine)
 
 
-def limits(driver: Driver, work: dict[str, Any], machine: Ceilings) -> tuple[float, float]:
+def limits(llm: LLM, work: dict[str, Any], machine: Ceilings) -> tuple[float, float]:
     """Seconds that arithmetic and memory need for a step at the measured ceilings."""
-    units = compute_units(driver.llm.checkpoint, driver.llm.config)
+    units = compute_units(llm.checkpoint, llm.config)
     flops: dict[str, int] = {}
     half = work["attention_flops"] // 2
     for unit, count in ((units.linear, work["linear_flops"]), (units.scores, half), (units.values, half)):
@@ -97,13 +100,13 @@ def crossing(points: list[tuple[int, float, float]]) -> float | None:
     return None
 
 
-def make_report(bench: Bench, driver: Driver, found: dict[int, list[dict[str, Any]]], machine: Ceilings) -> Report:
+def make_report(bench: Bench, llm: LLM, found: dict[int, list[dict[str, Any]]], machine: Ceilings) -> Report:
     """The table and the curve under its two limits."""
     rows, points, rates = [], [], []
     for batch, reps in sorted(found.items()):
         work = reps[0]
         seconds = statistics.median(one["seconds"] for one in reps)
-        compute, memory = limits(driver, work, machine)
+        compute, memory = limits(llm, work, machine)
         flops = work["linear_flops"] + work["attention_flops"]
         points.append((batch, compute, memory))
         rates.append(batch / seconds)
@@ -115,7 +118,7 @@ def make_report(bench: Bench, driver: Driver, found: dict[int, list[dict[str, An
                 f"{compute * 1e3:.2f}", f"{max(compute, memory) / seconds:.0%}",
             ]
         )  # fmt: skip
-    weights = driver.engine.shape.linear_bytes + driver.engine.shape.head_bytes
+    weights = llm.engine.shape.linear_bytes + llm.engine.shape.head_bytes
     bandwidth, peak = machine.read_bandwidth(weights) or float("nan"), machine.int8_ops or float("nan")
     at = crossing(points)
 

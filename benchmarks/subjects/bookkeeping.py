@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from loads import Bench, Driver, Report, spread
+from loads import Bench, Report, spread
 
+from twinphase.bench.stepped import Stepped
 from twinphase.engine import runner
 
 SUBJECT = "bookkeeping"
@@ -62,7 +63,7 @@ class Stopwatch:
         self._undo.clear()
 
 
-def watch(driver: Driver) -> Stopwatch:
+def watch(driver: Stepped) -> Stopwatch:
     """Wrap the parts of a step."""
     engine, watch = driver.engine, Stopwatch()
     watch.wrap(engine.scheduler, "schedule", "schedule")
@@ -74,7 +75,7 @@ def watch(driver: Driver) -> Stopwatch:
     return watch
 
 
-def once(bench: Bench, driver: Driver, batch: int) -> list[dict[str, Any]]:
+def once(bench: Bench, driver: Stepped, batch: int) -> list[dict[str, Any]]:
     """One load of `batch` requests: the parts of each step, seconds."""
     for _ in range(batch):
         driver.submit(bench.prompts.take(bench.args.prompt), bench.args.steps)
@@ -88,7 +89,7 @@ def once(bench: Bench, driver: Driver, batch: int) -> list[dict[str, Any]]:
             steps.append({"prefill": record.prefill_tokens, "decodes": record.num_decodes, **parts})
     finally:
         stopwatch.close()
-    driver.abort()
+    driver.clear()
     return steps
 
 

@@ -12,7 +12,10 @@ import argparse
 import statistics
 from typing import Any
 
-from loads import Bench, Driver, Report, interrupt, percentile, spread
+from loads import Bench, Report, interrupt, spread
+
+from twinphase.bench.statistics import percentile
+from twinphase.bench.stepped import Stepped
 
 SUBJECT = "chunk"
 OWN_PROMPT = 128
@@ -37,7 +40,7 @@ def settings(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def once(bench: Bench, driver: Driver) -> dict[str, Any]:
+def once(bench: Bench, driver: Stepped) -> dict[str, Any]:
     """One scenario; milliseconds."""
     found = interrupt(driver, bench.prompts, bench.args.decodes, OWN_PROMPT, bench.args.prompt)
     within = [gap * 1e3 for ticket in found.decodes for gap in found.gaps_within(ticket)]

@@ -14,7 +14,9 @@ import argparse
 import statistics
 from typing import Any
 
-from loads import Bench, Driver, Report, spread
+from loads import Bench, Report, spread
+
+from twinphase.bench.stepped import Stepped
 
 SUBJECT = "full"
 LOADS = {"fits": 1, "twice": 2, "twice, room for all": 2}
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--usual-output", type=float, help="new tokens that the engine expects (default: as learned)")
 
 
-def once(bench: Bench, driver: Driver, count: int) -> dict[str, Any]:
+def once(bench: Bench, driver: Stepped, count: int) -> dict[str, Any]:
     """One load, all at once."""
     args = bench.args
     scheduler = driver.engine.scheduler
@@ -37,10 +39,11 @@ def once(bench: Bench, driver: Driver, count: int) -> dict[str, Any]:
         scheduler.usual_output = args.usual_output
     tickets = [driver.submit(bench.prompts.take(args.prompt), args.output) for _ in range(count)]
     start = tickets[0].submitted
-    seconds = driver.run() - start
+    driver.run()
+    seconds = driver.engine.clock() - start
     computed = sum(record.prefill_tokens + record.decode_tokens for record in driver.records)
     most = max(record.num_decodes for record in driver.records)
-    driver.abort()
+    driver.clear()
     requests = [ticket.request for ticket in tickets]
     return {
         "rate": count * args.output / seconds,

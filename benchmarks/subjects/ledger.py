@@ -12,7 +12,10 @@ import argparse
 import statistics
 from typing import Any
 
-from loads import Bench, Driver, Report, interrupt, percentile
+from loads import Bench, Report, interrupt
+
+from twinphase.bench.statistics import percentile
+from twinphase.bench.stepped import Stepped
 
 SUBJECT = "ledger"
 OWN_PROMPT = 128
@@ -25,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=int, default=512, help="max_num_batched_tokens (default: %(default)s)")
 
 
-def once(bench: Bench, driver: Driver) -> dict[str, Any]:
+def once(bench: Bench, driver: Stepped) -> dict[str, Any]:
     """One scenario; milliseconds, one entry a decoding request."""
     found = interrupt(driver, bench.prompts, bench.args.decodes, OWN_PROMPT, bench.args.prompt)
     steps = {record.index for record in found.prompt_steps}

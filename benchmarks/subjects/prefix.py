@@ -12,7 +12,10 @@ import argparse
 import statistics
 from typing import Any
 
-from loads import Bench, Driver, Report, percentile
+from loads import Bench, Report
+
+from twinphase.bench.statistics import percentile
+from twinphase.bench.stepped import Stepped
 
 SUBJECT = "prefix"
 NEW_TOKENS = 4
@@ -27,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--together", type=int, default=1, help="requests submitted at once (default: %(default)s)")
 
 
-def once(bench: Bench, driver: Driver, count: int) -> dict[str, Any]:
+def once(bench: Bench, driver: Stepped, count: int) -> dict[str, Any]:
     """`count` requests behind one fresh prefix; milliseconds."""
     args = bench.args
     prefix = bench.prompts.take(args.prefix)
@@ -36,7 +39,7 @@ def once(bench: Bench, driver: Driver, count: int) -> dict[str, Any]:
         group = [prefix + bench.prompts.take(args.own) for _ in range(min(args.together, count - first))]
         tickets += [driver.submit(prompt, NEW_TOKENS) for prompt in group]
         driver.run()
-    driver.abort()
+    driver.clear()
     cached = sum(ticket.request.num_cached_tokens for ticket in tickets)
     return {
         "ttft": [ticket.ttft * 1e3 for ticket in tickets],

@@ -13,11 +13,12 @@ import signal
 import time
 from typing import Any
 
-import uvloop
 from loads import Report, spread
-from sse_client import Plan, Reply, ask, post
+from sse_client import ask, events
 
 from subjects.server_process import Server
+from twinphase.bench.client import Reply
+from twinphase.bench.client import run as run_client
 
 SUBJECT = "drain"
 METHOD = "each on a server of its own; prompts are random token ids"
@@ -35,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def scenario(server: Server, bodies: list[dict[str, Any]], seats: int) -> dict[str, Any]:
     """Load, signal, and what became of all of it."""
     late_body = {**bodies[0], "prompt": bodies[0]["prompt"][:8], "max_tokens": 1, "stream": False}
-    tasks = [asyncio.create_task(ask(server.port, Plan(post("/v1/completions", body)))) for body in bodies]
+    tasks = [asyncio.create_task(ask(server.port, "/v1/completions", body)) for body in bodies]
     while server.metrics("generation_tokens_total")["generation_tokens_total"] < seats / 2:
         await asyncio.sleep(0.01)
     signalled = time.perf_counter()
     server.process.send_signal(signal.SIGTERM)
     late: list[Reply] = []
     while server.process.poll() is None:
-        late.append(await ask(server.port, Plan(post("/v1/completions", late_body))))
+        late.append(await ask(server.port, "/v1/completions", late_body))
         await asyncio.sleep(PAUSE)
     gone = time.perf_counter()
     replies = await asyncio.gather(*tasks)
@@ -61,7 +62,7 @@ async def scenario(server: Server, bodies: list[dict[str, Any]], seats: int) -> 
 
 def is_complete(reply: Reply, body: dict[str, Any]) -> bool:
     """Whether all tokens came, and the end was said."""
-    if reply.status != 200 or not reply.is_whole:
+    if reply.status != 200 or not reply.whole:
         return False
     if not body["stream"]:
         found = reply.json()
@@ -69,7 +70,7 @@ def is_complete(reply: Reply, body: dict[str, Any]) -> bool:
             found["usage"]["completion_tokens"] == len(found["choices"][0]["token_ids"]) == body["max_tokens"]
             and found["choices"][0]["finish_reason"] == "length"
         )
-    choices = [choice for event in reply.events() for choice in event.data["choices"]]
+    choices = [choice for _, data in events(reply) for choice in data["choices"]]
     tokens = sum(len(choice["token_ids"]) for choice in choices)
     return bool(tokens == body["max_tokens"] and choices[-1]["finish_reason"] == "length")
 
@@ -88,7 +89,7 @@ def run(bench: Any) -> Report:
             for index in range(args.requests)
         ]  # fmt: skip
         with bench.serve(f"--max-num-seqs={args.seats}") as server:
-            return uvloop.run(scenario(server, bodies, args.seats))
+            return run_client(scenario(server, bodies, args.seats))
 
     with bench.steps(args.reps):
         for rep in range(args.reps):

@@ -18,13 +18,16 @@ import sys
 import time
 from typing import Any
 
-import uvloop
-from loads import Report, percentile
-from sse_client import Plan, Reply, ask, post
+from loads import Report
+from sse_client import ask, events
 
 from subjects.server_process import Server
+from twinphase.bench.client import Reply
+from twinphase.bench.client import run as run_client
+from twinphase.bench.statistics import percentile
 
 SUBJECT = "kill"
+PATH = "/v1/completions"
 METHOD = "one server, whose engine is killed again and again; prompts are random token ids"
 PAUSE = 0.01  # seconds between looks whether it serves again
 LOAD_ALONE = """
@@ -48,14 +51,14 @@ async def scenario(server: Server, prompts: list[list[int]], seats: int) -> dict
         {"prompt": prompt, "max_tokens": 1024, "temperature": 0.0, "ignore_eos": True, "stream": index % 3 != 0}
         for index, prompt in enumerate(prompts)
     ]
-    tasks = [asyncio.create_task(ask(server.port, Plan(post("/v1/completions", body)))) for body in bodies]
+    tasks = [asyncio.create_task(ask(server.port, PATH, body)) for body in bodies]
     goal = server.metrics("generation_tokens_total")["generation_tokens_total"] + 4 * seats
     while server.metrics("generation_tokens_total")["generation_tokens_total"] < goal:
         await asyncio.sleep(0.02)
     killed = time.perf_counter()
     os.kill(server.engine_pid, signal.SIGKILL)
-    small = post("/v1/completions", {**bodies[0], "prompt": prompts[0][:8], "max_tokens": 1, "stream": False})
-    while (await ask(server.port, Plan(small))).status != 200:
+    small = {**bodies[0], "prompt": prompts[0][:8], "max_tokens": 1, "stream": False}
+    while (await ask(server.port, PATH, small)).status != 200:
         await asyncio.sleep(PAUSE)
     again = time.perf_counter() - killed
     replies = await asyncio.gather(*tasks)
@@ -72,11 +75,11 @@ def kind_of_error(reply: Reply) -> str:
     """How the client learned of it."""
     if reply.status != 200:
         return f"status {reply.status}"
-    events = reply.events()
-    error = events[-1].data.get("error") if events else None
+    found = events(reply)
+    error = found[-1][1].get("error") if found else None
     if error is None:
         return "no error event"
-    return f"error event {error['type']}" + ("" if reply.is_whole else ", cut off")
+    return f"error event {error['type']}" + ("" if reply.whole else ", cut off")
 
 
 def run(bench: Any) -> Report:
@@ -88,7 +91,7 @@ def run(bench: Any) -> Report:
 
         def once() -> dict[str, Any]:
             prompts = [bench.prompts.take(args.prompt) for _ in range(args.requests)]
-            return uvloop.run(scenario(server, prompts, args.seats))
+            return run_client(scenario(server, prompts, args.seats))
 
         for rep in range(args.reps):
             found.append(bench.measure(f"repetition {rep + 1}", once))

@@ -19,10 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loads import Driver, Report, percentile, spread
+from loads import Report, spread
 
 from subjects.server_process import Server, cpu_seconds
-from twinphase import SamplingParams
+from twinphase import LLM, SamplingParams
+from twinphase.bench.statistics import percentile
 
 SUBJECT = "overhead"
 METHOD = "served and offline in turn; prompts are random token ids"
@@ -37,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=int, default=128, help="new tokens (default: %(default)s)")
 
 
-def offline(driver: Driver, prompts: list[list[int]], output: int) -> dict[str, Any]:
+def offline(llm: LLM, prompts: list[list[int]], output: int) -> dict[str, Any]:
     """The prompts by `LLM.generate`."""
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     cpu, start = time.process_time(), time.perf_counter()
-    answers = driver.llm.generate(prompts, params, use_tqdm=False)
+    answers = llm.generate(prompts, params, use_tqdm=False)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
     return {
@@ -55,12 +56,12 @@ def served(server: Server, prompts: list[list[int]], output: int, **fields: Any)
     """The prompts through the server, all at once; from the first connection to the last byte."""
     body = {"max_tokens": output, "temperature": 0.0, "ignore_eos": True, "stream": True, **fields}
     body["stream_options"] = {"include_usage": True}
-    plans = [("/v1/completions", {**body, "prompt": prompt}, 0.0) for prompt in prompts]
+    bodies = [{**body, "prompt": prompt} for prompt in prompts]
     pids = {"server": server.process.pid, "engine": server.engine_pid}
     before = {name: cpu_seconds(pid) for name, pid in pids.items()}
     command = [sys.executable, str(HERE.parent / "sse_client.py"), str(server.port)]
-    output_text = subprocess.run(command, input=json.dumps(plans), stdout=subprocess.PIPE, text=True, check=True).stdout
-    found = json.loads(output_text)
+    done = subprocess.run(command, input=json.dumps(bodies), stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout)
     replies = found["replies"]
     if not all(reply["whole"] and reply["status"] == 200 for reply in replies):
         raise RuntimeError(f"a reply is not whole: {[(reply['status'], reply['error']) for reply in replies]}")
@@ -108,13 +109,13 @@ def run(bench: Any) -> Report:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in config.items()]
     arrived: dict[int, list[dict[str, list[float]]]] = {count: [] for count in points}
     with bench.serve(*flags, "--no-enable-prefix-caching", program=program) as server:
-        driver = bench.open(**config)
+        llm = bench.load(**config)
 
         def pair(count: int, served_first: bool) -> dict[str, Any]:
             prompts = [bench.prompts.take(args.prompt) for _ in range(count)]
             both: dict[str, Any] = {}
             for name in ("served", "offline") if served_first else ("offline", "served"):
-                where: Any = server if name == "served" else driver
+                where: Any = server if name == "served" else llm
                 both[name] = WAYS[name](where, prompts, args.output)
             both["identical"] = both["served"].pop("texts") == both["offline"].pop("texts")
             del both["served"]["replies"]

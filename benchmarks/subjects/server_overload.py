@@ -16,13 +16,16 @@ import statistics
 import time
 from typing import Any
 
-import uvloop
-from loads import Report, percentile, spread
-from sse_client import Plan, Reply, ask, load, post
+from loads import Report, spread
+from sse_client import ask, events
 
 from subjects.server_process import Server
+from twinphase.bench.client import Reply
+from twinphase.bench.client import run as run_client
+from twinphase.bench.statistics import percentile
 
 SUBJECT = "overload"
+PATH = "/v1/completions"
 METHOD = "both loads in turn on one server; prompts are random token ids"
 SETTLE = 3.0  # seconds until all seats are taken and out of step
 
@@ -44,7 +47,7 @@ async def full(port: int, clients: int, seconds: float, make: Any) -> list[Reply
     async def client() -> list[Reply]:
         replies = []
         while time.perf_counter() < end:
-            replies.append(await ask(port, Plan(make())))
+            replies.append(await ask(port, PATH, make()))
         return replies
 
     return [reply for own in await asyncio.gather(*(client() for _ in range(clients))) for reply in own]
@@ -52,10 +55,11 @@ async def full(port: int, clients: int, seconds: float, make: Any) -> list[Reply
 
 async def overload(port: int, rate: float, seconds: float, make: Any, seed: int) -> list[Reply]:
     """Requests at random moments, `rate` a second."""
-    rng, plans, at = random.Random(seed), [], 0.0
-    while (at := at + rng.expovariate(rate)) < seconds:
-        plans.append(Plan(make(), at))
-    return await load(port, plans)
+    rng, at, dues = random.Random(seed), time.perf_counter(), []
+    end = at + seconds
+    while (at := at + rng.expovariate(rate)) < end:
+        dues.append(at)
+    return await asyncio.gather(*(ask(port, PATH, make(), due=due) for due in dues))
 
 
 def summary(replies: list[Reply], start: float, seconds: float) -> dict[str, Any]:
@@ -63,16 +67,16 @@ def summary(replies: list[Reply], start: float, seconds: float) -> dict[str, Any
     gaps, ttft, served, refusals, other = [], [], 0, [], []
     for reply in replies:
         if reply.status == 429:
-            refusals.append((reply.ended - reply.began) * 1e3)
+            refusals.append((reply.ended - reply.intended) * 1e3)
             continue
-        if reply.status != 200 or not reply.is_whole:
+        if reply.status != 200 or not reply.whole:
             other.append([reply.status, reply.error])
             continue
         times: list[float] = []
-        for event in reply.events():
-            for choice in event.data["choices"]:
-                times += [event.time] * len(choice["token_ids"])
-        ttft.append((times[0] - reply.began) * 1e3)
+        for moment, data in events(reply):
+            for choice in data["choices"]:
+                times += [moment] * len(choice["token_ids"])
+        ttft.append((times[0] - reply.intended) * 1e3)
         served += start + SETTLE <= reply.ended <= start + seconds
         pairs = zip(times, times[1:], strict=False)
         gaps += [(b - a) * 1e3 for a, b in pairs if start + SETTLE <= b <= start + seconds]
@@ -93,8 +97,8 @@ def run(bench: Any) -> Report:
     tokens = (args.seats + 2) * (args.prompt + args.output)
     body = {"max_tokens": args.output, "temperature": 0.0, "ignore_eos": True, "stream": True, "return_token_ids": True}
 
-    def make() -> bytes:
-        return post("/v1/completions", {**body, "prompt": bench.prompts.take(args.prompt)})
+    def make() -> dict[str, Any]:
+        return {**body, "prompt": bench.prompts.take(args.prompt)}
 
     flags = [f"--max-num-seqs={args.seats}", f"--max-queued-requests={args.queued}", "--no-enable-prefix-caching"]
     found: dict[str, list[dict[str, Any]]] = {"full": [], "overload": []}
@@ -103,9 +107,9 @@ def run(bench: Any) -> Report:
         def once(name: str, rate: float) -> dict[str, Any]:
             start = time.perf_counter()
             if name == "full":
-                replies = uvloop.run(full(server.port, args.seats + args.queued, args.seconds, make))
+                replies = run_client(full(server.port, args.seats + args.queued, args.seconds, make))
             else:
-                replies = uvloop.run(overload(server.port, rate, args.seconds, make, len(found[name])))
+                replies = run_client(overload(server.port, rate, args.seconds, make, len(found[name])))
             value = summary(replies, start, args.seconds)
             settle(server)
             return value

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sse_client import Reply
+from sse_client import events
 
 from twinphase import LLM, SamplingParams
+from twinphase.bench.client import Reply
 from twinphase.request import StructuredOutputsParams
 
 __all__ = ["Answer", "Sample", "answers_of", "fill", "make_pool"]
@@ -127,8 +128,8 @@ def answers_of(reply: Reply, sample: Sample, stream: bool) -> list[Answer]:
         ]
     token_ids: list[list[int]] = [[] for _ in sample.answers]
     texts, reasons = [""] * len(sample.answers), [""] * len(sample.answers)
-    for event in reply.events():
-        for choice in event.data.get("choices", ()):
+    for _, data in events(reply):
+        for choice in data.get("choices", ()):
             index = choice["index"]
             token_ids[index] += choice["token_ids"]
             texts[index] += (choice["delta"].get("content") or "") if chat else choice["text"]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Others", "ProcessState", "Server", "cpu_seconds", "process_state"]
+__all__ = ["ProcessState", "Server", "cpu_seconds", "process_state"]
 
 READY_SECONDS, STOP_SECONDS = 180, 90
 TICK = os.sysconf("SC_CLK_TCK")
@@ -135,35 +135,3 @@ def process_state(pid: int) -> ProcessState:
 def cpu_seconds(pid: int) -> float:
     """Used so far by a process and by those of its children that have ended."""
     return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])) / TICK
-
-
-class Others:
-    """Cores' worth of CPU time that neither this process nor its descendants used, since the object was made."""
-
-    def __init__(self) -> None:
-        """Begin to count."""
-        self._begin, self._time = self._read(), time.perf_counter()
-
-    def _read(self) -> float:
-        # user, nice, system, then (after idle and iowait) irq, softirq, steal.
-        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-        return sum(map(int, fields[:3] + fields[5:])) / TICK - _family_seconds()
-
-    def cores(self) -> float:
-        """So far."""
-        return max(0.0, (self._read() - self._begin) / (time.perf_counter() - self._time))
-
-
-def _family_seconds() -> float:
-    """CPU time of this process and all below it; those that have ended count with their parents."""
-    found: dict[int, tuple[int, float]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        found[int(path.parent.name)] = int(fields[1]), sum(map(int, fields[11:15])) / TICK
-    family = {os.getpid()}
-    while more := {pid for pid, (parent, _) in found.items() if parent in family} - family:
-        family |= more
-    return sum(found[pid][1] for pid in family)

@@ -17,15 +17,19 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import uvloop
 from loads import Report
-from sse_client import Plan, Reply, ask, load, post
+from sse_client import ask, events
 
-from subjects.server_pool import Sample, answers_of, fill, make_pool
-from subjects.server_process import Others, ProcessState, Server, process_state
+from subjects.server_pool import COMPLETION, Sample, answers_of, fill, make_pool
+from subjects.server_process import ProcessState, Server, process_state
+from twinphase.bench.client import LEFT, Reply
+from twinphase.bench.client import run as run_client
+from twinphase.bench.conditions import Bystanders
+from twinphase.bench.sse import failure_kind
 from twinphase.phases.ledger import KEPT_RECORDS
 from twinphase.server.config import ServerConfig
 
@@ -69,39 +73,45 @@ class Tally:
 
 
 def departure(rng: random.Random, sample: Sample) -> tuple[bool, dict[str, Any], dict[str, Any]]:
-    """How a client leaves: whether it streams, fields of its request, and of its plan."""
+    """How a client leaves: whether it streams, fields of its request, and options of its exchange."""
     if rng.random() < 0.5:  # in decode
-        return True, {}, {"leave_at_event": rng.randint(3, 20)}
+        return True, {}, {"leave": at_event(rng.randint(3, 20))}
     if sample.prompt_tokens > 512:  # in prefill: when the first chunk is read
-        return True, {"return_progress": True}, {"leave_at_event": 1}
-    return rng.random() < 0.5, {}, {"leave_after": rng.uniform(0.0, 0.3)}  # in the queue, or wherever it is
+        return True, {"return_progress": True}, {"leave": at_event(1)}
+    return rng.random() < 0.5, {}, {"timeout": rng.uniform(0.0, 0.3)}  # in the queue, or wherever it is
+
+
+def at_event(number: int) -> Callable[[Reply], bool]:
+    """Whether so many events have come."""
+    return lambda reply: reply.body.count(b"data: ") >= number
 
 
 async def client(port: int, rng: random.Random, pool: list[Sample], until: float, tally: Tally, leavers: float) -> None:
     """One request after the other."""
     while time.perf_counter() < until:
         sample = rng.choice(pool)
-        stream, fields, plan = rng.random() < 0.6, {}, {}
+        stream, fields, going = rng.random() < 0.6, {}, {}
         if rng.random() < leavers:
-            stream, fields, plan = departure(rng, sample)
+            stream, fields, going = departure(rng, sample)
         body = {**sample.body, "stream": stream, "return_token_ids": True, **fields}
-        reply = await ask(port, Plan(post(sample.path, body), **plan))
-        count(reply, sample, stream, tally)
+        reply = await ask(port, sample.path, body, **going)
+        left = bool(going) and failure_kind(reply.error) in (LEFT, "timeout")
+        count(reply, sample, stream, left, tally)
         if reply.status == 429:
             await asyncio.sleep(rng.uniform(0.05, 0.2))
 
 
-def count(reply: Reply, sample: Sample, stream: bool, tally: Tally) -> None:
-    """Enter one reply."""
+def count(reply: Reply, sample: Sample, stream: bool, left: bool, tally: Tally) -> None:
+    """Enter one reply; `left`: its client went away."""
     tally.counts["sent"] += 1
-    if reply.left:
-        has_token = stream and any(event.data.get("choices") for event in reply.events())
+    if left:
+        has_token = stream and any(data.get("choices") for _, data in events(reply))
         tally.counts["left in decode" if has_token else "left before the first token"] += 1
     elif reply.status == 429:
         tally.counts["429"] += 1
-    elif reply.status != 200 or not reply.is_whole:
+    elif reply.status != 200 or not reply.whole:
         tally.counts["failed"] += 1
-        tally.failed.append([sample.kind, reply.status, reply.error, reply.body()[-300:].decode(errors="replace")])
+        tally.failed.append([sample.kind, reply.status, reply.error, reply.body[-300:].decode(errors="replace")])
     else:
         answers = answers_of(reply, sample, stream)
         tally.counts["completed"] += 1
@@ -115,9 +125,9 @@ async def fill_histories(server: Server) -> None:
     """Make so many steps, and finish so many requests, that the server forgets the first ones."""
     body = {"prompt": [100] * 8, "temperature": 0.0, "ignore_eos": True}
     for _ in range(-(-KEPT_RECORDS // FILL_TOKENS)):
-        await ask(server.port, Plan(post("/v1/completions", {**body, "max_tokens": FILL_TOKENS})))
+        await ask(server.port, COMPLETION, {**body, "max_tokens": FILL_TOKENS})
     for _ in range(ServerConfig.kept_timelines // 16 + 1):
-        await load(server.port, [Plan(post("/v1/completions", {**body, "max_tokens": 1}))] * 16)
+        await asyncio.gather(*(ask(server.port, COMPLETION, {**body, "max_tokens": 1}) for _ in range(16)))
 
 
 async def watch(server: Server, tally: Tally, every: float, begin: float) -> None:
@@ -165,15 +175,15 @@ def trend(points: list[tuple[float, float]]) -> tuple[float, float, float]:
 def run(bench: Any) -> Report:
     """The engine's own answers first, then the load."""
     args, pool = bench.args, make_pool()
-    driver = bench.open(max_num_seqs=1)
-    fill(pool, driver.llm)
-    del driver
+    llm = bench.load(max_num_seqs=1)
+    fill(pool, llm)
+    del llm
     gc.collect()
     flags = [f"--max-num-seqs={args.seats}", f"--max-queued-requests={args.queued}", f"--num-kv-blocks={args.blocks}"]
     with bench.serve(*flags) as server:
-        others = Others()
-        tally = uvloop.run(soak(server, pool, args))
-        bench.foreign.append(others.cores())
+        with Bystanders() as others:
+            tally = run_client(soak(server, pool, args))
+        bench.foreign.append(others.cores or 0.0)
         metrics = server.metrics(*METRICS)
         log = server.log()
         code = server.stop()

@@ -18,7 +18,9 @@ import statistics
 import time
 from typing import Any
 
-from loads import Bench, Driver, Report, log_ticks, spread
+from loads import Bench, Report, log_ticks, spread
+
+from twinphase.bench.stepped import Stepped
 
 SUBJECT = "static"
 MODES = ("continuous", "static", "naive")
@@ -47,7 +49,7 @@ def output_lengths(kind: str, longest: int, count: int, seed: int) -> list[int]:
     raise SystemExit(f"no spread {kind!r}: use equal, exponential or bimodal")
 
 
-def play(bench: Bench, driver: Driver, mode: str, jobs: list[tuple[int, int]]) -> dict[str, float]:
+def play(bench: Bench, driver: Stepped, mode: str, jobs: list[tuple[int, int]]) -> dict[str, float]:
     """Run jobs of (prompt, output) tokens in one mode; useful tokens a second, and steps."""
     seats = bench.args.seats
     size = len(jobs) if mode == "continuous" else seats
@@ -62,7 +64,7 @@ def play(bench: Bench, driver: Driver, mode: str, jobs: list[tuple[int, int]]) -
         driver.run()
     seconds = time.perf_counter() - start
     steps = len(driver.records)
-    driver.abort()
+    driver.clear()
     return {"rate": sum(output for _, output in jobs) / seconds, "steps": steps}
 
 

@@ -12,7 +12,16 @@ import pytest
 
 from bench.stub_server import RunningStub
 from twinphase.bench.arrivals import Closed
-from twinphase.bench.client import SEND_NOW, Address, Reply, ServerUnreachableError, exchange, run, without_secrets
+from twinphase.bench.client import (
+    LEFT,
+    SEND_NOW,
+    Address,
+    Reply,
+    ServerUnreachableError,
+    exchange,
+    run,
+    without_secrets,
+)
 from twinphase.bench.load import run_load
 from twinphase.bench.load_report import load_data, load_sections
 from twinphase.bench.sse import EventReader, failure_kind, observe, read_events
@@ -289,6 +298,15 @@ def test_bytes_that_are_no_http():
         return reply
 
     assert failure_kind(run(work()).error) == "bad reply"
+
+
+def test_a_client_leaves_when_it_wants_to(stub):
+    stub.script({"gaps": [0.0, 0.0], "end": "hang"})
+    address, body = Address.parse(stub.url), b'{"prompt": "one", "stream": true}'
+    request = address.head("POST", "/v1/completions", {}, len(body)) + body
+    reply = run(exchange(address, request, leave=lambda reply: reply.body.count(b"data: ") == 3))
+    assert failure_kind(reply.error) == LEFT and not reply.whole and reply.status == 200
+    assert reply.body.count(b"data: ") == 3, "what had come is kept"
 
 
 def test_fields_that_a_server_refuses_are_left_out_and_told(stub):

@@ -22,7 +22,7 @@ import resource
 import socket
 import ssl
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -35,6 +35,7 @@ from twinphase.errors import InvalidRequestError
 
 __all__ = [
     "CLIENT_LIMIT",
+    "LEFT",
     "SEND_NOW",
     "Address",
     "Reply",
@@ -50,6 +51,7 @@ SEND_NOW = math.nan  # for `intended`: as soon as the connection is there; that 
 SPIN_SECONDS = 0.0015  # event loops sleep by the millisecond; the rest is waited for in turns of the loop
 DONE = b"[DONE]"
 CLIENT_LIMIT = "client limit"  # the kind of failures that are this machine's: the server was never asked
+LEFT = "left"  # the kind of replies whose client went away
 OWN_ERRORS = {
     errno.EMFILE: "this process may have no more open files (ulimit -n)",
     errno.ENFILE: "this machine has no more open files",
@@ -194,8 +196,8 @@ class Reply:
 class _Exchange(asyncio.Protocol):
     """One request's connection: sends when told, stamps what comes."""
 
-    def __init__(self, reply: Reply, done: asyncio.Future[None]) -> None:
-        self._reply, self._done = reply, done
+    def __init__(self, reply: Reply, done: asyncio.Future[None], leave: Callable[[Reply], bool] | None) -> None:
+        self._reply, self._done, self._leave = reply, done, leave
         self._parser = httptools.HttpResponseParser(self)
         self._now = 0.0
         self._has_length = False
@@ -232,6 +234,8 @@ class _Exchange(asyncio.Protocol):
         self._reply.pieces.append((self._now, body))
         if DONE in body[-16:] and body.endswith(b"\n") and body.rstrip().endswith(b"data: [DONE]"):
             self.on_message_complete()  # nothing follows; whether the server closes now is not waited for
+        elif self._leave is not None and self._leave(self._reply):
+            self.finish(f"{LEFT}: the client went away")
 
     def on_message_complete(self) -> None:
         if 100 <= self._reply.status < 200:
@@ -258,7 +262,14 @@ async def wait_until(moment: float) -> None:
         await asyncio.sleep(0)
 
 
-async def exchange(address: Address, request: bytes, *, intended: float = SEND_NOW, timeout: float = 600.0) -> Reply:
+async def exchange(
+    address: Address,
+    request: bytes,
+    *,
+    intended: float = SEND_NOW,
+    timeout: float = 600.0,
+    leave: Callable[[Reply], bool] | None = None,
+) -> Reply:
     """Send a request when it is due, and take its whole reply.
 
     Args:
@@ -266,6 +277,7 @@ async def exchange(address: Address, request: bytes, *, intended: float = SEND_N
         request: all its bytes.
         intended: when to send it, if that is still to come. The connection is opened at once.
         timeout: seconds from sending to the end of the reply.
+        leave: whether to go away; asked after each part of the body, but not after a stream's [DONE].
 
     Returns:
         The reply; whatever went wrong is in its `error`.
@@ -275,7 +287,9 @@ async def exchange(address: Address, request: bytes, *, intended: float = SEND_N
     secure: dict[str, Any] = {}
     if address.scheme == "https":
         secure = {"ssl": _tls(), "server_hostname": address.host}
-    opening = loop.create_connection(lambda: _Exchange(reply, done), address.ip or address.host, address.port, **secure)
+    opening = loop.create_connection(
+        lambda: _Exchange(reply, done, leave), address.ip or address.host, address.port, **secure
+    )
     try:
         transport, protocol = await asyncio.wait_for(opening, min(timeout, 60.0))
     except (OSError, asyncio.TimeoutError) as error:

@@ -84,11 +84,13 @@ class Stepped:
     Attributes:
         engine: the engine.
         records: of the steps since `clear`, oldest first.
+        walls: seconds of each of these `step()` calls, whole: a record ends before its own bookkeeping.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.records: list[StepRecord] = []
+        self.walls: list[float] = []
         self._tickets: dict[str, Ticket] = {}
 
     def submit(self, prompt: list[int], max_tokens: int, *, logprobs: bool = False) -> Ticket:
@@ -108,9 +110,11 @@ class Stepped:
         Raises:
             StepError: a request failed.
         """
+        start = self.engine.clock()
         result = self.engine.step()
         now = self.engine.clock()
         self.records.append(result.record)
+        self.walls.append(now - start)
         for request_id, tokens in result.output.token_ids.items():
             ticket = self._tickets[request_id]
             ticket.times.extend([now] * len(tokens))
@@ -140,6 +144,7 @@ class Stepped:
             self.engine.abort(request_id)
         self._tickets.clear()
         self.records.clear()
+        self.walls.clear()
 
     def prefill(self, prompt: list[int]) -> float:
         """Compute a prompt and its first token alone; seconds of the steps that did it."""
