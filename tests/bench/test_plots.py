@@ -176,8 +176,8 @@ def test_a_timeline_has_a_lane_a_request_and_each_kind_its_colour():
     found = marks(timeline_plot(load_result(7)), "rect")
     assert len({item["y"] for item in found}) == 7
     drawn = {item["fill"]: item for item in found}
-    assert set(drawn) == {LIGHT.roles[role] for role in ("prefill", "decode", "neutral", "bad")}
-    assert drawn[LIGHT.roles["bad"]]["y"] == max(item["y"] for item in found)
+    assert set(drawn) == {LIGHT.roles[role] for role in ("prefill", "decode", "neutral", "text")}
+    assert drawn[LIGHT.roles["text"]]["y"] == max(item["y"] for item in found)
     for number in (1, 150, 200):
         plot = timeline_plot(load_result(number))
         assert 4 <= plot.spec["height"] / min(number, 150) <= 26 and ("more" in plot.caption) == (number > 150)

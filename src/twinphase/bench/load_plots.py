@@ -13,7 +13,8 @@ __all__ = ["latency_plots", "sweep_plots", "timeline_plot"]
 BARS = 150  # requests in the timeline,
 LANES = 400  # and pixels of all of them together, where none gets too thin
 QUEUE, FIRST, REST, FAILED = "queue (the server's claim)", "until the first token", "output", "failed"
-COLOURS = {QUEUE: "role:neutral", FIRST: "role:prefill", REST: "role:decode", FAILED: "role:bad"}
+# Not red for failures, which is too near decode's colour.
+COLOURS = {QUEUE: "role:neutral", FIRST: "role:prefill", REST: "role:decode", FAILED: "role:text"}
 
 
 def latency_plots(result: LoadResult) -> tuple[Plot, ...]:
