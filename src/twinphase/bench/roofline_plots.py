@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinphase.bench.report import Plot
+from twinphase.bench.roofline_report import rate_text
 from twinphase.phases.roofline import Roofline, Slope
 
 __all__ = ["Mark", "batching_plot", "canvas", "roofline_plot", "stacked_plot", "thread_plot"]
@@ -81,7 +82,8 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
     for roof in line.roofs:
         for ridge_or_end in (roof.rate / slopes[0].rate, xs[1]):
             rows.append({"line": roof.unit, "kind": "unit", "x": ridge_or_end, "y": roof.rate / 1e9})
-        names.append({"text": f"{roof.unit}: {_rate(roof.rate)}", "x": xs[1], "y": roof.rate / 1e9, "side": "roof"})
+        text = f"{roof.unit}: {rate_text(roof.rate, 'FLOP/s')}"
+        names.append({"text": text, "x": xs[1], "y": roof.rate / 1e9, "side": "roof"})
     ridge = [{"x": balance, "y": roof.rate / 1e9, "unit": roof.unit, "memory": slope.name,
               "balance point, FLOP/byte": f"{balance:,.1f}"}
              for roof, slope, balance in line.balances if slope.name == line.slopes[-1].name]  # fmt: skip
@@ -111,10 +113,6 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
         encoding = {"x": x, "y": y, "text": {"field": "text"}}
         layers += [{"data": {"values": chosen}, "mark": mark | more, "encoding": encoding} for more in (edge, {})]
     return layers
-
-
-def _rate(rate: float) -> str:
-    return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e9:,.0f} GFLOP/s"
 
 
 def _scaled(field: str, title: str, domain: tuple[float, float]) -> dict[str, Any]:
@@ -261,7 +259,7 @@ def canvas(line: Roofline, marks: Sequence[Mark], width: int = 76, height: int =
     """
     (left, _), ys = _ranges(line, marks)
     xs = (left * 6, max([*(mark.intensity for mark in marks), *(balance for _, _, balance in line.balances)]) * 2)
-    names = {roof.unit: f" {roof.unit} {_rate(roof.rate)}" for roof in line.roofs}
+    names = {roof.unit: f" {roof.unit} {rate_text(roof.rate, 'FLOP/s')}" for roof in line.roofs}
     across, up = width - 9 - max(map(len, names.values())), height - 2  # room for the axis and the names
     grid = [[" "] * across for _ in range(up)]
 
