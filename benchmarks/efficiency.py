@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.tiny_gguf import write_tiny_gguf  # noqa: E402
 
 from twinphase import LLM  # noqa: E402
-from twinphase.backends.cpu.ceilings import measure  # noqa: E402
-from twinphase.backends.cpu.isa import choose_isa  # noqa: E402
+from twinphase.bench.roofline_ceilings import measure_ceilings  # noqa: E402
 from twinphase.bench.stepped import Stepped  # noqa: E402
-from twinphase.phases.hardware import Ceilings, processor_name  # noqa: E402
+from twinphase.phases.hardware import processor_name  # noqa: E402
 from twinphase.phases.work import rows_cost, weight_bytes_read  # noqa: E402
 
 SHAPES = {
@@ -46,22 +45,16 @@ def run(llm: LLM, name: str, prompt: int, steps: int) -> tuple[float, float]:
     return sum(engine.walls[:-steps]), statistics.median(engine.walls[-steps:])
 
 
-def ceilings(threads: int) -> Ceilings:
-    """This machine's ceilings, measured now."""
-    isa = choose_isa(None).name
-    return Ceilings(processor=processor_name(), threads=threads, isa=isa, **vars(measure(threads, isa)))
-
-
 def table(llm: LLM, threads: int, reps: int) -> None:
     """Measure and print."""
     shape = llm.engine.shape
     points: dict[int, list[tuple[float, float]]] = {8: [], 512: [], 2048: [], 4096: []}
-    before = ceilings(threads)
+    before = measure_ceilings([threads], None, 1).runs[threads][0]
     run(llm, "warm", 600, 4)
     for rep in range(reps):
         for prompt, found in points.items():
             found.append(run(llm, f"{rep}-{prompt}", prompt, DECODE_STEPS))
-    best = before.merged(ceilings(threads))
+    best = before.merged(measure_ceilings([threads], None, 1).runs[threads][0])
     peak = best.peak("int8") or 0.0
     print(f"int8 peak {peak / 1e9:.0f} GOP/s; linear weights {shape.linear_bytes / 1e6:.0f} MB, head "
           f"{shape.head_bytes / 1e6:.0f} MB")  # fmt: skip

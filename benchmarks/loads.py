@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from twinphase.bench.stepped import Stepped, Ticket
 from twinphase.phases.hardware import processor_name
 from twinphase.phases.timeline import StepRecord
 
-Value = TypeVar("Value")
+Key, Value = TypeVar("Key"), TypeVar("Value")
 RESULTS = Path(__file__).resolve().parent / "results"
 QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
 WARM_PROMPTS = (40, 200, 600)
@@ -110,6 +110,16 @@ class Bench:
             except KeyboardInterrupt:
                 self.interrupted = True
                 print("interrupted: reporting the complete repetitions", file=sys.stderr)
+
+    def interleave(self, cases: Mapping[Key, Callable[[], Value]]) -> dict[Key, list[Value]]:
+        """Measure every case `--reps` times, one after the other, each repetition from the next one on."""
+        names, found = list(cases), {name: [] for name in cases}
+        with self.steps(len(names) * self.args.reps):
+            for rep in range(self.args.reps):
+                shift = rep % len(names)
+                for name in names[shift:] + names[:shift]:
+                    found[name].append(self.measure(f"{name}", cases[name]))
+        return self.complete(found)
 
     def complete(self, found: Value) -> Value:
         """What was found, every list of repetitions cut to the shortest; lists lie in dicts, or dicts of them.

@@ -2,8 +2,8 @@
 
 A decode step reads the weights once for the whole batch, and each request's KV. So the arithmetic intensity (FLOP by
 the algorithm over bytes it must move) grows with the batch; the machine's balance point is the intensity at which its
-measured peak and its measured bandwidth take the same time. Ceilings are measured before and after, and the higher
-counts.
+measured peak and its measured bandwidth take the same time. Ceilings are measured before and after, and the highest
+ever measured counts.
 Not for: prefill, whose chunks lie far above the balance point.
 """
 
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 from typing import Any
 
 from loads import Bench, Report, log_ticks, spread
 
 from twinphase import LLM
-from twinphase.backends.cpu.ceilings import measure
-from twinphase.backends.cpu.isa import choose_isa
+from twinphase.bench.roofline_ceilings import measure_ceilings
 from twinphase.bench.stepped import Stepped
 from twinphase.engine.load import compute_units
-from twinphase.phases.hardware import Ceilings, compute_seconds, load_ceilings, memory_seconds, processor_name
+from twinphase.phases.hardware import Ceilings, compute_seconds, memory_seconds
 
 SUBJECT = "balance"
 
@@ -30,14 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", default="1,2,4,8,16,32,64", help="(default: %(default)s)")
     parser.add_argument("--depth", type=int, default=256, help="prompt tokens (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=48, help="measured decode steps (default: %(default)s)")
-
-
-def ceilings(threads: int) -> Ceilings:
-    """This machine's ceilings, measured now, and what earlier runs kept where it is higher."""
-    isa = choose_isa(None).name
-    now = Ceilings(processor=processor_name(), threads=threads, isa=isa, **vars(measure(threads, isa)))
-    kept = load_ceilings(threads, isa)
-    return now.merged(kept) if kept else now
 
 
 def once(bench: Bench, driver: Stepped, batch: int) -> dict[str, Any]:
@@ -70,15 +62,10 @@ def run(bench: Bench) -> Report:
     blocks = max(batches) * (-(-(args.depth + 4 * args.steps + 64) // 16) + 1) + 40
     llm = bench.load(max_num_seqs=max(batches), num_kv_blocks=blocks)
     driver = Stepped(llm.engine)
-    machine = ceilings(args.threads)
-    found: dict[int, list[dict[str, Any]]] = {batch: [] for batch in batches}
-    with bench.steps(len(batches) * args.reps):
-        for rep in range(args.reps):
-            shift = rep % len(batches)
-            for batch in batches[shift:] + batches[:shift]:
-                found[batch].append(bench.measure(f"{batch}", lambda batch=batch: once(bench, driver, batch)))
-    machine = machine.merged(ceilings(args.threads))
-    return make_report(bench, llm, bench.complete(found), machine)
+    before = measure_ceilings([args.threads], None, 1).best[args.threads]
+    found = bench.interleave({batch: partial(once, bench, driver, batch) for batch in batches})
+    machine = before.merged(measure_ceilings([args.threads], None, 1).best[args.threads])
+    return make_report(bench, llm, found, machine)
 
 
 def limits(llm: LLM, work: dict[str, Any], machine: Ceilings) -> tuple[float, float]:

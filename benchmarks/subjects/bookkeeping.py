@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from loads import Bench, Report, spread
@@ -99,13 +100,8 @@ def run(bench: Bench) -> Report:
     batches = [int(batch) for batch in args.batches.split(",")]
     blocks = max(batches) * (-(-(args.prompt + args.steps) // 16) + 1) + 60
     driver = bench.open(max_num_seqs=max(batches), num_kv_blocks=blocks)
-    found: dict[int, list[list[dict[str, Any]]]] = {batch: [] for batch in batches}
-    with bench.steps(len(batches) * args.reps):
-        for rep in range(args.reps):
-            shift = rep % len(batches)
-            for batch in batches[shift:] + batches[:shift]:
-                found[batch].append(bench.measure(f"{batch}", lambda batch=batch: once(bench, driver, batch)))
-    return make_report(bench, bench.complete(found))
+    found = bench.interleave({batch: partial(once, bench, driver, batch) for batch in batches})
+    return make_report(bench, found)
 
 
 def make_report(bench: Bench, found: dict[int, list[list[dict[str, Any]]]]) -> Report:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 from typing import Any
 
 from loads import Bench, Report, spread
@@ -67,17 +68,12 @@ def run(bench: Bench) -> Report:
             blocks = fitting * (2 if large else 1) + (2 * args.fitting if large else 0)
             config = {"max_num_seqs": 2 * args.fitting, "num_kv_blocks": blocks, "enable_prefix_caching": caching}
             drivers[caching, large] = bench.open(**config)
-    cases = [(name, caching) for caching in (True, False) for name in LOADS]
-    found: dict[str, list[dict[str, Any]]] = {f"{name}; prefix cache {'on' if c else 'off'}": [] for name, c in cases}
-    with bench.steps(len(cases) * args.reps):
-        for rep in range(args.reps):
-            shift = rep % len(cases)
-            for name, caching in cases[shift:] + cases[:shift]:
-                driver, count = drivers[caching, "room" in name], LOADS[name] * args.fitting
-                label = f"{name}; prefix cache {'on' if caching else 'off'}"
-                value = bench.measure(label, lambda driver=driver, count=count: once(bench, driver, count))
-                found[label].append(value)
-    return make_report(bench, bench.complete(found), fitting)
+    cases = {}
+    for caching in (True, False):
+        for name, times in LOADS.items():
+            label = f"{name}; prefix cache {'on' if caching else 'off'}"
+            cases[label] = partial(once, bench, drivers[caching, "room" in name], times * args.fitting)
+    return make_report(bench, bench.interleave(cases), fitting)
 
 
 def make_report(bench: Bench, found: dict[str, list[dict[str, Any]]], blocks: int) -> Report:

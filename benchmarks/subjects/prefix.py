@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 from typing import Any
 
 from loads import Bench, Report
@@ -58,14 +59,8 @@ def run(bench: Bench) -> Report:
         "on": bench.open(enable_prefix_caching=True, num_kv_blocks=blocks),
         "off": bench.open(num_kv_blocks=blocks_off),
     }
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in drivers}
-    with bench.steps(2 * args.reps):
-        for rep in range(args.reps):
-            names = list(drivers) if rep % 2 == 0 else list(reversed(drivers))
-            for name in names:
-                value = bench.measure(name, lambda name=name: once(bench, drivers[name], counts[name]))
-                found[name].append(value)
-    return make_report(bench, bench.complete(found), counts)
+    found = bench.interleave({name: partial(once, bench, drivers[name], counts[name]) for name in drivers})
+    return make_report(bench, found, counts)
 
 
 def make_report(bench: Bench, found: dict[str, list[dict[str, Any]]], counts: dict[str, int]) -> Report:
