@@ -267,6 +267,7 @@ def test_an_engine_stepped_by_hand_gives_the_tokens_of_an_llm(tiny):
         records = engine.run()
         assert tickets[0].tokens == list(expected)
         assert sum(record.prefill_tokens for record in records) == 60
+        assert all(wall >= record.seconds for wall, record in zip(engine.walls, records, strict=True))
         assert tickets[0].times == sorted(tickets[0].times)
         assert len(tickets[0].gaps) == 7
         assert 0 < tickets[0].ttft <= tickets[0].e2e
