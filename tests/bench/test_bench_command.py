@@ -9,10 +9,9 @@ import pytest
 from bench.stub_server import RunningStub
 from tiny_gguf import write_tiny_gguf
 from twinphase.bench.bench_load import LoadOptions
-from twinphase.bench.bench_terminal import aligned
 from twinphase.bench.client_health import ClientHealth
 from twinphase.bench.compare import CANNOT, compare_reports
-from twinphase.bench.report import Column, Status, Table
+from twinphase.bench.report import Status
 from twinphase.bench.result import read_result
 from twinphase.bench.targets.opening import TargetOptions
 from twinphase.cli import run_app
@@ -289,13 +288,3 @@ def test_words_that_are_no_levels_stay_words():
     assert _apart("a", ["ttf:5", "b"], ["ttft:5"]) == ("a", ["b"], ["ttf:5"]), "a misspelt one is refused as a level"
     with pytest.raises(InvalidRequestError, match="No target"):
         _apart("tpot:5", [], ["ttft:5"])
-
-
-def test_table_is_aligned_and_markdown():
-    table = Table("t", (Column("a"), Column("long name")), (("x|y", "1"), ("z", "22")))
-    assert aligned(table) == [
-        "| a    | long name |",
-        "|------|----------:|",
-        r"| x\|y |         1 |",
-        "| z    |        22 |",
-    ]

@@ -11,7 +11,7 @@ from rich.text import Text
 from twinphase.bench.report import Report, Section, Status, Table
 from twinphase.terminal import answers
 
-__all__ = ["COLOURS", "INDENT", "aligned", "show"]
+__all__ = ["COLOURS", "INDENT", "show"]
 
 COLOURS = {
     Status.HOLDS: "green",
@@ -69,20 +69,6 @@ def _plain(table: Table) -> list[str]:
     rows: list[Sequence[str]] = [[column.name for column in table.columns], *table.rows]
     widths = [max(len(row[index]) for row in rows) for index in range(len(table.columns))]
     return ["  ".join(_padded(row, widths)).rstrip() for row in rows]
-
-
-def aligned(table: Table) -> list[str]:
-    """The table as Markdown whose columns stand in line, to be read here and pasted elsewhere."""
-    heads = [column.name for column in table.columns]
-    rows: list[Sequence[str]] = [[cell.replace("|", r"\|") for cell in row] for row in table.rows]
-    widths = [max(len(row[index]) for row in [heads, *rows]) for index in range(len(heads))]
-    lines = [_row(heads, widths)]
-    lines.append("|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|")
-    return [*lines, *(_row(row, widths) for row in rows)]
-
-
-def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "| " + " | ".join(_padded(cells, widths)) + " |"
 
 
 def _padded(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
