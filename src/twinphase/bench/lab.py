@@ -104,11 +104,14 @@ class Finding:
     @property
     def reason(self) -> str:
         """Why it does not hold, or cannot be told; "" if it holds."""
-        if self.status is Status.HOLDS:
-            return ""
-        missed = [f"{one.line}, must be {one.rule.text}" for one in self.judged if one.status is Status.FAILS]
+        return f"{self.missed} {self.why[-1]}" if self.status is Status.FAILS else self.missed
+
+    @property
+    def missed(self) -> str:
+        """The rules that were not kept, or could not be decided and why; "" if it holds."""
         if self.status is Status.FAILS:
-            return f"{'; '.join(missed)}. {self.why[-1]}"
+            broken = [one.rule for one in self.judged if one.status is Status.FAILS]
+            return " ".join(f"{_capital(rule.name)} must be {rule.text}." for rule in broken)
         names: dict[str, list[str]] = {}
         for one in self.judged:
             if one.status is Status.UNKNOWN:
@@ -365,7 +368,7 @@ def _section(finding: Finding) -> Section:
     )
     return Section(
         title=f"{number}. {experiment.claim}",
-        verdicts=(Verdict(finding.status, f"{_capital(finding.numbers)}.", finding.reason),),
+        verdicts=(Verdict(finding.status, f"{_capital(finding.numbers)}.", finding.missed),),  # why: the paragraphs
         paragraphs=(
             f"How it was tried: {experiment.method}",
             *finding.why,

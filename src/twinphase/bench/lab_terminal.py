@@ -44,14 +44,15 @@ def show(report: Report, findings: Sequence[Finding], console: Console | None = 
 
 
 def _indented(console: Console, text: Text) -> None:
-    console.print(Padding(text, (0, 0, 0, INDENT)))
+    console.print(Padding(text, (0, 0, 0, INDENT), expand=False))
 
 
 def list_experiments(experiments: Sequence[type[Experiment]], console: Console | None = None) -> None:
     """Print claims and rules without measuring anything."""
     console = console or answers()
     for number, experiment in enumerate(experiments, 1):
-        console.print(Text(f"{number:>2} {experiment.name}", "bold").append(f"  {experiment.claim}", "not bold"))
+        line = Text(f"{number:>2} {experiment.name}", "bold").append(f"  {experiment.claim}", "not bold")
+        console.print(line, soft_wrap=True)
         for rule in experiment.rules:
             scope = f" ({rule.scope})" if rule.scope else ""
-            console.print(Padding(Text(f"{rule.name}: {rule.text}{scope}", "dim"), (0, 0, 0, 3)))
+            console.print(Padding(Text(f"{rule.name}: {rule.text}{scope}", "dim"), (0, 0, 0, 3), expand=False))

@@ -17,10 +17,11 @@ from twinphase.bench.experiments.experiment import (
     percent,
     points,
     shown,
+    undisturbed,
     unknown,
 )
 from twinphase.bench.experiments.phase_bound import PhaseBound, phase_bound
-from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench
+from twinphase.bench.experiments.workbench import Workbench
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Metric, Plot, Status, Table
 from twinphase.phases.hardware import Ceilings
@@ -110,21 +111,18 @@ class Bounds(Experiment):
         prefill, decode = self.prefill, self.decode
         return {
             PREFILL_SIDE: _side(prefill.compute, prefill.memory).at(prefill.tokens),
-            MFU: self._efficiency(prefill.mfu).at(prefill.tokens),
+            MFU: self._efficiency(MFU, prefill.mfu).at(prefill.tokens),
             DECODE_SIDE: _side(decode.memory, decode.compute),
-            MBU: self._efficiency(decode.mbu),
+            MBU: self._efficiency(MBU, decode.mbu),
         }
 
-    def _efficiency(self, shares: Sequence[float]) -> Estimate:
+    def _efficiency(self, rule: Rule, shares: Sequence[float]) -> Estimate:
         if not shares:
             return NO_CEILING
         estimate = median_of(shares)
         if estimate.high > 1:
-            return unknown(f"{MFU.measured(estimate)} of a ceiling: the count or the ceiling is wrong.")
-        if estimate.low < HALF and self.others is not None and self.others >= QUIET_CORES:
-            # The ceilings are those of the whole machine, which the phase did not have.
-            return unknown(f"{MFU.measured(estimate)}, but other programs used {self.others:.1f} cores meanwhile.")
-        return estimate
+            return unknown(f"{rule.measured(estimate)} of a ceiling: the count or the ceiling is wrong.")
+        return undisturbed(rule, estimate, self.others)  # the ceilings are those of the whole machine
 
     def why(self, judged: Sequence[Judged]) -> Sequence[str]:
         """Why the phases differ, how far each is from its ceiling, and what else takes time."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from twinphase.bench.experiments.workbench import Workbench, fits
+from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench, fits
 from twinphase.bench.report import Metric, Plot, Status, Table
 from twinphase.bench.statistics import median_interval, percentile
 from twinphase.phases.hardware import Ceilings
@@ -37,6 +37,7 @@ __all__ = [
     "ratio_of",
     "shown",
     "tempered",
+    "undisturbed",
     "unknown",
 ]
 
@@ -204,10 +205,10 @@ def decide(rule: Rule, estimate: Estimate) -> Judged:
     if keeps:
         return Judged(rule, estimate, Status.HOLDS)
     interval = f"{rule.number(estimate.low)} to {rule.number(estimate.high)}"
-    note = f"Too noisy to tell: the interval, {interval}, lies on both sides of the limit, {rule.text}."
+    note = f"Too noisy to tell: {interval} lies on both sides of a limit ({rule.text})."
     if any(_against(replace(rule, margin=0.0), estimate)):
-        note = f"Too close to tell: another run may differ by {percent(rule.margin)}, and {interval} is as close as "
-        note += f"that to the limit, {rule.text}."
+        note = f"Too close to tell: {interval} is within {percent(rule.margin)} of a limit ({rule.text}), and another "
+        note += "run may differ by as much."
     return Judged(rule, estimate, Status.UNKNOWN, note)
 
 
@@ -228,6 +229,19 @@ def _against(rule: Rule, estimate: Estimate) -> tuple[bool, bool]:
 def _below(least: int | None, size: int | None) -> bool:
     """Whether a size that matters is too small; one that nobody noted is."""
     return least is not None and (size is None or size < least)
+
+
+def undisturbed(rule: Rule, estimate: Estimate, others: float | None) -> Estimate:
+    """The same, but unknown where it does not hold and other programs used cores that one of the phases needs.
+
+    Args:
+        rule: that it is for.
+        estimate: as measured.
+        others: cores that other programs used meanwhile; None is unknown.
+    """
+    if others is None or others < QUIET_CORES or decide(rule, estimate).status is Status.HOLDS or estimate.note:
+        return estimate
+    return unknown(f"{rule.measured(estimate)}, but other programs used {others:.1f} cores meanwhile.")
 
 
 def judge(rules: Sequence[Rule], estimates: Mapping[Rule, Estimate]) -> list[Judged]:

@@ -27,12 +27,7 @@ GROWTH = Rule(
     0.97,
     1.03,
 )
-LEFT_OVER = Rule(
-    "most that is held beyond the tokens",
-    "most that is held beyond the tokens, in blocks",
-    at_most=1,
-    unit="blocks",
-)
+LEFT_OVER = Rule("most blocks held beyond the tokens", "blocks held - tokens / tokens of a block", at_most=1, unit="")
 
 
 @dataclass(frozen=True)

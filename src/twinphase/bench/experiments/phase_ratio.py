@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, points, ratio_of, shown
+from twinphase.bench.experiments.experiment import (
+    Estimate,
+    Experiment,
+    Judged,
+    Rule,
+    points,
+    ratio_of,
+    shown,
+    undisturbed,
+)
 from twinphase.bench.experiments.phase_bound import PhaseBound, phase_bound
 from twinphase.bench.experiments.workbench import Workbench
 from twinphase.bench.plots import bars
@@ -27,7 +36,7 @@ RATIO = Rule(
 
 @dataclass(frozen=True)
 class PhaseRatio(Experiment):
-    """The same context for both: a prompt is read, then tokens are decoded behind it."""
+    """Both phases of a request, and the cores that other programs used meanwhile."""
 
     name = "phase-ratio"
     claim = "Prefill handles tokens ten times faster than decode, or more."
@@ -38,6 +47,7 @@ class PhaseRatio(Experiment):
 
     prefill: PhaseBound
     decode: PhaseBound
+    others: float | None = None
 
     @classmethod
     def measure(cls, bench: Workbench) -> PhaseRatio:
@@ -55,7 +65,7 @@ class PhaseRatio(Experiment):
             return prefill, decode
 
         prefills, decodes = zip(*bench.interleave({"both": both})["both"], strict=True)
-        return cls(phase_bound(bench, prefills), phase_bound(bench, decodes))
+        return cls(phase_bound(bench, prefills), phase_bound(bench, decodes), bench.others)
 
     @property
     def rates(self) -> dict[str, list[float]]:
@@ -71,8 +81,9 @@ class PhaseRatio(Experiment):
         return (max(d.compute, d.memory) / d.tokens) / (max(p.compute, p.memory) / p.tokens)
 
     def estimates(self) -> Mapping[Rule, Estimate]:
-        """Within each request."""
-        return {RATIO: ratio_of(self.prefill.rates, self.decode.rates).at(self.prefill.tokens)}
+        """Within each request. Prefill needs all cores, and decode the memory: others who compute slow one of them."""
+        ratio = ratio_of(self.prefill.rates, self.decode.rates).at(self.prefill.tokens)
+        return {RATIO: undisturbed(RATIO, ratio, self.others).at(self.prefill.tokens)}
 
     def why(self, judged: Sequence[Judged]) -> Sequence[str]:
         """What batching over tokens gains, and what the ceilings allow."""

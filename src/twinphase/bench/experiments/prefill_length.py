@@ -115,7 +115,7 @@ class PrefillLength(Experiment):
             f"attention is {percent(self.attention_share(self.longest))} of the FLOP there (2 P n for the layers, "
             "2 L H d n² for attention: each token looks back at half of the prompt).",
         ]
-        if c > 0 and b > 0:
+        if share.low > 0 and c > 0 and b > 0:
             sentences.append(f"Both parts would be equal at about n = b / c = {b / c:,.0f} tokens.")
         return sentences
 

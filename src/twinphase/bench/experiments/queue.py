@@ -127,13 +127,13 @@ class Queue(Experiment):
         seated, parts = ratio_of(self.tpot[SEATED], self.tpot[ALONE]), self.ledger(TOGETHER)
         return [
             f"A queue in the strict sense, with {SEATS} running at once and the others waiting: TPOT "
-            f"{seated.value:.2f} times that of one request alone, {self.ledger(SEATED)['queue']:,.0f} ms of `queue` "
+            f"{seated.value:.2f} times that of one request alone, {self.ledger(SEATED)['queue']:,.0f} ms of queue "
             "before the first token.",
             "Continuous batching lets a request in as soon as a step has room, so most of the wait for the first token "
-            f"is others' prefill ({parts['prefill_wait']:,.0f} ms of `prefill_wait`, {parts['queue']:,.0f} ms of "
-            "`queue`), and those who run pay with their streams: others' decodes added "
-            f"{parts['batching']:,.0f} ms to each request (`batching`) and others' prefill chunks "
-            f"{parts['stall']:,.0f} ms (`stall`), where its own decode takes {parts['decode']:,.0f} ms.",
+            f"is others' prefill ({parts['prefill_wait']:,.0f} ms of prefill_wait, {parts['queue']:,.0f} ms of "
+            "queue), and those who run pay with their streams: others' decodes added "
+            f"{parts['batching']:,.0f} ms to each request (batching) and others' prefill chunks "
+            f"{parts['stall']:,.0f} ms (stall), where its own decode takes {parts['decode']:,.0f} ms.",
         ]
 
     def tables(self) -> Sequence[Table]:
