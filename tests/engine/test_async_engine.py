@@ -1,5 +1,7 @@
 import asyncio
 import gc
+import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -22,11 +24,34 @@ async def read(stream):
 
 
 async def until_idle(engine):
-    for _ in range(200):
-        if not await engine.call(lambda inner: inner.has_work):
-            return
+    while await engine.call(lambda inner: inner.has_work):  # `serve` has a limit
         await asyncio.sleep(0.01)
-    raise AssertionError("a request goes on although nobody reads")
+
+
+@contextmanager
+def held(engine, after=0):
+    """After so many steps none ends in the meantime, however late what the test does comes; yields all that begin.
+
+    Nothing is submitted meanwhile: the answer comes between two steps.
+    """
+    executor = engine.host.loaded.engine.executor
+    whole, go_on, steps = executor.execute, threading.Event(), []
+
+    def execute(batch):
+        steps.append(batch)
+        assert len(steps) <= after or go_on.wait(60)
+        return whole(batch)
+
+    executor.execute = execute
+    try:
+        yield steps
+    finally:
+        go_on.set()
+
+
+async def let_others_run():
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -44,7 +69,7 @@ def serve(tiny_path, own_cache):
             finally:
                 engine.close()
 
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), 90))
 
     return run
 
@@ -95,9 +120,10 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(serve, llm):
 
 def test_abort_ends_the_stream_and_frees_the_blocks(serve):
     async def body(engine):
-        stream = await engine.submit(PROMPTS[0], greedy(90), request_id="mine")
         other = await engine.submit(PROMPTS[1], greedy(5))
-        await engine.abort("mine")
+        stream = await engine.submit(PROMPTS[0], greedy(90), request_id="mine")
+        with held(engine):
+            await engine.abort("mine")
         updates = await read(stream)
         assert updates[-1].output.outputs[0].finish_reason == "abort"
         with pytest.raises(RequestNotFoundError, match="'mine'"):
@@ -111,22 +137,27 @@ def test_abort_ends_the_stream_and_frees_the_blocks(serve):
 
 def test_a_reader_that_leaves_aborts_its_request(serve):
     async def body(engine):
-        async for update in await engine.submit(PROMPTS[0], greedy(90)):
-            if update.token_ids:
-                break
-        gc.collect()
+        stream = await engine.submit(PROMPTS[0], greedy(90))
+        with held(engine, after=2) as steps:
+            async for update in stream:
+                if update.token_ids:
+                    break
+            del stream
+            gc.collect()
+            await let_others_run()
         await until_idle(engine)
+        assert len(steps) <= 4, "the one that was held, and the next at most"
 
     serve(body)
 
 
 def test_bad_requests_are_refused_and_disturb_nobody(serve):
     async def body(engine):
-        good = await engine.submit(PROMPTS[0], greedy(40), request_id="good")
+        good = await engine.submit(PROMPTS[0], greedy(90), request_id="good")
         for arguments in (
+            {"prompt": PROMPTS[0], "request_id": "good"},  # before that one can be over
             {"prompt": [1, 2, 10**9]},
             {"prompt": []},
-            {"prompt": PROMPTS[0], "request_id": "good"},
             {"prompt": PROMPTS[0], "priority": 1},  # without the policy
             {"prompt": PROMPTS[0], "priority": 2**40},
             {"prompt": PROMPTS[0], "cache_salt": ""},
@@ -135,7 +166,7 @@ def test_bad_requests_are_refused_and_disturb_nobody(serve):
         ):
             with pytest.raises(InvalidRequestError):
                 await engine.submit(**{"sampling_params": greedy(1), **arguments})
-        assert len((await read(good))[-1].output.outputs[0].token_ids) == 40
+        assert len((await read(good))[-1].output.outputs[0].token_ids) == 90
 
     serve(body)
 
@@ -158,12 +189,12 @@ def test_a_request_that_fails_fails_alone(serve):
 
 def test_when_the_loop_dies_every_stream_and_call_says_so(serve):
     async def body(engine):
-        stream = await engine.submit(PROMPTS[0], greedy(90))
-
         def schedule():
             raise RuntimeError("broken scheduler")
 
-        engine.host.loaded.engine.scheduler.schedule = schedule
+        stream = await engine.submit(PROMPTS[0], greedy(90))
+        with held(engine):
+            engine.host.loaded.engine.scheduler.schedule = schedule
         with pytest.raises(EngineDeadError, match="broken scheduler"):
             await read(stream)
         with pytest.raises(EngineDeadError):
@@ -176,7 +207,11 @@ def test_when_the_loop_dies_every_stream_and_call_says_so(serve):
 def test_close_fails_what_is_unfinished(serve):
     async def body(engine):
         stream = await engine.submit(PROMPTS[0], greedy(90))
-        await asyncio.to_thread(engine.close)
+        with held(engine):
+            closing = asyncio.create_task(asyncio.to_thread(engine.close))
+            while engine.is_running:
+                await asyncio.sleep(0.01)
+        await closing
         with pytest.raises(EngineDeadError):
             await read(stream)
 
@@ -196,19 +231,25 @@ def test_explain_of_a_stream(serve):
 def test_a_stream_that_is_never_read_ends_with_its_reader(serve):
     async def body(engine):
         stream = await engine.submit(PROMPTS[0], greedy(90))
-        del stream
-        gc.collect()
+        with held(engine) as steps:
+            del stream
+            gc.collect()
+            await let_others_run()
         await until_idle(engine)
+        assert len(steps) <= 2
 
     serve(body)
 
 
 def test_a_stream_can_be_closed_before_its_first_update(serve):
     async def body(engine):
-        async with await engine.submit(PROMPTS[0], greedy(90)) as stream:
-            pass
-        assert await read(stream) == []
+        stream = await engine.submit(PROMPTS[0], greedy(90))
+        with held(engine) as steps:
+            async with stream:
+                pass
+            assert await read(stream) == []
         await until_idle(engine)
+        assert len(steps) <= 2
 
     serve(body)
 

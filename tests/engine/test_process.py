@@ -17,7 +17,7 @@ PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=12, logprobs=2, igno
 
 
 async def until_ready(engine):
-    for _ in range(3000):
+    for _ in range(9000):
         if engine.is_running:
             return
         await asyncio.sleep(0.01)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,11 @@ from numpy.typing import NDArray
 from steps import Piece, Steps, own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.cpu.backend import CpuBackend
-from twinphase.backends.cpu.isa import available_isas
+from twinphase.backends.cpu.compiler import compile_kernels
+from twinphase.backends.cpu.isa import ISAS, available_isas
+from twinphase.weights.storage import cache_root
+
+pytestmark = pytest.mark.timeout(900)  # the first test of a path compiles all its kernels
 
 Tokens = NDArray[np.int32]
 Logits = NDArray[np.float32]
@@ -82,13 +87,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("models")
     with own_cache(path / "cache"):
         yield path
+    compiled.cache_clear()
     model.cache_clear()
     one_pass.cache_clear()
+
+
+@cache
+def compiled(folder: Path, isa: str) -> None:
+    """Compile what all cases need of a path together: compilers started for each would take half the time."""
+    specs: set[str] = set()
+    backend = "twinphase.backends.cpu.backend"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{backend}.compile_kernels", lambda folder, isa, wanted, progress: specs.update(wanted))
+        patch.setattr(f"{backend}.load_kernels", Mock(side_effect=InterruptedError))
+        for case in CASES:
+            with pytest.raises(InterruptedError):
+                load(folder, case, isa)
+    compile_kernels(cache_root() / "kernels", ISAS[isa], sorted(specs))
 
 
 @lru_cache(maxsize=8)
 def model(folder: Path, case: Case, isa: str, threads: int = 2, block_size: int = 16) -> Steps:
     """The case's model, ready to step."""
+    compiled(folder, isa)
+    return load(folder, case, isa, threads, block_size)
+
+
+def load(folder: Path, case: Case, isa: str, threads: int = 2, block_size: int = 16) -> Steps:
+    """The same where its kernels may have to be compiled."""
     path = folder / f"{case.id}.gguf"
     if not path.exists():
         case.write(folder)

@@ -100,7 +100,10 @@ class RunningServer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The engine stands still meanwhile: what comes to the server comes before its next step, however late."""
+        """The engine stands still meanwhile: what comes to the server comes before its next step, however late.
+
+        A request gets no answer, and a stream no head, before the engine goes on.
+        """
         engine = self.engine_pid()
         os.kill(engine, signal.SIGSTOP)
         try:

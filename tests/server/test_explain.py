@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -84,10 +85,13 @@ def test_a_key_lists_its_own_requests_only(shared):
 
 def test_who_stalled_it_is_nobody_elses_business(start):
     with start("--api-key", "alice", "--api-key", "bob") as shared:
-        look_at_a_stall(shared)
+        for salt in "abcde":  # on a machine that does other things too
+            with suppress(IndexError):
+                return look_at_a_stall(shared, salt)
+        look_at_a_stall(shared, "f")
 
 
-def look_at_a_stall(shared):
+def look_at_a_stall(shared, salt):
     body = {**BODY, "prompt": "a b", "max_tokens": 1000, "stream": True}
     bobs = []
     with httpx.stream("POST", shared.url + "/v1/completions", json=body, headers=ALICE, timeout=60) as answer:
@@ -95,7 +99,8 @@ def look_at_a_stall(shared):
         next(pieces)
         for number in range(6):
             prompt = [5 + number, *range(5, 205)] * 15
-            bobs.append(shared.post("/v1/completions", {**BODY, "prompt": prompt, "max_tokens": 1}, **BOB)[1]["id"])
+            asked = {**BODY, "prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+            bobs.append(shared.post("/v1/completions", asked, **BOB)[1]["id"])
         for _ in pieces:
             pass
     status, found = shared.get(f"/v1/requests/{answer.headers['x-request-id']}/explain", **ALICE)
@@ -179,15 +184,18 @@ def test_run_gives_a_file_that_is_explained(tiny_path, tmp_path, explained):
     assert found["alone"]["prefill_seconds"] > 0 and "cold start" in explained(tmp_path / "run.json")[1]
 
 
-def test_a_grammar_that_takes_long_is_the_cause(start):
-    with start() as server:
-        choices = [f"{'the hello world ' * 3}{number}" for number in range(1000)]
-        body = {**BODY, "ignore_eos": False, "max_tokens": 4}
-        server.post("/v1/completions", body)
+def test_a_grammar_that_takes_long_is_the_cause(server):
+    body = {**BODY, "ignore_eos": False, "max_tokens": 4}
+    server.post("/v1/completions", body)
+    causes = []
+    for attempt in range(10):  # on a machine that does other things too
+        choices = [f"{'the hello world ' * 3}{attempt} {number}" for number in range(1000)]
         _, plain = server.post("/v1/completions", body)
         _, slow = server.post("/v1/completions", {**body, "structured_outputs": {"choice": choices}})
-        causes = []
         for answer in (plain, slow):
             _, found = server.get(f"/v1/requests/{answer['id']}/explain")
             causes.append([one["cause"] for one in found["diagnoses"] if one["phase"] == "prefill"])
-        assert "grammar" not in causes[0] and causes[1][0] == "grammar"
+        assert "grammar" not in causes[-2]
+        if causes[-1][:1] == ["grammar"]:
+            return
+    raise AssertionError(causes)

@@ -209,4 +209,5 @@ def test_health_follows_loading(start):
                 assert status == 200 or error["error"]["code"] == "unavailable"
             seen.append(server.get("/health/ready"))
     stages = {state["status"].split(" (")[0] for status, state in seen if status == 503}
-    assert {"starting", "importing"} <= stages and seen[-1][1] == {"status": "ready", "running": 0}
+    # "starting" may be over before it is asked for.
+    assert "importing" in stages and seen[-1][1] == {"status": "ready", "running": 0}

@@ -230,7 +230,7 @@ def test_close_ends_the_threads(steps: int) -> None:
         pool.run()
         log.check()
     pool.close()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     pool.close()  # again, without harm
 
 
@@ -240,7 +240,7 @@ def test_a_forgotten_pool_ends_its_threads() -> None:
     pool.load(log.commands)
     pool.run()
     del pool
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_pool_runs_one_program(make_pool: Callable[..., ThreadPool]) -> None:
