@@ -244,6 +244,7 @@ CASES = [
     (prefills(lambda n: 0.001 + 4e-4 * n + 1e-7 * n * n, STEADY[:3]), UNKNOWN),
     (positions(), HOLDS),
     (positions(slope=5e-6), FAILS),
+    (replace(positions(slope=5e-6), others=1.0), UNKNOWN),  # the bandwidth is the whole machine's
     (positions(slope=0.0), FAILS),
     (positions(late=1.5), FAILS),
     (positions(bandwidth=None), UNKNOWN),

@@ -18,6 +18,7 @@ from twinphase.bench.experiments.experiment import (
     points,
     ratio_of,
     shown,
+    undisturbed,
     unknown,
 )
 from twinphase.bench.experiments.workbench import Workbench, fits, median_step
@@ -59,6 +60,7 @@ class DecodePosition(Experiment):
         bandwidth: measured for weights and KV at the last position, bytes/s; None is unknown.
         attention_flops: of each earlier token.
         working_set: bytes that a step at the last position reads.
+        others: cores that other programs used meanwhile; None is unknown.
     """
 
     name = "decode-position"
@@ -75,6 +77,7 @@ class DecodePosition(Experiment):
     bandwidth: float | None
     attention_flops: int
     working_set: int
+    others: float | None = None
 
     @classmethod
     def measure(cls, bench: Workbench) -> DecodePosition:
@@ -107,6 +110,7 @@ class DecodePosition(Experiment):
             None,
             4 * shape.num_layers * shape.num_heads * shape.head_dim,
             used,
+            bench.others,
         ).under(bench.ceilings)
 
     def under(self, ceilings: Ceilings | None) -> DecodePosition:
@@ -132,7 +136,7 @@ class DecodePosition(Experiment):
         return {
             FLAT: ratio_of([sum(gaps[-half:]) for gaps in self.gaps], [sum(gaps[:half]) for gaps in self.gaps]),
             RISE: ratio_of(self.seconds[self.furthest], self.seconds[NEAREST]).at(self.furthest),
-            SLOPE: slope,
+            SLOPE: undisturbed(SLOPE, slope, self.others),  # the bandwidth is the whole machine's
         }
 
     def why(self, judged: Sequence[Judged]) -> Sequence[str]:

@@ -192,7 +192,8 @@ def decide(rule: Rule, estimate: Estimate) -> Judged:
         return Judged(rule, estimate, Status.UNKNOWN, estimate.note or "It could not be measured.")
     if estimate.confidence < CONFIDENCE:
         had, needed = percent(estimate.confidence), percent(CONFIDENCE)
-        note = f"{estimate.n} repetitions give {had} confidence; {needed} are needed."
+        count = f"{estimate.n} repetition{'' if estimate.n == 1 else 's'}"
+        note = f"Too little was measured: {count}, {had} confidence; {needed} are needed."
         return Judged(rule, estimate, Status.UNKNOWN, note)
     keeps, beyond = _against(rule, estimate)
     if _below(rule.decided_from, estimate.size) or (beyond and _below(rule.fails_from, estimate.size)):
