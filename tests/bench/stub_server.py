@@ -179,7 +179,7 @@ async def stream(
         send(event("{not json"))
     elif script["end"] == "hang":
         await writer.drain()
-        await asyncio.sleep(30)
+        await asyncio.sleep(90)
 
 
 class RunningStub:
@@ -202,7 +202,7 @@ class RunningStub:
         return list(self._ask("/log"))
 
     def _ask(self, route: str, data: bytes | None = None) -> Any:
-        with urllib.request.urlopen(self.url + route, data, timeout=30) as reply:
+        with urllib.request.urlopen(self.url + route, data, timeout=90) as reply:
             return json.load(reply)
 
     def stop(self) -> None:

@@ -218,8 +218,8 @@ def test_pieces_that_are_not_tokens_are_not_scaled():
     assert window_gaps([one])[0] is None
 
 
-def patient(check, attempts=4):
-    """A machine that is busy elsewhere may be late at any moment; not four times in a row."""
+def patient(check, attempts=30):
+    """A machine that is busy elsewhere may be late at any moment; not thirty times in a row."""
     for _ in range(attempts - 1):
         with contextlib.suppress(AssertionError):
             return check()
@@ -255,7 +255,7 @@ def test_phases_of_a_server_are_what_it_stamped(stub):
 
 def test_a_client_that_is_late_is_noticed_and_measured_again(stub, monkeypatch):
     """What the client stamps late is its own lateness: repeated, and if it stays, the sweep is void."""
-    stub.script({"first": 0.03})
+    stub.script({"first": 0.1})
     target = PhasesOfUrl(stub.url)
     target.begin_claims()
     start, asked = target.target.start, []
@@ -265,7 +265,7 @@ def test_a_client_that_is_late_is_noticed_and_measured_again(stub, monkeypatch):
 
         async def block():
             await asyncio.sleep(0.015)
-            time.sleep(0.1)  # the loop stands still while the reply comes
+            time.sleep(0.5)  # the loop stands still while the reply comes
 
         blocking = asyncio.ensure_future(block())
         reply = await start(*arguments)
@@ -298,7 +298,7 @@ def test_nothing_is_collected_while_a_request_is_out(stub, monkeypatch):
 def test_a_server_that_answers_one_after_the_other_is_told(stub):
     stub.script({})
     target = PhasesOfUrl(stub.url)
-    waits = [{"first": 0.01 + 0.3 * number, "gaps": [0.01] * 6} for number in range(2)]
+    waits = [{"first": 0.01 + 0.6 * number, "gaps": [0.01] * 6} for number in range(2)]
     stub.script(*(waits * 4))
     with pytest.raises(TargetFailedError, match="did not decode 2 requests"):
         target.decode(20, 2, 6)
