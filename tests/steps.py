@@ -6,21 +6,24 @@ Also gives tests a cache folder of their own that still finds the user's compile
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from twinphase.backends.base import Backend, KVCacheSpec, StepInputs
+from twinphase.backends.cpu.compiler import compile_kernels
+from twinphase.backends.cpu.isa import choose_isa
 from twinphase.models.loader import load_model
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.storage import cache_root
 
-__all__ = ["USER_CACHE", "Piece", "Steps", "own_cache", "step_inputs"]
+__all__ = ["USER_CACHE", "Piece", "Steps", "compile_together", "own_cache", "step_inputs"]
 
 # Read when tests are collected: fixtures of other tests move the cache while they run.
 USER_CACHE = cache_root()
@@ -37,6 +40,24 @@ def own_cache(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TWINPHASE_CACHE", str(folder))
         yield
+
+
+def compile_together(isa: str, models: Iterable[Callable[[], object]]) -> None:
+    """Compile what several models need of a path at once: compilers started for each take twice as long.
+
+    Args:
+        isa: the path.
+        models: each begins to load one on it.
+    """
+    specs: set[str] = set()
+    backend = "twinphase.backends.cpu.backend"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{backend}.compile_kernels", lambda folder, isa, wanted, progress: specs.update(wanted))
+        patch.setattr(f"{backend}.load_kernels", Mock(side_effect=InterruptedError))
+        for load in models:
+            with pytest.raises(InterruptedError):
+                load()
+    compile_kernels(cache_root() / "kernels", choose_isa(isa), sorted(specs))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,12 +18,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from steps import Piece, Steps, own_cache
+from steps import Piece, Steps, compile_together, own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.cpu.backend import CpuBackend
-from twinphase.backends.cpu.compiler import compile_kernels
-from twinphase.backends.cpu.isa import ISAS, available_isas
-from twinphase.weights.storage import cache_root
+from twinphase.backends.cpu.isa import available_isas
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a path compiles all its kernels
 
@@ -94,16 +91,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @cache
 def compiled(folder: Path, isa: str) -> None:
-    """Compile what all cases need of a path together: compilers started for each would take half the time."""
-    specs: set[str] = set()
-    backend = "twinphase.backends.cpu.backend"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{backend}.compile_kernels", lambda folder, isa, wanted, progress: specs.update(wanted))
-        patch.setattr(f"{backend}.load_kernels", Mock(side_effect=InterruptedError))
-        for case in CASES:
-            with pytest.raises(InterruptedError):
-                load(folder, case, isa)
-    compile_kernels(cache_root() / "kernels", ISAS[isa], sorted(specs))
+    """The kernels of all cases are there."""
+    compile_together(isa, [partial(load, folder, case, isa) for case in CASES])
 
 
 @lru_cache(maxsize=8)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from steps import Piece, own_cache, step_inputs
+from steps import Piece, compile_together, own_cache, step_inputs
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.base import Array, Backend, KVCacheSpec, ModelShape, RopeSpec, StepInputs
 from twinphase.backends.cpu.backend import CpuBackend
@@ -23,6 +24,8 @@ from twinphase.backends.reference import ReferenceBackend
 from twinphase.errors import InvalidRequestError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
+
+pytestmark = pytest.mark.timeout(900)  # the first test of a path compiles all its kernels
 
 F32 = NDArray[np.float32]
 
@@ -50,8 +53,9 @@ class Heads:
         """A file with float32 matrices, so that linear layers add no error."""
         sizes: dict[str, Any] = {"hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads}
         name = f"{self.heads}-{self.kv_heads}-{self.head_dim}.gguf"
-        path = write_tiny_gguf(folder / name, **sizes, layers=1, tensor_type="F32", context=512, vocab=320)
-        return open_gguf(path)
+        if not (folder / name).exists():
+            write_tiny_gguf(folder / name, **sizes, layers=1, tensor_type="F32", context=512, vocab=320)
+        return open_gguf(folder / name)
 
 
 class Attention:
@@ -84,6 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("attention")
     with own_cache(path / "cache"):
         yield path
+    compiled.cache_clear()
 
 
 SHAPES = (Heads(3, 1, 32), Heads(4, 4, 64), Heads(14, 2, 64), Heads(4, 2, 16), Heads(4, 2, 128))
@@ -92,9 +97,21 @@ per_shape = pytest.mark.parametrize("heads", SHAPES, ids=lambda h: f"d{h.head_di
 
 def pair(folder: Path, heads: Heads, isa: str, dtype: str = "auto") -> tuple[Attention, Attention]:
     """The cpu's attention and the reference's."""
-    checkpoint = heads.write(folder)
+    compiled(folder, isa)
+    return cpu_attention(folder, heads, isa, dtype), Attention(heads.write(folder), heads, ReferenceBackend())
+
+
+def cpu_attention(folder: Path, heads: Heads, isa: str, dtype: str) -> Attention:
+    """The cpu's alone."""
     cpu = CpuBackend(threads=2, isa=isa, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_dtype=dtype)
-    return Attention(checkpoint, heads, cpu), Attention(checkpoint, heads, ReferenceBackend())
+    return Attention(heads.write(folder), heads, cpu)
+
+
+@cache
+def compiled(folder: Path, isa: str) -> None:
+    """The kernels of all shapes and caches are there."""
+    every = [(heads, dtype) for heads in SHAPES for dtype in KV_CACHE_DTYPES]
+    compile_together(isa, [partial(cpu_attention, folder, heads, isa, dtype) for heads, dtype in every])
 
 
 def sequences(seed: int) -> list[Piece]:
