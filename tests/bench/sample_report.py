@@ -15,6 +15,7 @@ from twinphase.bench.roofline_plots import Mark, roofline_plot
 from twinphase.bench.slo import Slos
 from twinphase.bench.target import TargetFacts
 from twinphase.phases.roofline import Roof, Roofline, Slope
+from twinphase.phases.timeline import IntervalKind
 
 HOSTILE = "Smol<script>alert(1)</script>\"'&amp;|`*_"
 PROMPTS = (10, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8000)
@@ -196,6 +197,18 @@ def load_section(rng: random.Random) -> Section:
                 ("rate", "offered load"),
                 ("requests", "requests that missed"),
                 part="missed",
+            ),
+            plots.bars(  # with more names than one row of a legend holds
+                "ledger",
+                "Where a request's time goes",
+                [
+                    {"load": load, "ms": 10, "interval": kind.value}
+                    for load in ("one request alone", "a burst, all run at once")
+                    for kind in list(IntervalKind)[:6]
+                ],
+                ("load", ""),
+                ("ms", "ms"),
+                part="interval",
             ),
             plots.bars("targets", "TTFT of three targets", ends, ("target", ""), ("ms", "TTFT (ms)")),
         ),

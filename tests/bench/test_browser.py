@@ -23,6 +23,15 @@ CHARTS = """[...document.querySelectorAll('figure[data-plot]')].map((figure) => 
   figure.querySelector('.chart').clientWidth,
 ])"""
 
+# Names of charts of which a word, a legend's second row for instance, is cut above or below.
+CUT = """[...document.querySelectorAll('figure[data-plot]')].filter((figure) => {
+  const drawing = figure.querySelector('.chart').getBoundingClientRect();
+  return [...figure.querySelectorAll('svg text')].some((word) => {
+    const place = word.getBoundingClientRect();
+    return word.textContent && (place.top < drawing.top - 1 || place.bottom > drawing.bottom + 1);
+  });
+}).map((figure) => figure.dataset.plot)"""
+
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
@@ -40,6 +49,7 @@ def test_every_chart_is_drawn_without_a_complaint(browser: Browser, page, width,
         assert state == "drawn", name
         assert marks >= 2, f"{name}: {marks} marks"
         assert room * 0.9 <= drawn <= room + 1, f"{name}: {drawn} of {room} pixels"
+    assert browser.evaluate(CUT) == []
     assert browser.complaints() == []
     assert browser.requests() == [page.as_uri()]
     assert browser.evaluate("document.documentElement.scrollWidth") <= width  # nothing hangs over the edge
@@ -47,6 +57,14 @@ def test_every_chart_is_drawn_without_a_complaint(browser: Browser, page, width,
     assert theme.roles["prefill"] in fill and theme.roles["decode"] in fill
     surface = browser.evaluate("getComputedStyle(document.querySelector('section')).backgroundColor")
     assert surface == "rgb({}, {}, {})".format(*bytes.fromhex(theme.roles["surface"][1:]))
+
+
+def test_names_fit_when_the_window_becomes_narrow(browser: Browser, page):
+    browser.look()
+    browser.open(page, DRAWN)
+    browser.look(width=400)
+    browser.wait(f"Math.max(...{CHARTS}.map((chart) => chart[3])) < 400 && {CUT}.length === 0")
+    assert browser.complaints() == []
 
 
 def test_the_reader_changes_the_theme_and_the_charts_follow(browser: Browser, page):

@@ -76,6 +76,14 @@
     return `<table>${known.map(row).join("")}</table>`;
   };
 
+  // A legend of several rows rises above the height that Vega reckoned with: room for it.
+  const makeRoom = (figure) => {
+    const [box, svg] = [figure.querySelector(".chart"), figure.querySelector("svg")];
+    const words = [...svg.querySelectorAll("text")].filter((word) => word.textContent);
+    const top = Math.min(...words.map((word) => word.getBoundingClientRect().top));
+    box.style.paddingTop = `${Math.max(0, Math.ceil(svg.getBoundingClientRect().top - top))}px`;
+  };
+
   const draw = async (figure) => {
     const plot = plots.get(figure.dataset.plot);
     const box = figure.querySelector(".chart");
@@ -92,6 +100,7 @@
       });
       views.get(figure)?.finalize();
       views.set(figure, view);
+      makeRoom(figure);
       figure.dataset.state = "drawn";
       figure.querySelector(".tools").hidden = false;
       figure.querySelector(".hint").hidden = !JSON.stringify(plot.spec).includes('"bind":"scales"');
@@ -140,5 +149,10 @@
     drawAll();
   });
   prefersDark.addEventListener("change", drawAll);
+  let resized = 0;
+  addEventListener("resize", () => {
+    clearTimeout(resized);
+    resized = setTimeout(() => [...views.keys()].forEach(makeRoom), 200); // once Vega has followed the new width
+  });
   drawAll();
 })();
