@@ -59,6 +59,15 @@ def test_exact_timings_give_exact_coefficients():
     assert max(map(abs, found.residuals)) < 1e-9
 
 
+def test_what_no_law_would_claim():
+    """Of values that do not depend on anything the law claims no less than their mean does."""
+    for seed in range(12):
+        flat = fit(PREFILL_LAW, prefill_points(np.random.default_rng(seed), 0.1, law=lambda n: 0.01))
+        assert 0.6 < flat.typical_error / flat.lawless_error < 1.3
+    steep = fit(PREFILL_LAW, prefill_points(np.random.default_rng(0), 0.1))
+    assert steep.lawless_error > 5 * steep.typical_error
+
+
 def test_a_curve_that_the_formula_cannot_follow_is_told_and_widens_the_claim():
     """Time that is flat for short prompts, as where weights must be read whatever their length: a kink."""
     rng = np.random.default_rng(1)

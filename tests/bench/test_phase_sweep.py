@@ -1,5 +1,6 @@
 """The sweep over a made-up target whose times are a known law of noise: no clock, no machine."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -187,9 +188,18 @@ def test_a_law_is_printed_with_its_range_and_extrapolation_is_told():
     assert not any("reading" in text and "in theory" not in text for text in meanings)
 
 
-def test_a_claimed_error_of_a_quarter_says_nothing():
-    told = {v.text[:20]: v for v in sweep_verdicts(swept(Made(0.25, seed=3))) if v.text.startswith("The fit of")}
-    assert told and all(v.status in (Status.UNKNOWN, Status.FAILS) for v in told.values())
+def test_a_large_claimed_error_says_something_only_beside_a_larger_one_without_a_law():
+    seen = set()
+    for noise, seed in itertools.product((0.2, 0.25, 0.35), range(4)):
+        result = swept(Made(noise, seed=seed))
+        told = {v.text.split()[3]: v.status for v in sweep_verdicts(result) if v.text.startswith("The fit of")}
+        for phase, status in told.items():
+            claimed, without = result.fit(phase).typical_error, result.fit(phase).lawless_error
+            size = "small" if claimed <= 0.2 else "large" if claimed <= 0.3 else "worthless"
+            seen.add((size, without >= 2 * claimed))
+            silent = size == "worthless" or (size == "large" and without < 2 * claimed)
+            assert (status is Status.UNKNOWN) is silent, (phase, claimed, without)
+    assert {("small", True), ("large", True), ("large", False), ("worthless", True)} <= seen
 
 
 def test_a_machine_whose_batches_bring_nothing_is_told():

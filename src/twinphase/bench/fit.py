@@ -230,6 +230,13 @@ class Fit:
         """Claimed relative error at a fitted point, the middle one of them."""
         return float(np.median([self.predict(point.x).error for point in self.points]))
 
+    @property
+    def lawless_error(self) -> float:
+        """The relative error that the best constant through the same points would claim."""
+        points = len(self.points)
+        scale = self.scale * math.sqrt(self.freedom / (points - 1) / max(1 - self.r_squared, 1e-9))
+        return _student(points - 1) * scale * math.sqrt(1 + 1 / points)
+
 
 def _student(freedom: int) -> float:
     return float(require("scipy.stats").t.ppf((1 + CONFIDENCE) / 2, freedom))

@@ -21,7 +21,9 @@ TIMES_A_STEP = (
 )
 NEARLY_FREE = 0.6  # a batch that takes less than this share of its sequences one by one waits for something they share
 STEADY_BATCH = 4  # sequences from which that can be told
-MEANINGFUL = 0.2  # claimed error above which holding it is no feat
+MEANINGFUL = 0.2  # claimed error above which holding it is no feat,
+BETTER_THAN_NONE = 2.0  # unless the same points without a law would claim so many times as much,
+WORTHLESS = 0.3  # and above this it is none in any case
 FEWEST_REPETITIONS = 3  # whose spread tells something
 BUSY_SHARE = 0.2  # of disturbed measurements above which it is the first thing to know
 CHANCE = 0.05  # below it, that many misses of the claimed interval are no luck
@@ -216,7 +218,8 @@ def _held_out(phase: str, found: Fit, points: list[HeldOut]) -> Verdict | None:
         f"{percent(statistics.median(abs(one.error) for one in points))} (median), "
         f"{percent(abs(worst.error))} at most, at a point where it claims ±{percent(claimed)} of what was measured."
     )
-    if found.typical_error > MEANINGFUL:
+    claims = found.typical_error
+    if claims > WORTHLESS or (claims > MEANINGFUL and BETTER_THAN_NONE * claims > found.lawless_error):
         return Verdict(
             Status.UNKNOWN, text, "An error so large says nothing: measure on a quieter machine, or more points."
         )
