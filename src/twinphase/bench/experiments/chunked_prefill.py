@@ -201,7 +201,6 @@ def _interrupt(bench: Workbench, engine: Stepped, length: int) -> Interruption:
     for _ in range(BEFORE):
         engine.step()
     prompt = engine.submit(bench.workshop.prompt(length), 4)
-    engine.records.clear()
     engine.run_until(lambda: len(prompt.times) == 4)
     steps = {record.index for record in engine.records if prompt.request.request_id in record.prefill_ids}
     before, within = [], []

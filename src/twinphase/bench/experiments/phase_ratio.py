@@ -59,7 +59,6 @@ class PhaseRatio(Experiment):
             ticket = engine.submit(bench.workshop.prompt(length), STEPS + 1)
             engine.run_until(lambda: bool(ticket.times))
             prefill = list(engine.records)
-            engine.records.clear()
             decode = engine.run()
             engine.clear()
             return prefill, decode
