@@ -1,8 +1,8 @@
 """The sweep over a made-up target whose times are a known law of noise: no clock, no machine."""
 
-import itertools
 import random
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -133,15 +133,16 @@ def test_held_out_points_are_predicted_and_never_fitted():
 
 
 def test_claims_of_held_out_points_come_true_over_many_sweeps():
-    inside = [
-        one.inside
+    held = [
+        one
         for seed in range(20)
         for result in [swept(Made(0.03, seed=seed), seed=seed)]
         for phase in ("prefill", "decode")
         for one in result.held_out(phase, result.fit(phase))
     ]
-    assert len(inside) > 120
-    assert 0.89 <= sum(inside) / len(inside) <= 0.99
+    assert len(held) > 120
+    assert sum(one.inside for one in held) >= 0.89 * len(held)
+    assert median(one.predicted.error for one in held) < 0.08, "by claims that are no larger than the noise asks for"
 
 
 def test_verdicts_of_a_machine_like_most():
@@ -188,18 +189,77 @@ def test_a_law_is_printed_with_its_range_and_extrapolation_is_told():
     assert not any("reading" in text and "in theory" not in text for text in meanings)
 
 
-def test_a_large_claimed_error_says_something_only_beside_a_larger_one_without_a_law():
-    seen = set()
-    for noise, seed in itertools.product((0.2, 0.25, 0.35), range(4)):
-        result = swept(Made(noise, seed=seed))
-        told = {v.text.split()[3]: v.status for v in sweep_verdicts(result) if v.text.startswith("The fit of")}
-        for phase, status in told.items():
-            claimed, without = result.fit(phase).typical_error, result.fit(phase).lawless_error
-            size = "small" if claimed <= 0.2 else "large" if claimed <= 0.3 else "worthless"
-            seen.add((size, without >= 2 * claimed))
-            silent = size == "worthless" or (size == "large" and without < 2 * claimed)
-            assert (status is Status.UNKNOWN) is silent, (phase, claimed, without)
-    assert {("small", True), ("large", True), ("large", False), ("worthless", True)} <= seen
+@pytest.mark.parametrize(
+    ("noise", "seed", "prefill", "decode"),
+    [
+        (0.1, 0, Status.HOLDS, Status.HOLDS),  # claims of 9 and 11 %
+        (0.2, 1, Status.HOLDS, Status.HOLDS),  # 23 % where a constant claims 319 %; 14 %
+        (0.3, 1, Status.HOLDS, Status.UNKNOWN),  # 20 %; 36 %
+        (0.4, 1, Status.UNKNOWN, Status.UNKNOWN),  # 36 and 46 %
+    ],
+)
+def test_a_large_claim_says_little(noise, seed, prefill, decode):
+    told = {v.text.split()[3]: v.status for v in sweep_verdicts(swept(Made(noise, seed=seed))) if "fit of" in v.text}
+    assert told == {"prefill": prefill, "decode": decode}
+
+
+def test_a_law_that_claims_hardly_less_than_a_constant_says_nothing():
+    class Flat(Made):
+        def decode(self, position, batch, num_tokens):
+            return DecodeSample(position + (num_tokens - 1) / 2, batch, (self._noisy(5e-3),) * num_tokens)
+
+    for noise, status in ((0.02, Status.HOLDS), (0.25, Status.UNKNOWN)):
+        result = swept(Flat(noise, seed=6))
+        found = result.fit("decode")
+        assert noise < 0.1 or 0.2 < found.typical_error < 0.3 and found.lawless_error < 2 * found.typical_error
+        assert [v.status for v in sweep_verdicts(result) if v.text.startswith("The fit of decode")] == [status]
+
+
+def test_cheap_places_are_visited_again_with_what_time_is_left():
+    pace = Pace(token=1e-3, step=0.01)
+    plain = make_plan(2048, repetitions=1, pace=pace)
+    assert {place.visits for place in plain.places} == {1}
+    free = make_plan(2048, pace=pace)
+    assert {place.visits for place in free.places} == {1, 2, 3}
+    by_cost = sorted(free.places, key=lambda place: pace.once(place, free.decode_tokens))
+    assert [place.visits for place in by_cost] == sorted((place.visits for place in free.places), reverse=True)
+    once = sum(pace.once(place, free.decode_tokens) for place in free.places)
+    again = sum((place.visits - 1) * pace.once(place, free.decode_tokens) for place in free.places)
+    assert 0.2 * once < again <= 0.35 * once
+    for seconds in (100, 60):
+        bound = make_plan(2048, pace=pace, max_seconds=seconds)
+        assert pace.estimate(bound) <= 0.95 * seconds
+        first = Plan(tuple(replace(place, visits=1) for place in bound.places), 5, bound.decode_tokens)
+        assert pace.estimate(first) <= 0.85 * seconds, "no prompt is shortened for the sake of visits"
+    hopeless = make_plan(2048, pace=Pace(token=0.1, step=1.0), max_seconds=1)
+    assert {place.visits for place in hopeless.places} == {1}
+
+
+def test_visits_of_a_round_are_apart_and_each_counts():
+    visits = {16: 3, 32: 1, 64: 2, 128: 1}
+    places = tuple(Place("decode", length, 1, visits=often) for length, often in visits.items())
+    result = sweep(Made(), Plan(places, 4), watch_others=False)
+    orders = [[m.place.length for m in result.measurements if m.round == number] for number in range(4)]
+    assert all(sorted(order) == [16, 16, 16, 32, 64, 64, 128] for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
+    assert any(order[:3] != [16, 16, 16] for order in orders)
+    assert [len(point.values) for _, point in result.points("decode")] == [4 * often for often in visits.values()]
+    assert [len(metric.values) for metric in sweep_metrics(result)] == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("visits", [1, 3])
+def test_claims_come_true_of_places_visited_once_and_often(visits):
+    """A median of five scatters more than one of fifteen, and its claim is wider."""
+    inside = [
+        one.inside
+        for seed in range(40)
+        for result in [swept(Made(0.1, seed=seed), seed=seed)]
+        for phase in ("prefill", "decode")
+        for one in result.held_out(phase, result.fit(phase))
+        if one.place.visits == visits and not one.predicted.extrapolated
+    ]
+    assert len(inside) > 100
+    assert sum(inside) >= 0.92 * len(inside)
 
 
 def test_a_machine_whose_batches_bring_nothing_is_told():
@@ -301,7 +361,8 @@ def test_report_is_whole_and_its_json_has_everything_raw():
     text = result_json(report)
     assert '"measurements"' in text and '"gaps"' in text
     assert {m.name for m in sweep_metrics(result)} == {m.name for m in report.metrics}
-    assert {len(metric.values) for metric in report.metrics} == {3, 6, 9}  # what is short is visited more often
+    assert {len(metric.values) for metric in report.metrics} == {3}  # a value a round, however often it was visited
+    assert {len(point.values) for phase in ("prefill", "decode") for _, point in result.points(phase)} >= {3, 9}
 
 
 @pytest.mark.parametrize(("points", "misses", "chance"), [(4, 0, 1.0), (4, 1, 0.185), (4, 2, 0.014), (20, 1, 0.642)])

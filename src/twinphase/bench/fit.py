@@ -93,6 +93,7 @@ def _law(formula: str, *parts: tuple[str, str, Callable[[float, float], float]])
     return Law(formula, names, units, terms)
 
 
+CONSTANT = _law("t = a", _A)
 # From few terms to many. With one batch size only, the first is all that can be told.
 DECODE_LAWS = (
     _law("t = a + b position", _A, _B),
@@ -184,15 +185,25 @@ class Fit:
         """Whether the measurements differ from the formula by more than repetitions differ from each other."""
         return self.misfit is not None and self.misfit < MISFIT_LEVEL and self.scale > MISFIT_SIZE
 
-    def predict(self, x: tuple[float, float]) -> Prediction:
+    def predict(self, x: tuple[float, float], repetitions: int | None = None) -> Prediction:
         """Seconds at a point, and the interval in which a new measurement there is to be expected.
 
         value ± t sqrt((scale value)^2 + variance of the fitted line there), t of Student's distribution. The law is
         taken as given: that it was chosen among several (`best_fit`) is not in the interval.
+
+        Args:
+            x: the point.
+            repetitions: whose median the new measurement is; None: as many as the fitted points have. With others the
+                noise of a median is another, and what the law misses (the rest of the residuals) is the same.
         """
         row = self.law.row(x)
         value = float(row @ self.values)
-        spread = math.sqrt((self.scale * value) ** 2 + float(row @ self.covariance @ row))
+        variance = self.scale**2
+        if repetitions is not None and self.repetition_noise is not None:
+            fitted = float(np.mean([_of_median(len(point.values)) for point in self.points]))
+            noise = self.repetition_noise**2 * _of_median(repetitions) / fitted
+            variance = max(variance - self.repetition_noise**2, 0.0) + noise
+        spread = math.sqrt(variance * value**2 + float(row @ self.covariance @ row))
         half = _student(self.freedom) * spread
         return Prediction(value, value - half, value + half, not self.covers(x))
 
@@ -232,10 +243,9 @@ class Fit:
 
     @property
     def lawless_error(self) -> float:
-        """The relative error that the best constant through the same points would claim."""
-        points = len(self.points)
-        scale = self.scale * math.sqrt(self.freedom / (points - 1) / max(1 - self.r_squared, 1e-9))
-        return _student(points - 1) * scale * math.sqrt(1 + 1 / points)
+        """The relative error that the best constant through the same points claims."""
+        constant = fit(CONSTANT, self.points)
+        return constant.typical_error if constant is not None else math.inf
 
 
 def _student(freedom: int) -> float:
@@ -366,17 +376,19 @@ def _coefficients(
 
 
 def _repetition_noise(points: Sequence[Point]) -> tuple[float | None, int]:
-    """Relative standard deviation of a point's median, and how many repetitions it rests on.
-
-    The median of k normal values scatters by sqrt(pi / 2 / k) times their standard deviation, about.
-    """
+    """Relative standard deviation of a point's median, and how many repetitions it rests on."""
     repeated = [point for point in points if len(point.values) > 1]
     freedom = sum(len(point.values) - 1 for point in repeated)
     if not freedom:
         return None, 0
     squares = sum(float(np.var(point.values)) * len(point.values) / point.median**2 for point in repeated)
-    of_median = np.mean([(math.pi / 2 if (k := len(point.values)) > 2 else 1.0) / k for point in repeated])
-    return math.sqrt(squares / freedom * float(of_median)), freedom
+    of_median = float(np.mean([_of_median(len(point.values)) for point in repeated]))
+    return math.sqrt(squares / freedom * of_median), freedom
+
+
+def _of_median(count: int) -> float:
+    """Variance of the median of so many normal values over the variance of one, about: pi / 2 / k."""
+    return (math.pi / 2 if count > 2 else 1.0) / count
 
 
 def _misfit(scale: float, freedom: int, noise: float | None, noise_freedom: int) -> float | None:

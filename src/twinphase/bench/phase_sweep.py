@@ -41,11 +41,11 @@ class SweepError(TwinphaseError):
 
 @dataclass(frozen=True)
 class Measurement:
-    """One repetition of one place.
+    """One visit to one place.
 
     Attributes:
         place: where.
-        round: which repetition, from 0.
+        round: which, from 0; a place may be measured several times in one.
         began: seconds since the sweep began.
         samples: what the target gave: several for a short prefill.
         foreign_cores: cores' worth of CPU time that others used meanwhile; None where it cannot be told.
@@ -156,7 +156,7 @@ class SweepResult:
     def held_out(self, phase: str, found: Fit) -> list[HeldOut]:
         """What the fit predicts for the held-out points, beside what was measured."""
         return [
-            HeldOut(place, point.x, found.predict(point.x), point.median)
+            HeldOut(place, point.x, found.predict(point.x, len(point.values)), point.median)
             for place, point in self.points(phase, held_out=True)
         ]
 
@@ -240,7 +240,7 @@ class _Sweep:
                 if self.plan.max_seconds is not None and self.clock() - self.start > self.plan.max_seconds:
                     self.result.stopped = f"the limit of {self.plan.max_seconds:g} s was reached"
                     return
-                self.progress(f"{place}, {number + 1} of {self.plan.repetitions}", done, total)
+                self.progress(f"{place}, round {number + 1} of {self.plan.repetitions}", done, total)
                 done += 1
                 if place not in self.result.failures:
                     self.measure(place, number)

@@ -16,7 +16,8 @@ POWERS = tuple(2**k for k in range(5, 24))
 UNKNOWN_CONTEXT = 2048  # tokens planned for where the target does not say what it holds
 QUICK_LENGTH = 1024
 DECODE_TOKENS = 24
-BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate
+BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate, before places are visited again
+FILLED_SHARE = 0.95  # and with that
 MARGIN = 1.3  # of the estimate: attention grows with the prompt, and what is disturbed is repeated
 FEWEST_TOKENS = 128  # a plan is not shortened below
 MOST_VISITS = 3  # of a place in one round
@@ -90,14 +91,20 @@ class Pace:
         more = decode_tokens * self.step if place.phase == "decode" else ENOUGH_SECONDS
         return place.length * place.batch * self.token + more
 
-    def with_visits(self, places: Sequence[Place], decode_tokens: int) -> tuple[Place, ...]:
-        """The places, those that take least time visited several times, while that takes a part of all first visits."""
-        costs = {place: self.once(place, decode_tokens) for place in places}
-        left, visits = VISITS_SHARE * sum(costs.values()), {}
-        for place in sorted(places, key=lambda place: costs[place]):
-            visits[place] = 1 + min(MOST_VISITS - 1, int(left / costs[place]))
+    def with_visits(self, plan: Plan) -> Plan:
+        """The plan, in which those places that take least time are visited several times a round.
+
+        That takes a part of the first visits' time at most, and no more than the time limit leaves.
+        """
+        costs = {place: MARGIN * plan.repetitions * self.once(place, plan.decode_tokens) for place in plan.places}
+        left = VISITS_SHARE * sum(costs.values())
+        if plan.max_seconds is not None:
+            left = min(left, FILLED_SHARE * plan.max_seconds - sum(costs.values()))
+        visits = {}
+        for place in sorted(plan.places, key=lambda place: costs[place]):
+            visits[place] = 1 + min(MOST_VISITS - 1, max(0, int(left / costs[place])))
             left -= (visits[place] - 1) * costs[place]
-        return tuple(replace(place, visits=visits[place]) for place in places)
+        return replace(plan, places=tuple(replace(place, visits=visits[place]) for place in plan.places))
 
 
 def _spaced(low: int, high: int, count: int) -> list[int]:
@@ -128,8 +135,8 @@ def make_plan(
         repetitions: five unless told; three if `quick`.
         max_seconds: limit of the sweep.
         max_length: longest prompt + output to measure; the context's end unless told.
-        pace: of the target (`calibrate`): what is short is measured several times a round, and prompts are shortened
-            until the plan fits into `max_seconds`.
+        pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`; what is short is
+            then measured several times a round, if there is more than one.
         seed: of the order.
     """
     wanted = min(context_length or UNKNOWN_CONTEXT, max_length or (QUICK_LENGTH if quick else 1 << 40))
@@ -137,13 +144,12 @@ def make_plan(
     length = wanted
     while True:
         places, tokens = _places(length, batches, quick)
-        if pace is not None and rounds > 1:
-            places = pace.with_visits(places, tokens)
         plan = Plan(places, rounds, tokens, max_seconds, seed, wanted)
-        if pace is None or max_seconds is None or pace.estimate(plan) <= BUDGET_SHARE * max_seconds:
+        if pace is None:
             return plan
-        if length <= FEWEST_TOKENS:
-            return plan
+        fits = max_seconds is None or pace.estimate(plan) <= BUDGET_SHARE * max_seconds
+        if fits or length <= FEWEST_TOKENS:
+            return pace.with_visits(plan) if rounds > 1 else plan  # who asks for one round wants one look
         length = max(FEWEST_TOKENS, length * 9 // 10)
 
 

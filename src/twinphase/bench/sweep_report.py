@@ -211,17 +211,25 @@ def _points_table(result: SweepResult, phase: str, found: Fit | None) -> Table:
 
 
 def sweep_metrics(result: SweepResult) -> list[Metric]:
-    """Every place with its repetitions, under the name of what was asked for, so that two targets can be compared."""
+    """Every place under the name of what was asked for, so that two targets can be compared.
+
+    One value a round, the median of its visits: those of one round are of one mood of the machine, and a comparison
+    that took each for an independent measurement would be too sure.
+    """
     found = []
     for phase, definition in (
         ("prefill", result.facts.prefill_definition),
         ("decode", result.facts.decode_definition),
     ):
-        for place, point in result.points(phase):
+        for place, _ in result.points(phase):
             name = f"prefill_seconds[n={place.length}]"
             if phase == "decode":
                 name = f"decode_step_seconds[position={place.length},batch={place.batch}]"
-            found.append(Metric(name, "s", "lower", point.values, definition))
+            rounds: dict[int, list[float]] = {}
+            for one in result.used(place):
+                rounds.setdefault(one.round, []).append(one.seconds)
+            values = tuple(statistics.median(visits) for _, visits in sorted(rounds.items()))
+            found.append(Metric(name, "s", "lower", values, definition))
     return found
 
 
