@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from twinphase.bench.explain_report import explain_report
+from twinphase.bench.explain_report import explain_report, waterfall_plot
 from twinphase.bench.render import write_report
 from twinphase.bench.result import read_result
 from twinphase.cli import run_app
@@ -50,3 +50,15 @@ def test_a_load_is_a_report_too(tmp_path):
     assert report.sections[-1].title == "Unknown from outside" and report.sections[-1].paragraphs
     pytest.importorskip("vl_convert")
     assert write_report(report, tmp_path / "out").html.stat().st_size > 1000
+
+
+def test_a_wall_time_too_short_for_parts_is_not_drawn(saved):
+    falls = {"wall_seconds": 1e-5, "first_token": None, "bars": []}
+    saved.write_text(json.dumps(from_file(saved) | {"waterfall": falls}))
+    section = explain_report(from_file(saved)).sections[0]
+    assert section.plots == () and [row[0] for row in section.tables[0].rows] == ["all"]
+
+
+def test_the_whole_is_drawn_as_the_table_says_it(saved):
+    falls = from_file(saved)["waterfall"] | {"wall_seconds": 0.1001}
+    assert waterfall_plot(falls, "").spec["layer"][1]["data"]["values"][0]["ms"] == 100.1

@@ -25,7 +25,7 @@ def explain_report(found: Mapping[str, Any]) -> Report:
     verdicts = [_verdict(one, found["kind"]) for one in found["diagnoses"]]
     first = "" if falls["first_token"] is None else f", first token after {duration(falls['first_token'])}"
     caption = "" if found["kind"] == "client" else "Shares of steps that several requests had come from the cost model."
-    plots = (waterfall_plot(falls, caption),)
+    plots = (waterfall_plot(falls, caption),) if falls["bars"] else ()
     sections = [Section("Where the time went", tables=(_waterfall_table(falls),), plots=plots)]
     near = found.get("efficiency")
     if near:
@@ -85,7 +85,8 @@ def waterfall_plot(falls: Mapping[str, Any], caption: str) -> Plot:
         early = round(1e3 * bar["before_first_token"], 3)
         spent = {"ms": round(end - start, 3), "share": share, "of it before the first token, ms": early}
         rows.append({"part": bar["name"], **spent, "from": round(start, 3), "to": round(end, 3)})
-    total = {"part": "all", "ms": round(ends[-1], 3), "share": whole, "from": 0.0, "to": round(ends[-1], 3)}
+    wall = round(1e3 * falls["wall_seconds"], 3)
+    total = {"part": "all", "ms": wall, "share": whole, "from": 0.0, "to": wall}
     y_axis = {"field": "part", "type": "nominal", "title": None, "sort": [*names, "all"]}
     x_axis = {"field": "from", "type": "quantitative", "title": "time (ms)", "axis": {"grid": True}}
     place = {"y": y_axis, "x": x_axis, "x2": {"field": "to"}}
