@@ -10,8 +10,8 @@ from twinphase.bench.statistics import percentile
 
 __all__ = ["latency_plots", "sweep_plots", "timeline_plot"]
 
-BARS = 150  # requests in the timeline,
-LANES = 400  # and pixels of all of them together, where none gets too thin
+BARS = 150  # most requests that the timeline shows
+TIMELINE_HEIGHT = 400  # pixels; more or less where that makes a bar too thin or too thick
 QUEUE, FIRST, REST, FAILED = "queue (the server's claim)", "until the first token", "output", "failed"
 # Not red for failures, which is too near decode's colour.
 COLOURS = {QUEUE: "role:neutral", FIRST: "role:prefill", REST: "role:decode", FAILED: "role:text"}
@@ -69,7 +69,7 @@ def timeline_plot(result: LoadResult) -> Plot:
     left = len(result.observations) - len(shown)
     caption = f"As the client saw it. The first {BARS} requests; {left} more are in the JSON." if left else ""
     layer = {"mark": {"type": "bar", "cornerRadius": 1}, "encoding": encoding, "params": highlight("part")}
-    height = max(4, min(26, LANES // max(1, len(shown)))) * len(shown)
+    height = max(4, min(26, TIMELINE_HEIGHT // max(1, len(shown)))) * len(shown)
     spec = {"data": {"values": rows}, "height": height, "layer": [layer]}
     return Plot(_name(result, "timeline"), "Requests in time", spec, caption or "As the client saw it.")
 
