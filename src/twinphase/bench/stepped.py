@@ -84,7 +84,8 @@ class Stepped:
     Attributes:
         engine: the engine.
         records: of the steps since `clear`, oldest first.
-        walls: seconds of each of these `step()` calls, whole: a record ends before its own bookkeeping.
+        walls: seconds of each of these `step()` calls, whole: a record ends before its own bookkeeping. `walls[i]`
+            belongs to `records[i]`: only `clear` forgets, and both.
     """
 
     def __init__(self, engine: Engine) -> None:
