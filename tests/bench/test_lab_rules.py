@@ -34,10 +34,10 @@ from twinphase.bench.experiments.experiment import (
     median_of,
     overall,
     ratio_of,
-    shown,
     tempered,
     unknown,
 )
+from twinphase.bench.experiments.figures import shown
 from twinphase.bench.experiments.workbench import MOST_ROUNDS, ROUNDS, Speed, Workbench, fitted
 from twinphase.bench.lab import EXPERIMENTS, choose
 from twinphase.bench.report import Status

@@ -13,13 +13,11 @@ from twinphase.bench.experiments.experiment import (
     Rule,
     exactly,
     median_of,
-    milliseconds,
     percent,
-    points,
-    shown,
     undisturbed,
     unknown,
 )
+from twinphase.bench.experiments.figures import milliseconds, points, shown
 from twinphase.bench.experiments.phase_bound import PhaseBound, phase_bound
 from twinphase.bench.experiments.workbench import Workbench
 from twinphase.bench.plots import bars

@@ -12,11 +12,10 @@ from twinphase.bench.experiments.experiment import (
     Judged,
     Rule,
     median_of,
-    points,
     ratio_of,
-    shown,
     unknown,
 )
+from twinphase.bench.experiments.figures import points, shown
 from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench, median_step
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Plot, Table

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 from twinphase.bench.experiments.experiment import (
     OTHER_RUN,
@@ -12,16 +13,13 @@ from twinphase.bench.experiments.experiment import (
     Experiment,
     Judged,
     Rule,
-    coefficients,
     median_of,
-    metrics_by,
-    points,
     ratio_of,
-    shown,
     undisturbed,
     unknown,
 )
-from twinphase.bench.experiments.workbench import Workbench, fits, median_step
+from twinphase.bench.experiments.figures import coefficients, metrics_by, points, shown
+from twinphase.bench.experiments.workbench import Workbench, fits
 from twinphase.bench.plots import lines
 from twinphase.bench.report import Column, Metric, Plot, Table
 from twinphase.phases.hardware import Ceilings
@@ -91,20 +89,20 @@ class DecodePosition(Experiment):
         for prompt in prompts.values():
             engine.prefill(prompt)
 
-        def token(position: int) -> list[float]:
-            return [median_step(engine.decode([prompts[position]], STEPS))]
+        def steps(position: int) -> list[float]:
+            return [record.seconds for record in engine.decode([prompts[position]], STEPS)]
 
         def answer() -> list[float]:
             ticket = engine.submit(prompts[NEAREST], length + 1)
             engine.run()
             return ticket.gaps
 
-        found = bench.interleave({p: partial(token, p) for p in positions} | {0: answer})
+        found = bench.interleave({p: partial(steps, p) for p in positions} | {0: answer})
         gaps = found.pop(0)
         kv_token_bytes = kv_bytes_per_token(shape)
         used = shape.linear_bytes + shape.head_bytes + furthest * kv_token_bytes
         return cls(
-            {position: [one for (one,) in values] for position, values in found.items()},
+            {position: [median(one) for one in values] for position, values in found.items()},
             gaps,
             kv_token_bytes,
             None,

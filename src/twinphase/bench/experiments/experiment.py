@@ -10,9 +10,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench, fits
+from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench
 from twinphase.bench.report import Metric, Plot, Status, Table
 from twinphase.bench.statistics import median_interval, percentile
 from twinphase.phases.hardware import Ceilings
@@ -23,19 +23,13 @@ __all__ = [
     "Experiment",
     "Judged",
     "Rule",
-    "coefficients",
     "decide",
     "exactly",
     "judge",
     "median_of",
-    "metrics_by",
-    "milliseconds",
     "overall",
     "percent",
-    "point",
-    "points",
     "ratio_of",
-    "shown",
     "tempered",
     "undisturbed",
     "unknown",
@@ -331,47 +325,6 @@ class Experiment(ABC):
         return overall(judged), judged
 
 
-def shown(values: Sequence[float], scale: float = 1.0, digits: int = 3) -> str:
-    """Median and interval for a cell of a table: "12.3 (11.9 to 13)"."""
-    estimate = median_of(values)
-    if estimate.note:
-        return "unknown"
-    low, middle, high = (f"{value * scale:,.{digits}g}" for value in (estimate.low, estimate.value, estimate.high))
-    if abs(estimate.high * scale) >= 1000:
-        low, middle, high = (f"{value * scale:,.0f}" for value in (estimate.low, estimate.value, estimate.high))
-    return f"{middle} ({low} to {high})"
-
-
 def percent(share: float) -> str:
     """A share to three digits."""
     return f"{share * 100:.3g} %"
-
-
-def milliseconds(seconds: float | None) -> str:
-    """A reckoned time for a cell of a table."""
-    return "unknown" if seconds is None else f"{seconds * 1e3:.3g}"
-
-
-def point(values: Sequence[float], name: str, scale: float = 1.0) -> dict[str, float]:
-    """A measured point for a plot: its median under `name`, and its interval as "low" and "high"."""
-    estimate = median_of(values)
-    return {name: estimate.value * scale, "low": estimate.low * scale, "high": estimate.high * scale}
-
-
-def points(
-    repetitions: Mapping[Any, Sequence[float]], x: str, y: str, scale: float = 1.0, **more: Any
-) -> list[dict[str, Any]]:
-    """A plot's rows: the repetitions' median and interval at each x, and what else is the same in all rows."""
-    return [{x: at, **point(values, y, scale), **more} for at, values in repetitions.items()]
-
-
-def coefficients(repetitions: Mapping[int, Sequence[float]], degree: int) -> list[float]:
-    """Coefficients of the polynomial through the repetitions at each x, lowest power first: medians of their fits."""
-    return [median_of(values).value for values in zip(*fits(repetitions, degree), strict=True)]
-
-
-def metrics_by(name: str, key: str, repetitions: Mapping[int, Sequence[float]], definition: str) -> list[Metric]:
-    """Seconds to be compared between runs, one metric at each value of `key`."""
-    return [
-        Metric(f"{name}[{key}={at}]", "s", "lower", tuple(values), definition) for at, values in repetitions.items()
-    ]

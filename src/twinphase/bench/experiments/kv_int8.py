@@ -13,10 +13,9 @@ from twinphase.bench.experiments.experiment import (
     Rule,
     exactly,
     median_of,
-    points,
     ratio_of,
-    shown,
 )
+from twinphase.bench.experiments.figures import points, shown
 from twinphase.bench.experiments.workbench import Workbench, median_step
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Plot, Table

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from twinphase.bench.experiments.experiment import (
-    Estimate,
-    Experiment,
-    Judged,
-    Rule,
-    points,
-    ratio_of,
-    shown,
-    undisturbed,
-)
+from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, ratio_of, undisturbed
+from twinphase.bench.experiments.figures import points, shown
 from twinphase.bench.experiments.phase_bound import PhaseBound, phase_bound
 from twinphase.bench.experiments.workbench import Workbench
 from twinphase.bench.plots import bars

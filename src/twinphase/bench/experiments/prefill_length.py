@@ -7,18 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from twinphase.bench.experiments.experiment import (
-    Estimate,
-    Experiment,
-    Judged,
-    Rule,
-    coefficients,
-    median_of,
-    metrics_by,
-    percent,
-    points,
-    shown,
-)
+from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, median_of, percent
+from twinphase.bench.experiments.figures import coefficients, metrics_by, points, shown
 from twinphase.bench.experiments.workbench import Workbench, fits
 from twinphase.bench.plots import lines
 from twinphase.bench.report import Column, Metric, Plot, Table

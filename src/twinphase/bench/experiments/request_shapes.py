@@ -13,8 +13,8 @@ from twinphase.bench.experiments.experiment import (
     median_of,
     percent,
     ratio_of,
-    shown,
 )
+from twinphase.bench.experiments.figures import shown
 from twinphase.bench.experiments.workbench import Workbench
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Metric, Plot, Table

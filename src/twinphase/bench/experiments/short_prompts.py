@@ -6,16 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from twinphase.bench.experiments.experiment import (
-    Estimate,
-    Experiment,
-    Judged,
-    Rule,
-    median_of,
-    points,
-    ratio_of,
-    shown,
-)
+from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, median_of, ratio_of
+from twinphase.bench.experiments.figures import points, shown
 from twinphase.bench.experiments.workbench import Workbench
 from twinphase.bench.plots import lines
 from twinphase.bench.report import Column, Plot, Table
