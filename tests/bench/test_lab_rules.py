@@ -90,6 +90,21 @@ def test_a_margin_widens_both_limits():
     assert rule.scope == "undecided within 10 % of the limit"
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "close"),
+    [
+        (1.05, 1.5, "the lower end of 1.05x to 1.5x is within 10 %"),
+        (0.5, 0.95, "the upper end of 0.5x to 0.95x is within 10 %"),
+        (1.05, 1.9, "1.05x to 1.9x is within 10 %"),
+        (1.5, 1.85, "the upper end of 1.5x to 1.85x is within 10 %"),
+        (1.05, 1.05, ": 1.05x is within 10 %"),
+    ],
+)
+def test_the_reason_says_which_end_is_close_to_a_limit(low, high, close):
+    found = decide(Rule("x", "", 1, 2, margin=0.1), Estimate((low + high) / 2, low, high, 0.95, 8))
+    assert found.status is UNKNOWN and close in found.reason
+
+
 def test_a_limit_from_above_and_an_exact_one():
     assert decide(Rule("x", "", at_most=1), exactly(1)).status is HOLDS
     assert decide(Rule("x", "", at_most=1), exactly(1.01)).status is FAILS

@@ -199,12 +199,27 @@ def decide(rule: Rule, estimate: Estimate) -> Judged:
         return Judged(rule, estimate, Status.FAILS)
     if keeps:
         return Judged(rule, estimate, Status.HOLDS)
-    interval = f"{rule.number(estimate.low)} to {rule.number(estimate.high)}"
-    note = f"Too noisy to tell: {interval} lies on both sides of a limit ({rule.text})."
+    note = f"Too noisy to tell: {_interval(rule, estimate)} lies on both sides of a limit ({rule.text})."
     if any(_against(replace(rule, margin=0.0), estimate)):
-        note = f"Too close to tell: {interval} is within {percent(rule.margin)} of a limit ({rule.text}), and another "
-        note += "run may differ by as much."
+        note = f"Too close to tell: {_close_ends(rule, estimate)} within {percent(rule.margin)} of a limit "
+        note += f"({rule.text}), and another run may differ by as much."
     return Judged(rule, estimate, Status.UNKNOWN, note)
+
+
+def _interval(rule: Rule, estimate: Estimate) -> str:
+    low, high = rule.number(estimate.low), rule.number(estimate.high)
+    return low if low == high else f"{low} to {high}"
+
+
+def _close_ends(rule: Rule, estimate: Estimate) -> str:
+    """Which ends of the interval are within the margin of a limit, with the verb."""
+    limits = [limit for limit in (rule.at_least, rule.at_most) if limit is not None]
+    ranges = [(limit - rule.margin * abs(limit), limit + rule.margin * abs(limit)) for limit in limits]
+    low, high = (any(a <= end <= b for a, b in ranges) for end in (estimate.low, estimate.high))
+    interval = _interval(rule, estimate)
+    if low and high:
+        return f"{interval} is"
+    return f"the {'lower' if low else 'upper'} end of {interval} is"
 
 
 def _against(rule: Rule, estimate: Estimate) -> tuple[bool, bool]:
