@@ -66,7 +66,7 @@ def test_a_verdict_needs_the_whole_interval_on_one_side(values, expected):
 
 @pytest.mark.parametrize("share", [0.43, 0.45, 0.499, 0.501, 0.53, 0.57])
 def test_what_another_run_could_turn_around_is_not_decided(share):
-    """MFU and MBU of one machine came out at 43 to 53 % and 45 to 62 % in different runs, each sure of its own."""
+    """MFU and MBU of one machine came out at 43 to 55 % and 45 to 77 % in different runs, each sure of its own."""
     found = both(prefill=0.7 / share, decode=0.7 / share)
     status, judged = found.evaluate()
     assert status is UNKNOWN
@@ -74,6 +74,14 @@ def test_what_another_run_could_turn_around_is_not_decided(share):
         if one.rule in (bounds.MFU, bounds.MBU):
             assert one.reason.startswith(("Too close to tell", "Too noisy to tell"))
             assert one.rule.number(one.estimate.low) in one.reason and "at least 50 %" in one.reason
+
+
+@pytest.mark.parametrize(("share", "mfu", "mbu"), [(0.4, FAILS, UNKNOWN), (0.62, HOLDS, UNKNOWN), (0.7, HOLDS, HOLDS)])
+def test_bandwidth_differs_more_between_runs_than_arithmetic(share, mfu, mbu):
+    """Reading the same weights was 38 GB/s in one run and 55 GB/s in the next."""
+    judged = {one.rule: one.status for one in both(prefill=0.7 / share, decode=0.7 / share).evaluate()[1]}
+    assert (judged[bounds.MFU], judged[bounds.MBU]) == (mfu, mbu)
+    assert all(rule.margin >= 0.3 for rule in (bounds.MBU, bounds.DECODE_SIDE, decode_position.SLOPE))
 
 
 def test_a_margin_widens_both_limits():
@@ -270,7 +278,8 @@ CASES = [
     (replace(rates(5.0), others=1.0), HOLDS),
     (both(), HOLDS),
     (both(prefill=2.0), FAILS),
-    (both(decode=2.0), FAILS),
+    (both(decode=2.5), FAILS),
+    (both(decode=2.0), UNKNOWN),  # another run's bandwidth may make it hold
     (both(prefill=2.0, others=1.0), UNKNOWN),  # the ceiling is the whole machine's
     (both(prefill=0.5), UNKNOWN),  # above a ceiling: a count or the ceiling is wrong
     (both(compute=None), UNKNOWN),
@@ -341,7 +350,7 @@ TOO_SHORT = [  # what fails at the size that the rule asks for
     positions(slope=2e-8, furthest=2048, bandwidth=5e11),
     rates(5.0, prompt=64),
     both(prefill=2.0, prompt=128),
-    both(compute=0.7, memory=0.9, prompt=128),
+    both(compute=0.6, memory=0.95, prompt=128),
     shapes(0.03, 2.0, long=256),
     shapes(0.5, 0.3, long=256),
     batches(0.0005, largest=4),  # 4 together cannot be much above 3 times as fast as one

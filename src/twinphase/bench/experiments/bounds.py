@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from twinphase.bench.experiments.experiment import (
+    OTHER_BANDWIDTH,
     OTHER_RUN,
     Estimate,
     Experiment,
@@ -37,7 +38,7 @@ PREFILL_SIDE = Rule(
     at_least=1,
     fails_from=256,
     sized_in="prompt tokens",
-    margin=OTHER_RUN,
+    margin=OTHER_BANDWIDTH,
 )
 MFU = Rule(
     "prefill's MFU",
@@ -52,14 +53,14 @@ DECODE_SIDE = Rule(
     "decode: memory over arithmetic",
     "time of its bytes at the bandwidth / time of its FLOP at the peak",
     at_least=1,
-    margin=OTHER_RUN,
+    margin=OTHER_BANDWIDTH,
 )
 MBU = Rule(
     "decode's MBU",
     "time of its bytes at the bandwidth / time taken; from half on, memory explains most",
     at_least=HALF,
     unit="%",
-    margin=OTHER_RUN,
+    margin=OTHER_BANDWIDTH,
 )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from statistics import median
 
 from twinphase.bench.experiments.experiment import (
-    OTHER_RUN,
+    OTHER_BANDWIDTH,
     Estimate,
     Experiment,
     Judged,
@@ -43,7 +43,7 @@ SLOPE = Rule(
     "measured seconds for each earlier token / (its KV bytes / measured bandwidth)",
     0.5,
     2.0,
-    margin=OTHER_RUN,
+    margin=OTHER_BANDWIDTH,
 )
 
 
