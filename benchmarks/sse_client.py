@@ -23,24 +23,25 @@ from twinphase.bench.sse import read_events
 __all__ = ["ask", "events"]
 
 
-async def ask(port: int, path: str, body: dict[str, Any], *, due: float = SEND_NOW, **options: Any) -> Reply:
-    """Send a request when it is due, and take all that comes back.
+async def ask(port: int, path: str, body: dict[str, Any] | bytes, *, due: float = SEND_NOW, **options: Any) -> Reply:
+    """Send a request when it is due, and take all that comes back; `Reply.whole` if its HTTP message ended too.
 
     Args:
         port: of the server.
         path: of the API.
-        body: as JSON.
+        body: to be sent as JSON; bytes are JSON already, which takes no time any more when the request is due.
         due: seconds of `time.perf_counter`; at once unless told. `Reply.intended` is this moment, and the connection
             is asked for only then: times that count from it have its opening in them, as a user's have.
         options: of `exchange`.
     """
-    address, data = Address("http", "127.0.0.1", port, ""), msgspec.json.encode(body)
+    address = Address("http", "127.0.0.1", port, "")
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
     request = address.head("POST", path, {}, len(data)) + data
     if math.isnan(due):
         due = time.perf_counter()
     else:
         await asyncio.sleep(due - time.perf_counter())
-    return await exchange(address, request, intended=due, **options)
+    return await exchange(address, request, intended=due, to_the_end=True, **options)
 
 
 def events(reply: Reply) -> list[tuple[float, dict[str, Any]]]:

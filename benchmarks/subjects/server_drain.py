@@ -61,7 +61,7 @@ async def scenario(server: Server, bodies: list[dict[str, Any]], seats: int) -> 
 
 
 def is_complete(reply: Reply, body: dict[str, Any]) -> bool:
-    """Whether all tokens came, and the end was said."""
+    """Whether all tokens came, the end was said, and the HTTP message ended."""
     if reply.status != 200 or not reply.whole:
         return False
     if not body["stream"]:
@@ -109,7 +109,7 @@ def make_report(bench: Any, found: list[dict[str, Any]]) -> Report:
     notes = [
         f"{args.requests} requests on {args.seats} seats, half of them streams; {args.prompt} prompt and {args.output} "
         "new tokens each; SIGTERM when half of the seats had their first token",
-        "complete: status 200, finish_reason length, and every one of the tokens by its id",
+        "complete: status 200, finish_reason length, every one of the tokens by its id, and the HTTP message's end",
         "seconds from the signal to the last byte of an answer, and to the end of the process; "
         f"between them {after} ms",
         "refused: no connection",

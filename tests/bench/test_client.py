@@ -437,3 +437,25 @@ def test_servers_are_known_by_what_they_say(stub, kind):
     assert (target.server.kind, target.facts.engine) == (kind, versions[kind])
     assert target.facts.context_length == {"vllm": 4096, "llama.cpp": 2048}.get(kind)
     assert target.facts.precision == "unknown"
+
+
+def test_a_client_that_leaves_after_a_time_has_sent_its_request(stub):
+    stub.script({"queue": 5.0})
+    address, body = Address.parse(stub.url), b'{"prompt": "one", "stream": true}'
+    request = address.head("POST", "/v1/completions", {}, len(body)) + body
+    reply = run(exchange(address, request, leave_after=0.0))
+    assert failure_kind(reply.error) == LEFT and not reply.pieces and reply.ended >= reply.sent >= reply.connected
+    late = time.perf_counter() + 30
+    while not stub.log() and time.perf_counter() < late:
+        time.sleep(0.01)
+    assert len(stub.log()) == 1
+
+
+def test_a_stream_may_have_to_end_as_http_too(stub):
+    address, body = Address.parse(stub.url), b'{"prompt": "one", "stream": true}'
+    request = address.head("POST", "/v1/completions", {}, len(body)) + body
+    for end, kind in (("done", ""), ("error", "truncated")):  # the stub cuts the second one off after its [DONE]
+        stub.script({"end": end})
+        reply = run(exchange(address, request, to_the_end=True))
+        assert (reply.whole, failure_kind(reply.error)) == (not kind, kind) and b"[DONE]" in reply.body
+        assert run(exchange(address, request)).whole

@@ -52,6 +52,8 @@ SPIN_SECONDS = 0.0015  # event loops sleep by the millisecond; the rest is waite
 DONE = b"[DONE]"
 CLIENT_LIMIT = "client limit"  # the kind of failures that are this machine's: the server was never asked
 LEFT = "left"  # the kind of replies whose client went away
+WENT_AWAY = f"{LEFT}: the client went away"
+TIMED_OUT = "timeout: the reply did not end in time"
 OWN_ERRORS = {
     errno.EMFILE: "this process may have no more open files (ulimit -n)",
     errno.ENFILE: "this machine has no more open files",
@@ -157,7 +159,7 @@ class Reply:
         headers: names in lower case.
         pieces: parts of the body, each with the moment at which its bytes were read from the socket.
         connected_late: the connection was asked for in time and was there, or had failed, only after `intended`.
-        whole: the reply came to its end.
+        whole: the reply came to its end: a stream to its [DONE], unless `exchange` was told to wait for more.
         error: "KIND: details" if it did not; "" otherwise.
         asked_tokens: of output, as the sender noted; 0 if it did not.
     """
@@ -196,8 +198,10 @@ class Reply:
 class _Exchange(asyncio.Protocol):
     """One request's connection: sends when told, stamps what comes."""
 
-    def __init__(self, reply: Reply, done: asyncio.Future[None], leave: Callable[[Reply], bool] | None) -> None:
-        self._reply, self._done, self._leave = reply, done, leave
+    def __init__(
+        self, reply: Reply, done: asyncio.Future[None], leave: Callable[[Reply], bool] | None, to_the_end: bool
+    ) -> None:
+        self._reply, self._done, self._leave, self._to_the_end = reply, done, leave, to_the_end
         self._parser = httptools.HttpResponseParser(self)
         self._now = 0.0
         self._has_length = False
@@ -233,9 +237,10 @@ class _Exchange(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._reply.pieces.append((self._now, body))
         if DONE in body[-16:] and body.endswith(b"\n") and body.rstrip().endswith(b"data: [DONE]"):
-            self.on_message_complete()  # nothing follows; whether the server closes now is not waited for
+            if not self._to_the_end:
+                self.on_message_complete()  # nothing follows; whether the server closes now is not waited for
         elif self._leave is not None and self._leave(self._reply):
-            self.finish(f"{LEFT}: the client went away")
+            self.finish(WENT_AWAY)
 
     def on_message_complete(self) -> None:
         if 100 <= self._reply.status < 200:
@@ -248,9 +253,9 @@ class _Exchange(asyncio.Protocol):
             self._reply.error, self._reply.ended = error, self._now or time.perf_counter()
             self._done.set_result(None)
 
-    def time_out(self) -> None:
+    def give_up(self, error: str) -> None:
         self._now = time.perf_counter()
-        self.finish("timeout: the reply did not end in time")
+        self.finish(error)
 
 
 async def wait_until(moment: float) -> None:
@@ -269,6 +274,8 @@ async def exchange(
     intended: float = SEND_NOW,
     timeout: float = 600.0,
     leave: Callable[[Reply], bool] | None = None,
+    leave_after: float = math.inf,
+    to_the_end: bool = False,
 ) -> Reply:
     """Send a request when it is due, and take its whole reply.
 
@@ -278,6 +285,8 @@ async def exchange(
         intended: when to send it, if that is still to come. The connection is opened at once.
         timeout: seconds from sending to the end of the reply.
         leave: whether to go away; asked after each part of the body, but not after a stream's [DONE].
+        leave_after: seconds from sending after which to go away.
+        to_the_end: a stream is whole only with the end of its HTTP message; its [DONE] is enough otherwise.
 
     Returns:
         The reply; whatever went wrong is in its `error`.
@@ -288,7 +297,7 @@ async def exchange(
     if address.scheme == "https":
         secure = {"ssl": _tls(), "server_hostname": address.host}
     opening = loop.create_connection(
-        lambda: _Exchange(reply, done, leave), address.ip or address.host, address.port, **secure
+        lambda: _Exchange(reply, done, leave, to_the_end), address.ip or address.host, address.port, **secure
     )
     try:
         transport, protocol = await asyncio.wait_for(opening, min(timeout, 60.0))
@@ -308,7 +317,8 @@ async def exchange(
         transport.write(request)
         if math.isnan(intended):
             reply.intended = reply.sent
-        timer = loop.call_later(timeout, protocol.time_out)
+        wait, why = (leave_after, WENT_AWAY) if leave_after < timeout else (timeout, TIMED_OUT)
+        timer = loop.call_later(wait, protocol.give_up, why)
         await done
         timer.cancel()
     finally:
