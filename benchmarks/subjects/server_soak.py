@@ -78,12 +78,19 @@ def departure(rng: random.Random, sample: Sample) -> tuple[bool, dict[str, Any],
         return True, {}, {"leave": at_event(rng.randint(3, 20))}
     if sample.prompt_tokens > 512:  # in prefill: when the first chunk is read
         return True, {"return_progress": True}, {"leave": at_event(1)}
-    return rng.random() < 0.5, {}, {"timeout": rng.uniform(0.0, 0.3)}  # in the queue, or wherever it is
+    return rng.random() < 0.5, {}, {"leave_after": rng.uniform(0.0, 0.3)}  # in the queue, or wherever it is
 
 
 def at_event(number: int) -> Callable[[Reply], bool]:
-    """Whether so many events have come."""
-    return lambda reply: reply.body.count(b"data: ") >= number
+    """Whether so many events have come; for one reply, asked after each part of it."""
+    seen = 0
+
+    def leave(reply: Reply) -> bool:
+        nonlocal seen
+        seen += reply.pieces[-1][1].count(b"data: ")
+        return seen >= number
+
+    return leave
 
 
 async def client(port: int, rng: random.Random, pool: list[Sample], until: float, tally: Tally, leavers: float) -> None:
@@ -95,8 +102,7 @@ async def client(port: int, rng: random.Random, pool: list[Sample], until: float
             stream, fields, going = departure(rng, sample)
         body = {**sample.body, "stream": stream, "return_token_ids": True, **fields}
         reply = await ask(port, sample.path, body, **going)
-        left = bool(going) and failure_kind(reply.error) in (LEFT, "timeout")
-        count(reply, sample, stream, left, tally)
+        count(reply, sample, stream, failure_kind(reply.error) == LEFT, tally)
         if reply.status == 429:
             await asyncio.sleep(rng.uniform(0.05, 0.2))
 
