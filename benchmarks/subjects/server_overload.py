@@ -16,6 +16,7 @@ import statistics
 import time
 from typing import Any
 
+import msgspec
 from loads import Report, spread
 from sse_client import ask, events
 
@@ -40,9 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--times", type=float, default=4, help="arrivals / capacity (default: %(default)s)")
 
 
-async def full(port: int, clients: int, seconds: float, make: Any) -> list[Reply]:
-    """Clients that send a request after the other."""
-    end = time.perf_counter() + seconds
+async def full(port: int, clients: int, seconds: float, make: Any) -> tuple[float, list[Reply]]:
+    """Clients that send a request after the other: when they began, and all replies."""
+    start = time.perf_counter()
+    end = start + seconds
 
     async def client() -> list[Reply]:
         replies = []
@@ -50,16 +52,16 @@ async def full(port: int, clients: int, seconds: float, make: Any) -> list[Reply
             replies.append(await ask(port, PATH, make()))
         return replies
 
-    return [reply for own in await asyncio.gather(*(client() for _ in range(clients))) for reply in own]
+    return start, [reply for own in await asyncio.gather(*(client() for _ in range(clients))) for reply in own]
 
 
-async def overload(port: int, rate: float, seconds: float, make: Any, seed: int) -> list[Reply]:
-    """Requests at random moments, `rate` a second."""
-    rng, at, dues = random.Random(seed), time.perf_counter(), []
-    end = at + seconds
-    while (at := at + rng.expovariate(rate)) < end:
-        dues.append(at)
-    return await asyncio.gather(*(ask(port, PATH, make(), due=due) for due in dues))
+async def overload(port: int, rate: float, seconds: float, make: Any, seed: int) -> tuple[float, list[Reply]]:
+    """Requests at random moments, `rate` a second: when the first second began, and all replies."""
+    rng, at, planned = random.Random(seed), 0.0, []
+    while (at := at + rng.expovariate(rate)) < seconds:
+        planned.append((at, msgspec.json.encode(make())))
+    start = time.perf_counter()  # not before all bodies are there: no request is late because of them
+    return start, await asyncio.gather(*(ask(port, PATH, body, due=start + at) for at, body in planned))
 
 
 def summary(replies: list[Reply], start: float, seconds: float) -> dict[str, Any]:
@@ -105,11 +107,10 @@ def run(bench: Any) -> Report:
     with bench.serve(*flags, f"--num-kv-blocks={-(-tokens // 16) + args.seats}") as server:
 
         def once(name: str, rate: float) -> dict[str, Any]:
-            start = time.perf_counter()
             if name == "full":
-                replies = run_client(full(server.port, args.seats + args.queued, args.seconds, make))
+                start, replies = run_client(full(server.port, args.seats + args.queued, args.seconds, make))
             else:
-                replies = run_client(overload(server.port, rate, args.seconds, make, len(found[name])))
+                start, replies = run_client(overload(server.port, rate, args.seconds, make, len(found[name])))
             value = summary(replies, start, args.seconds)
             settle(server)
             return value
