@@ -17,7 +17,8 @@ TOLERANCE = 1e-3  # relative norm of the logits
 BEGINNING = 128  # tokens of each text, but for the longest, which is taken whole
 
 
-def test_logits_of_twenty_texts(model_path: Path, token_ids: dict[str, list[int]]) -> None:
+def test_logits_of_twenty_beginnings_and_one_whole_text(model_path: Path, token_ids: dict[str, list[int]]) -> None:
+    """Of 19 texts the first 128 tokens, and of the longest all, up to 2,000: only it shows what the length does."""
     oracle = Oracle(model_path)
     reference = Steps(model_path, ReferenceBackend(), num_blocks=125)
     errors = {}
