@@ -80,6 +80,8 @@ def test_the_report_has_its_conditions_and_everything_raw(made):
     assert set(report.data["experiments"]) == {one.name for one in EXPERIMENTS}
     raw = report.data["experiments"]["prefill-length"]
     assert all(values for values in raw["found"]["seconds"].values())
+    for experiment in report.data["experiments"].values():
+        assert all(bool(rule["reason"]) is (rule["status"] == "unknown") for rule in experiment["rules"])
     assert any("instead of" in line for line in report.noise)  # the tiny model's context is short
     assert all(math.isfinite(value) for metric in report.metrics for value in metric.values)
 

@@ -35,6 +35,7 @@ from twinphase.bench.experiments.experiment import (
     overall,
     ratio_of,
     tempered,
+    undisturbed,
     unknown,
 )
 from twinphase.bench.experiments.figures import shown
@@ -177,7 +178,7 @@ def phase(tokens, seconds, compute, memory, noise=STEADY):
 
 
 def both(prefill=1.0, decode=1.0, compute=0.7, memory=0.01, others=None, prompt=512):
-    return bounds.Bounds(phase(prompt, prefill, compute, memory), phase(24, decode, 0.1, 0.7), others)
+    return bounds.Bounds(phase(prompt, prefill, compute, memory), phase(24, decode, 0.1, 0.7), others=others)
 
 
 def positions(slope=1e-6, noise=STEADY, late=1.0, bandwidth=1e10, furthest=4096):
@@ -268,6 +269,7 @@ CASES = [
     (positions(), HOLDS),
     (positions(slope=5e-6), FAILS),
     (replace(positions(slope=5e-6), others=1.0), UNKNOWN),  # the bandwidth is the whole machine's
+    (replace(positions(), others=1.0), UNKNOWN),
     (positions(slope=0.0), FAILS),
     (positions(late=1.5), FAILS),
     (positions(bandwidth=None), UNKNOWN),
@@ -275,12 +277,14 @@ CASES = [
     (rates(50.0), FAILS),
     (rates(9.0, WILD), UNKNOWN),
     (replace(rates(50.0), others=1.0), UNKNOWN),  # prefill had not the cores, decode had the memory
-    (replace(rates(5.0), others=1.0), HOLDS),
+    (replace(rates(5.0), others=1.0), UNKNOWN),  # prefill had the cores, decode had not the memory
+    (replace(rates(5.0), others=0.1), HOLDS),
     (both(), HOLDS),
     (both(prefill=2.0), FAILS),
     (both(decode=2.5), FAILS),
     (both(decode=2.0), UNKNOWN),  # another run's bandwidth may make it hold
     (both(prefill=2.0, others=1.0), UNKNOWN),  # the ceiling is the whole machine's
+    (both(others=1.0), HOLDS),  # others can only lower what is left of a ceiling
     (both(prefill=0.5), UNKNOWN),  # above a ceiling: a count or the ceiling is wrong
     (both(compute=None), UNKNOWN),
     (both(compute=0.01, memory=0.7), FAILS),
@@ -321,6 +325,7 @@ CASES = [
     (threads(1.9, 1.9), FAILS),
     (threads(1.0, 0.5), FAILS),
     (replace(threads(1.0, 0.5), others=1.0), UNKNOWN),  # the cores were not free
+    (replace(threads(1.9, 1.2), others=1.0), UNKNOWN),
     (threads(1.3, 1.0, WILD), UNKNOWN),
     (cores.Cores({1: [1.0] * 8}, {1: [1.0] * 8}), UNKNOWN),
     (answers(0, 0), HOLDS),
@@ -523,10 +528,38 @@ def test_what_fails_only_against_a_ceiling_of_another_time_is_unknown():
     rule = Rule("x", "", at_least=1)
     good, bad, unclear = (decide(rule, one) for one in (exactly(2), exactly(0), unknown("?")))
     assert tempered([bad], [bad]) == [bad]
-    assert tempered([good, unclear], [bad, bad]) == [good, unclear]
-    for near in (good, unclear):
+    assert tempered([good, unclear], [good, bad]) == [good, unclear]
+    for near, says in ((good, "after it is 2x."), (unclear, "after it: ?")):
         found = tempered([bad], [near])[0]
-        assert found.status is UNKNOWN and "ceiling of another time" in found.reason
+        assert found.status is UNKNOWN and found.estimate == bad.estimate
+        assert found.reason.startswith("It fails only against a ceiling of another time") and found.reason.endswith(
+            says
+        )
+
+
+def test_what_holds_only_against_a_ceiling_of_another_time_is_unknown_where_that_can_raise_it():
+    either, lowered = Rule("x", "", at_least=1), Rule("x", "", at_least=1, disturbed="lowers")
+    for rule, expected in ((either, UNKNOWN), (lowered, HOLDS)):
+        found = tempered([decide(rule, exactly(2))], [decide(rule, exactly(0))])[0]
+        assert found.status is expected
+        assert (expected is UNKNOWN) is found.reason.startswith("It holds only against a ceiling of another time")
+
+
+@pytest.mark.parametrize(("disturbed", "good", "bad"),
+                         [("", HOLDS, FAILS), ("lowers", HOLDS, UNKNOWN), ("moves", UNKNOWN, UNKNOWN)])  # fmt: skip
+def test_what_others_may_have_brought_about_is_unknown_and_keeps_its_number(disturbed, good, bad):
+    rule = Rule("x", "", at_least=1, disturbed=disturbed)
+    judged = [decide(rule, one) for one in (exactly(2), exactly(0), unknown("?"))]
+    assert undisturbed(judged, None) == undisturbed(judged, 0.1) == judged
+    found = undisturbed(judged, 0.44)
+    assert [one.status for one in found] == [good, bad, UNKNOWN]
+    assert [one.line for one in found] == ["x 2x", "x 0x", "x unknown"]
+    assert all("other programs used 0.4 cores" in one.reason for one in found[:2] if one.status is UNKNOWN)
+
+
+def test_others_only_lower_what_has_a_lower_limit_only():
+    for rule in (rule for experiment in EXPERIMENTS for rule in experiment.rules):
+        assert rule.disturbed != "lowers" or (rule.at_least is not None and rule.at_most is None), rule.name
 
 
 def test_a_measurement_is_put_against_other_ceilings():

@@ -243,7 +243,8 @@ def _try(
         )
         progress(experiment.name, 0, 100)
         try:
-            found, status, judged = _verdict_of(experiment.measure(bench), setting, before)
+            measured = replace(experiment.measure(bench), others=bench.others)
+            found, status, judged = _verdict_of(measured, setting, before)
         except (TwinphaseError, MemoryError) as failure:
             error = str(failure) or "The memory is not enough."
             judged = judge(experiment.rules, dict.fromkeys(experiment.rules, unknown(error)))
@@ -266,7 +267,7 @@ def _look_again(setting: Setting) -> Ceilings | None:
 def _verdict_of(
     found: Experiment, setting: Setting, before: Ceilings | None
 ) -> tuple[Experiment, Status, list[Judged]]:
-    """Against the best ceilings of this run; what fails only there, and not against those around it, is unknown."""
+    """Against the best ceilings of this run; what those around it do not bear out is unknown."""
     after = _look_again(setting) if found.uses_ceilings else None
     if before is None or after is None:
         return found, *found.evaluate()
@@ -387,7 +388,10 @@ def _raw(finding: Finding) -> dict[str, Any]:
     return {
         "claim": finding.experiment.claim,
         "status": finding.status.value,
-        "rules": [{**asdict(one.rule), **asdict(one.estimate), "status": one.status.value} for one in finding.judged],
+        "rules": [
+            {**asdict(one.rule), **asdict(one.estimate), "status": one.status.value, "reason": one.reason}
+            for one in finding.judged
+        ],
         "seconds": finding.seconds,
         "reduced": list(finding.reduced),
         "others": finding.others,

@@ -15,7 +15,6 @@ from twinphase.bench.experiments.experiment import (
     exactly,
     median_of,
     percent,
-    undisturbed,
     unknown,
 )
 from twinphase.bench.experiments.figures import milliseconds, points, shown
@@ -48,6 +47,7 @@ MFU = Rule(
     fails_from=256,
     sized_in="prompt tokens",
     margin=OTHER_RUN,
+    disturbed="lowers",  # the ceilings are those of the whole machine
 )
 DECODE_SIDE = Rule(
     "decode: memory over arithmetic",
@@ -61,12 +61,13 @@ MBU = Rule(
     at_least=HALF,
     unit="%",
     margin=OTHER_BANDWIDTH,
+    disturbed="lowers",
 )
 
 
 @dataclass(frozen=True)
 class Bounds(Experiment):
-    """Both phases, and the cores that other programs used meanwhile."""
+    """Both phases."""
 
     name = "bounds"
     claim = "Prefill is bound by arithmetic; decode is bound by memory bandwidth."
@@ -83,7 +84,6 @@ class Bounds(Experiment):
 
     prefill: PhaseBound
     decode: PhaseBound
-    others: float | None = None
 
     @classmethod
     def measure(cls, bench: Workbench) -> Bounds:
@@ -99,7 +99,7 @@ class Bounds(Experiment):
             return engine.decode([workshop.prompt(16)], DECODE_TOKENS)
 
         found = bench.interleave({"prefill": prefill, "decode": decode})
-        return cls(phase_bound(bench, found["prefill"]), phase_bound(bench, found["decode"]), bench.others)
+        return cls(phase_bound(bench, found["prefill"]), phase_bound(bench, found["decode"]))
 
     def under(self, ceilings: Ceilings | None) -> Bounds:
         """Both phases against these ceilings."""
@@ -110,18 +110,10 @@ class Bounds(Experiment):
         prefill, decode = self.prefill, self.decode
         return {
             PREFILL_SIDE: _side(prefill.compute, prefill.memory).at(prefill.tokens),
-            MFU: self._efficiency(MFU, prefill.mfu).at(prefill.tokens),
+            MFU: _efficiency(MFU, prefill.mfu).at(prefill.tokens),
             DECODE_SIDE: _side(decode.memory, decode.compute),
-            MBU: self._efficiency(MBU, decode.mbu),
+            MBU: _efficiency(MBU, decode.mbu),
         }
-
-    def _efficiency(self, rule: Rule, shares: Sequence[float]) -> Estimate:
-        if not shares:
-            return NO_CEILING
-        estimate = median_of(shares)
-        if estimate.high > 1:
-            return unknown(f"{rule.measured(estimate)} of a ceiling: the count or the ceiling is wrong.")
-        return undisturbed(rule, estimate, self.others)  # the ceilings are those of the whole machine
 
     def why(self, judged: Sequence[Judged]) -> Sequence[str]:
         """Why the phases differ, how far each is from its ceiling, and what else takes time."""
@@ -203,3 +195,12 @@ class Bounds(Experiment):
 
 def _side(one: float | None, other: float | None) -> Estimate:
     return NO_CEILING if one is None or other is None else exactly(one / other)
+
+
+def _efficiency(rule: Rule, shares: Sequence[float]) -> Estimate:
+    if not shares:
+        return NO_CEILING
+    estimate = median_of(shares)
+    if estimate.high > 1:
+        return unknown(f"{rule.measured(estimate)} of a ceiling: the count or the ceiling is wrong.")
+    return estimate

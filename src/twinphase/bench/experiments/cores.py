@@ -16,7 +16,7 @@ from twinphase.bench.experiments.experiment import (
     unknown,
 )
 from twinphase.bench.experiments.figures import points, shown
-from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench, median_step
+from twinphase.bench.experiments.workbench import Workbench, median_step
 from twinphase.bench.plots import bars
 from twinphase.bench.report import Column, Plot, Table
 from twinphase.bench.stepped import Workshop
@@ -26,11 +26,12 @@ __all__ = ["Cores"]
 
 PROMPT = (256, 128, 64)
 STEPS = 16
-GAIN = Rule("prefill's speed-up", "prefill's tokens/s with all threads / with one", at_least=1.3)
+GAIN = Rule("prefill's speed-up", "prefill's tokens/s with all threads / with one", at_least=1.3, disturbed="moves")
 HELP = Rule(
     "prefill's speed-up / decode's",
     "(prefill with all threads / with one) / (decode with all / with one)",
     at_least=1.1,
+    disturbed="moves",  # the second core is not free then
 )
 
 
@@ -41,7 +42,6 @@ class Cores(Experiment):
     Attributes:
         prefill: tokens a second of each repetition, by threads, rising; one entry only on a machine with one core.
         decode: likewise.
-        others: cores that other programs used meanwhile; None is unknown.
     """
 
     name = "cores"
@@ -57,7 +57,6 @@ class Cores(Experiment):
 
     prefill: dict[int, list[float]]
     decode: dict[int, list[float]]
-    others: float | None = None
 
     @classmethod
     def measure(cls, bench: Workbench) -> Cores:
@@ -79,9 +78,7 @@ class Cores(Experiment):
             variants["prefill", threads] = partial(prefill, workshop)
             variants["decode", threads] = partial(decode, workshop)
         found = bench.interleave(variants)
-        return cls(
-            {n: found["prefill", n] for n in workshops}, {n: found["decode", n] for n in workshops}, bench.others
-        )
+        return cls({n: found["prefill", n] for n in workshops}, {n: found["decode", n] for n in workshops})
 
     @property
     def most(self) -> int:
@@ -96,9 +93,6 @@ class Cores(Experiment):
         """Unknown where there was no second core to help."""
         if self.most == min(self.prefill):
             return dict.fromkeys(self.rules, unknown("There is one core only."))
-        if self.others is not None and self.others >= QUIET_CORES:
-            note = f"Other programs used {self.others:.1f} cores meanwhile: the second core was not free."
-            return dict.fromkeys(self.rules, unknown(note))
         prefill, decode = self.speedups(self.prefill), self.speedups(self.decode)
         return {GAIN: median_of(prefill), HELP: ratio_of(prefill, decode)}
 

@@ -15,7 +15,6 @@ from twinphase.bench.experiments.experiment import (
     Rule,
     median_of,
     ratio_of,
-    undisturbed,
     unknown,
 )
 from twinphase.bench.experiments.figures import coefficients, metrics_by, points, shown
@@ -44,6 +43,7 @@ SLOPE = Rule(
     0.5,
     2.0,
     margin=OTHER_BANDWIDTH,
+    disturbed="moves",  # others slow all positions, and the bandwidth is the whole machine's
 )
 
 
@@ -58,7 +58,6 @@ class DecodePosition(Experiment):
         bandwidth: measured for weights and KV at the last position, bytes/s; None is unknown.
         attention_flops: of each earlier token.
         working_set: bytes that a step at the last position reads.
-        others: cores that other programs used meanwhile; None is unknown.
     """
 
     name = "decode-position"
@@ -75,7 +74,6 @@ class DecodePosition(Experiment):
     bandwidth: float | None
     attention_flops: int
     working_set: int
-    others: float | None = None
 
     @classmethod
     def measure(cls, bench: Workbench) -> DecodePosition:
@@ -108,7 +106,6 @@ class DecodePosition(Experiment):
             None,
             4 * shape.num_layers * shape.num_heads * shape.head_dim,
             used,
-            bench.others,
         ).under(bench.ceilings)
 
     def under(self, ceilings: Ceilings | None) -> DecodePosition:
@@ -134,7 +131,7 @@ class DecodePosition(Experiment):
         return {
             FLAT: ratio_of([sum(gaps[-half:]) for gaps in self.gaps], [sum(gaps[:half]) for gaps in self.gaps]),
             RISE: ratio_of(self.seconds[self.furthest], self.seconds[NEAREST]).at(self.furthest),
-            SLOPE: undisturbed(SLOPE, slope, self.others),  # the bandwidth is the whole machine's
+            SLOPE: slope,
         }
 
     def why(self, judged: Sequence[Judged]) -> Sequence[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 from twinphase.bench.experiments.workbench import QUIET_CORES, Workbench
 from twinphase.bench.report import Metric, Plot, Status, Table
@@ -56,6 +56,8 @@ class Rule:
         sized_in: of what that is the size: "prompt tokens".
         decided_from: the smallest size at which it may hold either: below, the quantity is lost in other things.
         margin: how much another run may differ, a fraction of the limit: nothing so close to it holds or fails.
+        disturbed: what other programs that compute do to the quantity: "lowers" it, of a rule whose only limit is a
+            lower one; "moves" it either way; "" nothing, both of its sides being slowed alike.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Rule:
     sized_in: str = "tokens"
     decided_from: int | None = None
     margin: float = 0.0
+    disturbed: Literal["", "lowers", "moves"] = ""
 
     @property
     def sizes(self) -> str:
@@ -243,34 +246,45 @@ def _below(least: int | None, size: int | None) -> bool:
     return least is not None and (size is None or size < least)
 
 
-def undisturbed(rule: Rule, estimate: Estimate, others: float | None) -> Estimate:
-    """The same, but unknown where it does not hold and other programs used cores that one of the phases needs.
-
-    Args:
-        rule: that it is for.
-        estimate: as measured.
-        others: cores that other programs used meanwhile; None is unknown.
-    """
-    if others is None or others < QUIET_CORES or decide(rule, estimate).status is Status.HOLDS or estimate.note:
-        return estimate
-    return unknown(f"{rule.measured(estimate)}, but other programs used {others:.1f} cores meanwhile.")
-
-
 def judge(rules: Sequence[Rule], estimates: Mapping[Rule, Estimate]) -> list[Judged]:
     """Every rule with its estimate; one that is missing is unknown."""
     return [decide(rule, estimates.get(rule, unknown("It was not measured."))) for rule in rules]
 
 
+def undisturbed(judged: Sequence[Judged], others: float | None) -> list[Judged]:
+    """What other programs that computed meanwhile may have made hold or fail is UNKNOWN; its number stays.
+
+    Args:
+        judged: as measured.
+        others: cores that other programs used meanwhile; None is unknown.
+    """
+    if others is None or others < QUIET_CORES:
+        return list(judged)
+    found = []
+    for one in judged:
+        doubtful = {"": (), "lowers": (Status.FAILS,), "moves": (Status.HOLDS, Status.FAILS)}[one.rule.disturbed]
+        if one.status in doubtful:
+            how = "lowers it" if one.rule.disturbed == "lowers" else "may move it either way"
+            reason = f"It {one.status.value}, but other programs used {others:.1f} cores meanwhile, which {how}."
+            one = replace(one, status=Status.UNKNOWN, reason=reason)
+        found.append(one)
+    return found
+
+
 def tempered(judged: Sequence[Judged], around: Sequence[Judged]) -> list[Judged]:
-    """What fails against the best ceilings of a run, but not against those measured right around it, is UNKNOWN.
+    """What holds or fails against the best ceilings of a run only, and not against those right around it, is UNKNOWN.
 
     What memory gives is shared with others on the host: a ceiling of another minute may not have been there to use.
+    What a better ceiling can only lower, and holds against the best one, holds.
     """
     found = []
     for one, near in zip(judged, around, strict=True):
-        if one.status is Status.FAILS and near.status is not Status.FAILS:
-            note = "It fails only against a ceiling of another time: with those measured right before and after it is "
-            one = replace(one, status=Status.UNKNOWN, reason=f"{note}{near.rule.measured(near.estimate)}.")
+        sound = one.status is near.status or (one.status is Status.HOLDS and one.rule.disturbed == "lowers")
+        if one.status is not Status.UNKNOWN and not sound:
+            note = f"It {one.status.value} only against a ceiling of another time. With those measured right before "
+            known = math.isfinite(near.estimate.value)
+            note += f"and after it is {near.rule.measured(near.estimate)}." if known else f"and after it: {near.reason}"
+            one = replace(one, status=Status.UNKNOWN, reason=note)
         found.append(one)
     return found
 
@@ -297,6 +311,7 @@ class Experiment(ABC):
         meaning: what it means for a user, one sentence.
         share: of the time, relative to the others'.
         uses_ceilings: whether a rule compares with the machine's ceilings; they are then measured again around it.
+        others: cores that other programs used in the repetitions that count; None is unknown.
     """
 
     name: ClassVar[str]
@@ -306,6 +321,8 @@ class Experiment(ABC):
     meaning: ClassVar[str]
     share: ClassVar[float]
     uses_ceilings: ClassVar[bool] = False
+
+    others: float | None = field(default=None, kw_only=True)
 
     @classmethod
     @abstractmethod
@@ -338,7 +355,7 @@ class Experiment(ABC):
 
     def evaluate(self) -> tuple[Status, list[Judged]]:
         """The verdict on it."""
-        judged = judge(self.rules, self.estimates())
+        judged = undisturbed(judge(self.rules, self.estimates()), self.others)
         return overall(judged), judged
 
 

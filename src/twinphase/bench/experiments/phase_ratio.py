@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, ratio_of, undisturbed
+from twinphase.bench.experiments.experiment import Estimate, Experiment, Judged, Rule, ratio_of
 from twinphase.bench.experiments.figures import points, shown
 from twinphase.bench.experiments.phase_bound import PhaseBound, phase_bound
 from twinphase.bench.experiments.workbench import Workbench
@@ -23,12 +23,13 @@ RATIO = Rule(
     at_least=10,
     fails_from=256,
     sized_in="prompt tokens",
+    disturbed="moves",  # prefill needs all cores, and decode the memory: others who compute slow one of them more
 )
 
 
 @dataclass(frozen=True)
 class PhaseRatio(Experiment):
-    """Both phases of a request, and the cores that other programs used meanwhile."""
+    """Both phases of a request."""
 
     name = "phase-ratio"
     claim = "Prefill handles tokens ten times faster than decode, or more."
@@ -39,7 +40,6 @@ class PhaseRatio(Experiment):
 
     prefill: PhaseBound
     decode: PhaseBound
-    others: float | None = None
 
     @classmethod
     def measure(cls, bench: Workbench) -> PhaseRatio:
@@ -56,7 +56,7 @@ class PhaseRatio(Experiment):
             return prefill, decode
 
         prefills, decodes = zip(*bench.interleave({"both": both})["both"], strict=True)
-        return cls(phase_bound(bench, prefills), phase_bound(bench, decodes), bench.others)
+        return cls(phase_bound(bench, prefills), phase_bound(bench, decodes))
 
     @property
     def rates(self) -> dict[str, list[float]]:
@@ -72,9 +72,8 @@ class PhaseRatio(Experiment):
         return (max(d.compute, d.memory) / d.tokens) / (max(p.compute, p.memory) / p.tokens)
 
     def estimates(self) -> Mapping[Rule, Estimate]:
-        """Within each request. Prefill needs all cores, and decode the memory: others who compute slow one of them."""
-        ratio = ratio_of(self.prefill.rates, self.decode.rates).at(self.prefill.tokens)
-        return {RATIO: undisturbed(RATIO, ratio, self.others).at(self.prefill.tokens)}
+        """Within each request."""
+        return {RATIO: ratio_of(self.prefill.rates, self.decode.rates).at(self.prefill.tokens)}
 
     def why(self, judged: Sequence[Judged]) -> Sequence[str]:
         """What batching over tokens gains, and what the ceilings allow."""
