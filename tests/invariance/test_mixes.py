@@ -164,15 +164,23 @@ class Mixes(RuleBasedStateMachine):
     def start(self, num_blocks: int, policy: str) -> None:
         self.engine = make_engine(self.mixed, num_blocks, self.clock, policy=policy, max_num_batched_tokens=64)
         self.scheduler = self.engine.scheduler
+        if num_blocks == 12:
+            # Room for all at first, and for two at their ends: whatever a step takes, somebody has to go.
+            params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+            for number in range(4):
+                self.add([10 + number] * 10, params)
 
     @rule(burst=st.lists(new_requests(), min_size=1, max_size=6))
     def submit(self, burst: list[dict[str, Any]]) -> None:
         for wanted in burst:
-            name = str(len(self.requests))
             wanted["priority"] *= self.scheduler.policy == "priority"
-            request = Request(name, arrival_time=self.clock(), **wanted)
-            self.timelines[name] = self.engine.add_request(request)
-            self.requests[name], self.logprobs[name] = request, []
+            self.add(**wanted)
+
+    def add(self, prompt_token_ids: list[int], sampling_params: SamplingParams, **wanted: Any) -> None:
+        name = str(len(self.requests))
+        request = Request(name, prompt_token_ids, sampling_params, arrival_time=self.clock(), **wanted)
+        self.timelines[name] = self.engine.add_request(request)
+        self.requests[name], self.logprobs[name] = request, []
 
     @rule(count=st.sampled_from([1, 2, 20]))
     def step(self, count: int) -> None:
@@ -307,8 +315,8 @@ def test_200_mixes(path: Path) -> None:
     tally = check_mixes(path, "auto", 200)
     assert median(tally.unattributed) < 0.01
     least = {"compared": 1000, "compared after a hit": 300, "compared after preemption": 50, "mixed steps": 1000}
-    # How many occur by themselves depends on step times, hence on the machine, and on how Hypothesis draws.
-    least |= {"natural preemptions": 1, "forced preemptions": 5, "evicted blocks": 5, "failures": 5}
+    # Most natural ones are of the four that each mix of 12 blocks begins with.
+    least |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5, "failures": 5}
     assert all(tally.count[name] >= number for name, number in least.items()), tally.count
 
 
