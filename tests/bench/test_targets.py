@@ -1,13 +1,13 @@
 """Targets of the phase sweep: what each measures on tiny models, and of a server whose timings are known."""
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import time
 
 import pytest
 
+from bench.attempts import check_errors
 from bench.stub_server import RunningStub
 from tiny_gguf import write_tiny_gguf
 from twinphase.arguments import is_model_name
@@ -194,6 +194,8 @@ def test_missing_files_and_packages_are_told(tmp_path, monkeypatch):
 
 # A server
 
+LATE = 0.005  # a client that was late is wrong by this much
+
 
 def seen(*times, tokens=None):
     return Observation("", 0.0, 0.0, token_times=list(times), num_output_tokens=tokens or len(times), status=200)
@@ -218,25 +220,17 @@ def test_pieces_that_are_not_tokens_are_not_scaled():
     assert window_gaps([one])[0] is None
 
 
-def patient(check, attempts=30):
-    """A machine that is busy elsewhere may be late at any moment; not thirty times in a row."""
-    for _ in range(attempts - 1):
-        with contextlib.suppress(AssertionError):
-            return check()
-    return check()
-
-
 def test_phases_of_a_server_are_what_it_stamped(stub):
     stub.script({"first": 0.05, "gaps": [0.02] * 12})
     target = PhasesOfUrl(stub.url)
 
-    def check():
+    def errors(number):
         target.begin_claims()
         stub.script({"first": 0.05})
         sample = target.prefill(100)
         entry = stub.log()[-1]
         stamped = entry["sent"][0] - entry["received"]
-        assert stamped <= sample.seconds <= stamped + 0.02
+        assert stamped <= sample.seconds, "the client sends before and receives after"
         assert 80 <= sample.num_tokens <= 120
         stub.script({"first": 0.01, "gaps": [0.02] * 12})
         decode = target.decode(50, 3, 12)
@@ -245,12 +239,16 @@ def test_phases_of_a_server_are_what_it_stamped(stub):
         pairs = [pair for entry in log for pair in zip(entry["sent"], entry["sent"][1:], strict=False)]
         true = [b - a for a, b in pairs if a >= begin and b <= end]
         assert decode.batch == 3
-        assert sum(decode.gaps) / len(decode.gaps) == pytest.approx(sum(true) / len(true), rel=0.1)
         assert 50 <= decode.position <= 75
         assert len(target.observations) >= 4  # every request is kept
-        assert target.num_measured == 2 and not target.late and not target.client_fault()
+        assert target.num_measured == 2
+        return {
+            "prefill": sample.seconds - stamped,
+            "gap": abs(sum(decode.gaps) / len(decode.gaps) - sum(true) / len(true)),
+            "late": LATE * bool(target.late or target.client_fault()),
+        }
 
-    patient(check)
+    check_errors(errors, stub.process.pid, limit=2e-3)
 
 
 def test_a_client_that_is_late_is_noticed_and_measured_again(stub, monkeypatch):
