@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["check_errors", "seconds_waited"]
 
 JUDGED, MOST = 12, 24
-QUIET = 8e-3  # seconds of waiting in an attempt, in many small parts
+QUIET = 1e-3  # seconds of waiting in an attempt that disturb nothing
 
 
 def seconds_waited(*pids: int) -> float:
@@ -24,7 +24,7 @@ def seconds_waited(*pids: int) -> float:
 def check_errors(attempt: Callable[[int], Mapping[str, float]], server: int, limit: float = 1e-3) -> None:
     """Every figure is right in three quarters of the attempts, of which those count in which the least was waited.
 
-    Where that is much, it is taken off each error.
+    It is taken off each error.
 
     Args:
         attempt: seconds by which each figure is wrong, the same figures each time.
@@ -38,9 +38,6 @@ def check_errors(attempt: Callable[[int], Mapping[str, float]], server: int, lim
         seen.append((seconds_waited(os.getpid(), server) - before, errors))
         quiet += seen[-1][0] < QUIET
     judged = sorted(seen, key=lambda one: one[0])[:JUDGED]
-    wrong = {
-        name: sum(errors[name] - waited * (waited > QUIET) >= limit for waited, errors in judged)
-        for name in judged[0][1]
-    }
+    wrong = {name: sum(errors[name] - waited >= limit for waited, errors in judged) for name in judged[0][1]}
     assert max(wrong.values()) <= JUDGED // 4, (wrong, judged)
     assert not any(math.isnan(error) for _, errors in judged for error in errors.values())
