@@ -221,10 +221,10 @@ def test_cheap_places_are_visited_again_with_what_time_is_left():
     assert {place.visits for place in plain.places} == {1}
     free = make_plan(2048, pace=pace)
     assert {place.visits for place in free.places} == {1, 2, 3}
-    by_cost = sorted(free.places, key=lambda place: pace.once(place, free.decode_tokens))
+    by_cost = sorted(free.places, key=lambda place: pace.visit(free, place))
     assert [place.visits for place in by_cost] == sorted((place.visits for place in free.places), reverse=True)
-    once = sum(pace.once(place, free.decode_tokens) for place in free.places)
-    again = sum((place.visits - 1) * pace.once(place, free.decode_tokens) for place in free.places)
+    once = sum(pace.visit(free, place) for place in free.places)
+    again = sum((place.visits - 1) * pace.visit(free, place) for place in free.places)
     assert 0.2 * once < again <= 0.35 * once
     for seconds in (100, 60):
         bound = make_plan(2048, pace=pace, max_seconds=seconds)

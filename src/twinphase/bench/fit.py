@@ -200,8 +200,8 @@ class Fit:
         value = float(row @ self.values)
         variance = self.scale**2
         if repetitions is not None and self.repetition_noise is not None:
-            fitted = float(np.mean([_of_median(len(point.values)) for point in self.points]))
-            noise = self.repetition_noise**2 * _of_median(repetitions) / fitted
+            fitted = _of_median([len(point.values) for point in self.points])
+            noise = self.repetition_noise**2 * _of_median([repetitions]) / fitted
             variance = max(variance - self.repetition_noise**2, 0.0) + noise
         spread = math.sqrt(variance * value**2 + float(row @ self.covariance @ row))
         half = _student(self.freedom) * spread
@@ -382,13 +382,12 @@ def _repetition_noise(points: Sequence[Point]) -> tuple[float | None, int]:
     if not freedom:
         return None, 0
     squares = sum(float(np.var(point.values)) * len(point.values) / point.median**2 for point in repeated)
-    of_median = float(np.mean([_of_median(len(point.values)) for point in repeated]))
-    return math.sqrt(squares / freedom * of_median), freedom
+    return math.sqrt(squares / freedom * _of_median([len(point.values) for point in repeated])), freedom
 
 
-def _of_median(count: int) -> float:
-    """Variance of the median of so many normal values over the variance of one, about: pi / 2 / k."""
-    return (math.pi / 2 if count > 2 else 1.0) / count
+def _of_median(counts: Sequence[int]) -> float:
+    """Variance of the median of so many normal values over that of one, about pi / 2 / k; the mean over the counts."""
+    return float(np.mean([(math.pi / 2 if count > 2 else 1.0) / count for count in counts]))
 
 
 def _misfit(scale: float, freedom: int, noise: float | None, noise_freedom: int) -> float | None:

@@ -34,6 +34,7 @@ OURS = {
     "decode time": "last piece - first piece of output, at the client",
 }
 NOT_SEEN = "a client cannot see it"
+OLLAMA_LENGTHS = (128, 16)  # tokens of prompt and output of the requests that its claims take
 Value = Callable[[Observation], float | None]
 
 
@@ -265,22 +266,19 @@ def read_ollama(reply: Reply) -> Observation:
     return seen
 
 
-def claims_reader(
-    target: Any, prompts: PromptMaker | None = None, lengths: tuple[int, int] = (128, 16)
-) -> MetricsReader | OllamaReader | None:
+def claims_reader(target: Any, prompts: PromptMaker | None = None) -> MetricsReader | OllamaReader | None:
     """Who reads a server's claims before and after a load; None for those that put them into replies, or nowhere.
 
     Args:
         target: of the load.
         prompts: for Ollama, whose claims need requests of their own; unlike those of the load.
-        lengths: of these requests, prompt and output.
     """
     if not isinstance(target, OpenAITarget):
         return None
     if target.server.kind in ("vllm", "sglang", "twinphase"):
         return MetricsReader(target, target.server.kind)
     if target.server.kind == "ollama" and prompts is not None:
-        return OllamaReader(target, prompts, lengths)
+        return OllamaReader(target, prompts, OLLAMA_LENGTHS)
     return None
 
 

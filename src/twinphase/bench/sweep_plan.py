@@ -83,20 +83,20 @@ class Pace:
 
     def estimate(self, plan: Plan) -> float:
         """Seconds that a plan takes, about."""
-        return MARGIN * plan.repetitions * sum(p.visits * self.once(p, plan.decode_tokens) for p in plan.places)
+        return sum(place.visits * self.visit(plan, place) for place in plan.places)
 
-    def once(self, place: Place, decode_tokens: int) -> float:
-        """Seconds that one measurement of a place takes, about."""
+    def visit(self, plan: Plan, place: Place) -> float:
+        """Seconds that one visit in each round takes, about."""
         # A short prefill is repeated in a row.
-        more = decode_tokens * self.step if place.phase == "decode" else ENOUGH_SECONDS
-        return place.length * place.batch * self.token + more
+        more = plan.decode_tokens * self.step if place.phase == "decode" else ENOUGH_SECONDS
+        return MARGIN * plan.repetitions * (place.length * place.batch * self.token + more)
 
     def with_visits(self, plan: Plan) -> Plan:
         """The plan, in which those places that take least time are visited several times a round.
 
         That takes a part of the first visits' time at most, and no more than the time limit leaves.
         """
-        costs = {place: MARGIN * plan.repetitions * self.once(place, plan.decode_tokens) for place in plan.places}
+        costs = {place: self.visit(plan, place) for place in plan.places}
         left = VISITS_SHARE * sum(costs.values())
         if plan.max_seconds is not None:
             left = min(left, FILLED_SHARE * plan.max_seconds - sum(costs.values()))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinphase.phases.evidence import Evidence
-from twinphase.phases.levers import duration
+from twinphase.phases.levers import duration, length
 from twinphase.phases.timeline import IntervalKind
 
 __all__ = ["Alone", "alone_sentences", "had_it_run_alone"]
@@ -65,17 +65,13 @@ def had_it_run_alone(evidence: Evidence) -> Alone | None:
     after = sum(seconds for kind, seconds in later.items() if kind not in named)
     verdict, taken = "predicted", (min(prefill, own_prefill), min(decode, own_decode))
     if not _company(evidence):
-        queued = sum(_length(queue) for queue in evidence.intervals(IntervalKind.QUEUE) if queue.reason in HELD_BACK)
+        queued = sum(length(queue) for queue in evidence.intervals(IntervalKind.QUEUE) if queue.reason in HELD_BACK)
         verdict, taken = "predicted" if queued else "alone", (own_prefill, own_decode)
         before += first[IntervalKind.QUEUE] - min(queued, first[IntervalKind.QUEUE])
     elif _too_far(prefill + decode, own, evidence):
         return Alone(None, None, None, prefill, decode, own, "unknown")
     tpot = (taken[1] + after) / num_decoded if num_decoded else None
     return Alone(before + sum(taken) + after, before + taken[0], tpot, prefill, decode, own, verdict)
-
-
-def _length(interval: Any) -> float:
-    return float(interval.end - interval.start)
 
 
 def _company(evidence: Evidence) -> bool:

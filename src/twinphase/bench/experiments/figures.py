@@ -15,12 +15,12 @@ from twinphase.bench.report import Metric
 __all__ = ["coefficients", "metrics_by", "milliseconds", "point", "points", "shown"]
 
 
-def shown(values: Sequence[float], scale: float = 1.0, digits: int = 3) -> str:
+def shown(values: Sequence[float], scale: float = 1.0) -> str:
     """Median and interval for a cell of a table: "12.3 (11.9 to 13)"."""
     estimate = median_of(values)
     if estimate.note:
         return "unknown"
-    low, middle, high = (f"{value * scale:,.{digits}g}" for value in (estimate.low, estimate.value, estimate.high))
+    low, middle, high = (f"{value * scale:,.3g}" for value in (estimate.low, estimate.value, estimate.high))
     if abs(estimate.high * scale) >= 1000:
         low, middle, high = (f"{value * scale:,.0f}" for value in (estimate.low, estimate.value, estimate.high))
     return f"{middle} ({low} to {high})"
