@@ -18,14 +18,14 @@ from pathlib import Path
 
 from twinphase.arguments import is_model_name
 from twinphase.bench.conditions import conditions
-from twinphase.bench.phase_sweep import Place
-from twinphase.bench.plots import bars
 from twinphase.bench.progress import live
-from twinphase.bench.render import write_report
-from twinphase.bench.report import Column, Metric, Report, Section, Status, Table, Verdict
+from twinphase.bench.report.plots import bars
+from twinphase.bench.report.render import write_report
+from twinphase.bench.report.report import Column, Metric, Report, Section, Status, Table, Verdict
 from twinphase.bench.statistics import median_interval, percentile
-from twinphase.bench.target import DecodeSample, PrefillSample, Target
+from twinphase.bench.sweep.run import Place
 from twinphase.bench.targets.opening import TargetOptions, kind_of, open_target
+from twinphase.bench.targets.target import DecodeSample, PrefillSample, Target
 from twinphase.errors import TwinphaseError
 
 RESULTS = Path(__file__).resolve().parent / "results" / "targets"

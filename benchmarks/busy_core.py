@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 
 from twinphase import LLM
-from twinphase.bench.stepped import Stepped
+from twinphase.bench.targets.stepped import Stepped
 from twinphase.phases.hardware import processor_name
 
 CONDITIONS = {"alone": None, "one busy process": 0, "one busy process at nice 19": 19}

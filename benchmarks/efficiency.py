@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.tiny_gguf import write_tiny_gguf  # noqa: E402
 
 from twinphase import LLM  # noqa: E402
-from twinphase.bench.roofline_ceilings import measure_ceilings  # noqa: E402
-from twinphase.bench.stepped import Stepped  # noqa: E402
+from twinphase.bench.roofline.ceilings import measure_ceilings  # noqa: E402
+from twinphase.bench.targets.stepped import Stepped  # noqa: E402
 from twinphase.phases.hardware import processor_name  # noqa: E402
 from twinphase.phases.work import rows_cost, weight_bytes_read  # noqa: E402
 

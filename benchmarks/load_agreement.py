@@ -28,14 +28,14 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families as parse_metrics
 
-from twinphase.bench.arrivals import Closed, Constant
-from twinphase.bench.client import run
+from twinphase.bench.client.client import run
 from twinphase.bench.conditions import Bystanders, conditions
-from twinphase.bench.load import LoadResult, run_load
+from twinphase.bench.load.arrivals import Closed, Constant
+from twinphase.bench.load.run import LoadResult, run_load
+from twinphase.bench.load.workload import Lengths, Workload, make_workload
 from twinphase.bench.progress import live
 from twinphase.bench.statistics import median_interval, percentile
 from twinphase.bench.targets.openai import OpenAITarget
-from twinphase.bench.workload import Lengths, Workload, make_workload
 
 RESULTS = Path(__file__).resolve().parent / "results" / "load-agreement.json"
 # (name, unit, its name in aiperf's export, which of its statistics)

@@ -23,7 +23,7 @@ from peers.points import Prompts
 from twinphase import LLM
 from twinphase.bench.conditions import Bystanders
 from twinphase.bench.progress import live
-from twinphase.bench.stepped import Stepped, Ticket
+from twinphase.bench.targets.stepped import Stepped, Ticket
 from twinphase.phases.hardware import processor_name
 from twinphase.phases.timeline import StepRecord
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the server send, and read of it, by the product's own client (`twinphase.bench.client`).
+"""What the benchmarks of the server send, and read of it, by the product's client (`twinphase.bench.client.client`).
 
     python benchmarks/sse_client.py PORT < BODIES > REPLIES     # completions, all at once, from a process of its own
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from twinphase.bench.client import DONE, SEND_NOW, Address, Reply, exchange, run
-from twinphase.bench.sse import read_events
+from twinphase.bench.client.client import DONE, SEND_NOW, Address, Reply, exchange, run
+from twinphase.bench.client.sse import read_events
 
 __all__ = ["ask", "events"]
 

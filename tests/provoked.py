@@ -9,7 +9,7 @@ from typing import Any
 
 from twinphase.batch import Batch, StepOutput
 from twinphase.engine.llm import LLM
-from twinphase.phases.explain import Explanation
+from twinphase.explain.explanation import Explanation
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.request import Request, SamplingParams
 

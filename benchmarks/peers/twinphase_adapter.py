@@ -2,7 +2,7 @@
 
 For: `versus_peers.py`. The engine is stepped by hand in this process, as vLLM is, so that the time of each token is
 seen and no text is made. Not for: the server, or the ledger's own account of the same time. Not by
-`twinphase.bench.stepped`: `--python` may name the environment of a version that has none.
+`twinphase.bench.targets.stepped`: `--python` may name the environment of a version that has none.
 
 Options: `kv_cache_dtype` (str).
 

@@ -17,8 +17,8 @@ from typing import Any
 from loads import Bench, Report, log_ticks, spread
 
 from twinphase import LLM
-from twinphase.bench.roofline_ceilings import measure_ceilings
-from twinphase.bench.stepped import Stepped
+from twinphase.bench.roofline.ceilings import measure_ceilings
+from twinphase.bench.targets.stepped import Stepped
 from twinphase.engine.load import compute_units
 from twinphase.phases.hardware import Ceilings, compute_seconds, memory_seconds
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from loads import Bench, Report, spread
 
-from twinphase.bench.stepped import Stepped
+from twinphase.bench.targets.stepped import Stepped
 from twinphase.engine import runner
 
 SUBJECT = "bookkeeping"

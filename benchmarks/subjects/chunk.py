@@ -15,7 +15,7 @@ from typing import Any
 from loads import Bench, Report, interrupt, spread
 
 from twinphase.bench.statistics import percentile
-from twinphase.bench.stepped import Stepped
+from twinphase.bench.targets.stepped import Stepped
 
 SUBJECT = "chunk"
 OWN_PROMPT = 128

@@ -15,7 +15,7 @@ from typing import Any
 from loads import Bench, Report, interrupt
 
 from twinphase.bench.statistics import percentile
-from twinphase.bench.stepped import Stepped
+from twinphase.bench.targets.stepped import Stepped
 
 SUBJECT = "ledger"
 OWN_PROMPT = 128

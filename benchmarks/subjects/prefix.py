@@ -16,7 +16,7 @@ from typing import Any
 from loads import Bench, Report
 
 from twinphase.bench.statistics import percentile
-from twinphase.bench.stepped import Stepped
+from twinphase.bench.targets.stepped import Stepped
 
 SUBJECT = "prefix"
 NEW_TOKENS = 4

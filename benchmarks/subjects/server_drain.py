@@ -17,8 +17,8 @@ from loads import Report, spread
 from sse_client import ask, events
 
 from subjects.server_process import Server
-from twinphase.bench.client import Reply
-from twinphase.bench.client import run as run_client
+from twinphase.bench.client.client import Reply
+from twinphase.bench.client.client import run as run_client
 
 SUBJECT = "drain"
 METHOD = "each on a server of its own; prompts are random token ids"

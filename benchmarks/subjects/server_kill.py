@@ -22,8 +22,8 @@ from loads import Report
 from sse_client import ask, events
 
 from subjects.server_process import Server
-from twinphase.bench.client import Reply
-from twinphase.bench.client import run as run_client
+from twinphase.bench.client.client import Reply
+from twinphase.bench.client.client import run as run_client
 from twinphase.bench.statistics import percentile
 
 SUBJECT = "kill"

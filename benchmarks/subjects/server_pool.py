@@ -13,7 +13,7 @@ from typing import Any
 from sse_client import events
 
 from twinphase import LLM, SamplingParams
-from twinphase.bench.client import Reply
+from twinphase.bench.client.client import Reply
 from twinphase.request import StructuredOutputsParams
 
 __all__ = ["Answer", "Sample", "answers_of", "fill", "make_pool"]

@@ -26,10 +26,10 @@ from sse_client import ask, events
 
 from subjects.server_pool import COMPLETION, Sample, answers_of, fill, make_pool
 from subjects.server_process import ProcessState, Server, process_state
-from twinphase.bench.client import LEFT, Reply
-from twinphase.bench.client import run as run_client
+from twinphase.bench.client.client import LEFT, Reply
+from twinphase.bench.client.client import run as run_client
+from twinphase.bench.client.sse import failure_kind
 from twinphase.bench.conditions import Bystanders
-from twinphase.bench.sse import failure_kind
 from twinphase.phases.ledger import KEPT_RECORDS
 from twinphase.server.config import ServerConfig
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from loads import Bench, Report, log_ticks, spread
 
-from twinphase.bench.stepped import Stepped
+from twinphase.bench.targets.stepped import Stepped
 
 SUBJECT = "static"
 MODES = ("continuous", "static", "naive")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import random
 
-from twinphase.bench import plots
-from twinphase.bench.explain_report import waterfall_plot
-from twinphase.bench.load import ClientHealth, LoadResult
-from twinphase.bench.load_plots import latency_plots, timeline_plot
-from twinphase.bench.observation import Observation
-from twinphase.bench.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
-from twinphase.bench.roofline_plots import Mark, roofline_plot
-from twinphase.bench.slo import Slos
-from twinphase.bench.target import TargetFacts
-from twinphase.phases.roofline import Roof, Roofline, Slope
+from twinphase.bench.client.observation import Observation
+from twinphase.bench.load.plots import latency_plots, timeline_plot
+from twinphase.bench.load.run import ClientHealth, LoadResult
+from twinphase.bench.load.slo import Slos
+from twinphase.bench.report import plots
+from twinphase.bench.report.explanation import waterfall_plot
+from twinphase.bench.report.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
+from twinphase.bench.roofline.arithmetic import Roof, Roofline, Slope
+from twinphase.bench.roofline.plots import Mark, roofline_plot
+from twinphase.bench.targets.target import TargetFacts
 from twinphase.phases.timeline import IntervalKind
 
 HOSTILE = "Smol<script>alert(1)</script>\"'&amp;|`*_"

@@ -8,11 +8,11 @@ import pytest
 
 from bench.stub_server import RunningStub
 from tiny_gguf import write_tiny_gguf
-from twinphase.bench.bench_load import LoadOptions
-from twinphase.bench.client_health import ClientHealth
-from twinphase.bench.compare import CANNOT, compare_reports
-from twinphase.bench.report import Status
-from twinphase.bench.result import read_result
+from twinphase.bench.client.health import ClientHealth
+from twinphase.bench.load.plan import LoadOptions
+from twinphase.bench.report.compare import CANNOT, compare_reports
+from twinphase.bench.report.report import Status
+from twinphase.bench.report.result import read_result
 from twinphase.bench.targets.opening import TargetOptions
 from twinphase.cli import run_app
 from twinphase.commands.bench import VOID_EXIT_CODE, _apart
@@ -246,7 +246,7 @@ def test_a_load_is_repeated_with_other_prompts(stub, on_time, capsys):
 
 
 def test_a_void_run_has_an_exit_code_of_its_own(stub, monkeypatch, capsys):
-    monkeypatch.setattr("twinphase.bench.client_health.CPU_OF_CORE", -1.0)  # no client is that idle
+    monkeypatch.setattr("twinphase.bench.client.health.CPU_OF_CORE", -1.0)  # no client is that idle
     stub.script({"gaps": [0.001] * 7})
     words = ["--request-rate", "100", "--num-prompts", "6", "--repetitions", "2", "--json"]
     assert run_app(["bench", stub.url, *words]) == VOID_EXIT_CODE == 10

@@ -14,7 +14,7 @@ import pytest
 from twinphase.bench import conditions as module
 from twinphase.bench.conditions import NOTABLE_CORES, Bystanders, command_line, conditions, file_sha256
 from twinphase.bench.progress import live
-from twinphase.bench.target import TargetFacts
+from twinphase.bench.targets.target import TargetFacts
 
 FACTS = TargetFacts("https://me:pw@host/v1", "openai", "engine 1", "model", "unknown", 4096, "p", "d", {"more": "x"})
 

@@ -5,10 +5,10 @@ import statistics
 
 import pytest
 
-from twinphase.bench.phase_sweep import Measurement
 from twinphase.bench.statistics import has_percentile, median_interval, percentile, summary
-from twinphase.bench.sweep_plan import Place
-from twinphase.bench.target import PrefillSample
+from twinphase.bench.sweep.plan import Place
+from twinphase.bench.sweep.run import Measurement
+from twinphase.bench.targets.target import PrefillSample
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 3.0], [5.0, 1.0, 3.0], [4.0, 1.0, 2.0, 9.0]])

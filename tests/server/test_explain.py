@@ -11,7 +11,7 @@ import pytest
 
 from raw_client import until
 from twinphase.cli import run_app
-from twinphase.phases.saved import read_ledger
+from twinphase.explain.saved import read_ledger
 
 BODY = {"prompt": "hello world", "max_tokens": 20, "ignore_eos": True}
 ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}

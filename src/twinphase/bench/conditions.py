@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from twinphase import __version__
-from twinphase.bench.target import TargetFacts
+from twinphase.bench.targets.target import TargetFacts
 from twinphase.phases.hardware import processor_name
 
 __all__ = ["Bystanders", "command_line", "conditions", "file_sha256", "public"]

@@ -12,8 +12,8 @@ import typer
 from twinphase.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from twinphase.bench.bench_report import Parts, SweepOptions
-    from twinphase.bench.report import Report
+    from twinphase.bench.report.report import Report
+    from twinphase.bench.run import Parts, SweepOptions
 
 __all__ = ["bench"]
 
@@ -128,7 +128,7 @@ def _has_void(report: Report) -> bool:
 def _compared(words: list[str]) -> Report:
     if len(words) != 2:
         raise InvalidRequestError("`bench compare` needs two results.", "Give two result.json, or their folders.")
-    from twinphase.bench.compare import compare
+    from twinphase.bench.report.compare import compare
 
     return compare(Path(words[0]), Path(words[1]))
 
@@ -136,9 +136,9 @@ def _compared(words: list[str]) -> Report:
 def _measured(given: dict[str, Any]) -> Report:
     """Check everything, then load and measure."""
     from twinphase.arguments import fields_of, is_model_name
-    from twinphase.bench.bench_load import LoadOptions
-    from twinphase.bench.bench_report import SweepOptions
     from twinphase.bench.extras import require
+    from twinphase.bench.load.plan import LoadOptions
+    from twinphase.bench.run import SweepOptions
     from twinphase.bench.targets.opening import TargetOptions, kind_of
     from twinphase.config import EngineConfig
 
@@ -180,10 +180,10 @@ def _measured(given: dict[str, Any]) -> Report:
 
 
 def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: Any) -> Report:
-    from twinphase.bench.bench_load import load_parts
-    from twinphase.bench.bench_report import bench_report, claims_parts, run_sweep, sweep_parts
     from twinphase.bench.conditions import public
+    from twinphase.bench.load.plan import load_parts
     from twinphase.bench.progress import live
+    from twinphase.bench.run import bench_report, claims_parts, run_sweep, sweep_parts
     from twinphase.bench.targets.opening import machine_facts, open_load_target, open_target
     from twinphase.terminal import Bar
 
@@ -224,10 +224,10 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _publish(report: Report, out: Path | None, as_json: bool) -> None:
-    from twinphase.bench.bench_terminal import show
     from twinphase.bench.progress import live
-    from twinphase.bench.render import write_report
-    from twinphase.bench.result import result_json
+    from twinphase.bench.report.render import write_report
+    from twinphase.bench.report.result import result_json
+    from twinphase.bench.report.terminal import show
     from twinphase.terminal import note
 
     if as_json:

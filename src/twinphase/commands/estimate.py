@@ -9,9 +9,9 @@ import typer
 from twinphase.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from twinphase.phases.estimate_inputs import Hardware, Scenario
+    from twinphase.estimate.inputs import Hardware, Scenario
+    from twinphase.estimate.shapes import DecoderShape
     from twinphase.phases.report import Units
-    from twinphase.phases.shapes import DecoderShape
 
 __all__ = ["estimate"]
 
@@ -61,8 +61,8 @@ def estimate(
     model = model if name is None else name
     if model is None:
         raise InvalidRequestError("estimate needs a MODEL.", "`twinphase estimate --list-models` has known names.")
-    from twinphase.phases.estimate import estimate as compute
-    from twinphase.phases.shapes import read_shape
+    from twinphase.estimate.estimate import estimate as compute
+    from twinphase.estimate.shapes import read_shape
 
     shape = read_shape(model)
     result = compute(shape, _hardware(given), _scenario(shape, given))
@@ -90,8 +90,8 @@ def _hardware(given: dict[str, Any]) -> Hardware:
     """What --hardware names, with the figures that were given in the place of its own."""
     from dataclasses import replace
 
-    from twinphase.phases.datasheets import PRECISIONS
-    from twinphase.phases.estimate_inputs import Hardware, datasheet_hardware
+    from twinphase.estimate.datasheets import PRECISIONS
+    from twinphase.estimate.inputs import Hardware, datasheet_hardware
 
     name, devices = given["hardware"], given["devices"]
     figures = {option: _number(f"--{option}", given[option]) for option in ("flops", "bandwidth", "memory")}
@@ -124,7 +124,7 @@ def _hardware(given: dict[str, Any]) -> Hardware:
 def _this_machine() -> Hardware:
     from twinphase.config import EngineConfig, free_memory
     from twinphase.engine.load import measured_ceilings
-    from twinphase.phases.estimate_inputs import Hardware
+    from twinphase.estimate.inputs import Hardware
 
     ceilings = measured_ceilings(EngineConfig())
     if ceilings is None:
@@ -135,7 +135,7 @@ def _this_machine() -> Hardware:
 
 
 def _scenario(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
-    from twinphase.phases.estimate_inputs import DTYPES, Scenario, bytes_per_weight
+    from twinphase.estimate.inputs import DTYPES, Scenario, bytes_per_weight
 
     here, kv_dtype, dtype = given["hardware"] == "this", given["kv_cache_dtype"], given["dtype"] or ""
     if dtype:
@@ -163,8 +163,8 @@ def _scenario(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
 
 
 def _units(dtype: str, compute_dtype: str | None, here: bool) -> Units:
-    from twinphase.phases.datasheets import PRECISIONS
-    from twinphase.phases.estimate_inputs import units_for
+    from twinphase.estimate.datasheets import PRECISIONS
+    from twinphase.estimate.inputs import units_for
     from twinphase.phases.report import Units
 
     if compute_dtype is not None:

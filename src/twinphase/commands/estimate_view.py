@@ -11,10 +11,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from twinphase.phases.datasheets import DATASHEETS
-from twinphase.phases.estimate import Estimate, Part, PhaseEstimate, assumptions, warnings
-from twinphase.phases.known_models import KNOWN_MODELS
-from twinphase.phases.shapes import read_shape
+from twinphase.estimate.datasheets import DATASHEETS
+from twinphase.estimate.estimate import Estimate, Part, PhaseEstimate, assumptions, warnings
+from twinphase.estimate.known_models import KNOWN_MODELS
+from twinphase.estimate.shapes import read_shape
 from twinphase.terminal import answers
 
 __all__ = ["print_json", "show_estimate", "show_hardware", "show_models"]

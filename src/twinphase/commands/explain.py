@@ -36,8 +36,8 @@ def explain(
     else:
         print("\n".join(view.lines(found)))
     if out is not None:
-        from twinphase.bench.explain_report import explain_report
-        from twinphase.bench.render import write_report
+        from twinphase.bench.report.explanation import explain_report
+        from twinphase.bench.report.render import write_report
         from twinphase.terminal import note
 
         written = write_report(explain_report(found), out)

@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
+from twinphase.bench.load.diagnosis import ClientExplanation, explain_client
+from twinphase.bench.load.results import read_loads
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, RequestNotFoundError, TwinphaseError
-from twinphase.phases.client_diagnosis import ClientExplanation, explain_client
-from twinphase.phases.client_loads import read_loads
-from twinphase.phases.explain import Explanation, explain_evidence
-from twinphase.phases.levers import Lever, rank
+from twinphase.explain.explanation import Explanation, explain_evidence
+from twinphase.explain.levers import Lever, rank
+from twinphase.explain.saved import ACCEPTED, SavedLedgerError, read_ledger
 from twinphase.phases.report import FORMULAS
-from twinphase.phases.saved import ACCEPTED, SavedLedgerError, read_ledger
 
 __all__ = ["as_file", "from_file", "from_server"]
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from twinphase.phases.alone import alone_sentences
-from twinphase.phases.levers import duration
+from twinphase.explain.alone import alone_sentences
+from twinphase.explain.levers import duration
 from twinphase.terminal import percentages
 
 __all__ = ["lines"]

@@ -24,9 +24,9 @@ def lab(
 ) -> None:
     """Try every claim about prefill and decode on this machine: verdicts with numbers and plots, in minutes."""
     from twinphase.bench.extras import require
-    from twinphase.bench.lab import EXPERIMENTS, QUICK_SECONDS, SECONDS, choose
-    from twinphase.bench.lab import lab as measure
-    from twinphase.bench.lab_terminal import list_experiments, show
+    from twinphase.bench.lab.lab import EXPERIMENTS, QUICK_SECONDS, SECONDS, choose
+    from twinphase.bench.lab.lab import lab as measure
+    from twinphase.bench.lab.terminal import list_experiments, show
 
     experiments = choose(only)
     if list_:
@@ -35,8 +35,8 @@ def lab(
     if out is not None or not json:
         require("vl_convert")  # before minutes are spent
     from twinphase.bench.progress import live
-    from twinphase.bench.render import write_report
-    from twinphase.bench.result import result_json
+    from twinphase.bench.report.render import write_report
+    from twinphase.bench.report.result import result_json
     from twinphase.terminal import note
 
     if seconds is None:

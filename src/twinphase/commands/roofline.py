@@ -32,7 +32,7 @@ def roofline(
     """Measure this machine's roofline, and place both phases of a model under it."""
     given = {name: value for name, value in locals().items() if value is not None}
     if list_hardware:
-        from twinphase.phases.datasheets import DATASHEETS
+        from twinphase.estimate.datasheets import DATASHEETS
 
         for sheet in DATASHEETS.values():
             print(f"{sheet.name:24} {sheet.title}")
@@ -42,8 +42,8 @@ def roofline(
 
         require("vl_convert")  # before minutes are spent
     from twinphase.bench.progress import live
-    from twinphase.bench.roofline import datasheet_report, settings_of
-    from twinphase.bench.roofline import roofline as measure
+    from twinphase.bench.roofline.roofline import datasheet_report, settings_of
+    from twinphase.bench.roofline.roofline import roofline as measure
 
     if hardware is not None:
         drawing = datasheet_report(hardware, model)
@@ -52,15 +52,15 @@ def roofline(
         with live("twinphase roofline") as progress:
             drawing = measure(model, settings, ceiling_repetitions, progress)
     if json:
-        from twinphase.bench.result import result_json
+        from twinphase.bench.report.result import result_json
 
         print(result_json(drawing.report))
     else:
-        from twinphase.bench.roofline_terminal import show
+        from twinphase.bench.roofline.terminal import show
 
         show(drawing)
     if out is not None:
-        from twinphase.bench.render import write_report
+        from twinphase.bench.report.render import write_report
         from twinphase.terminal import note
 
         note(f"Report: {write_report(drawing.report, out).html}")

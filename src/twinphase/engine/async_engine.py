@@ -43,7 +43,7 @@ from twinphase.engine.outputs import Transcript
 from twinphase.engine.stream import RequestStream
 from twinphase.engine.text import ModelText, Prompt, is_plain
 from twinphase.errors import EngineDeadError, EngineUnavailableError, RequestNotFoundError
-from twinphase.phases.explain import Explanation
+from twinphase.explain.explanation import Explanation
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
 

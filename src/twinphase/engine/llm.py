@@ -24,7 +24,7 @@ from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from twinphase.phases.explain import Explanation
+    from twinphase.explain.explanation import Explanation
     from twinphase.tokenizer.chat_template import ChatTemplate
     from twinphase.tokenizer.tokenizer import Tokenizer
 

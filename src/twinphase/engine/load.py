@@ -15,10 +15,10 @@ from twinphase.engine.runner import Runner
 from twinphase.engine.text import ModelText, Prompt
 from twinphase.engine.trace import TraceWriter, trace_header
 from twinphase.errors import InvalidRequestError, StorageError
+from twinphase.explain.explanation import Explanation, Machine, explain
 from twinphase.models.config import ModelConfig
 from twinphase.models.loader import Model, load_model, read_config
 from twinphase.phases.cost import CostModel, starting_prices
-from twinphase.phases.explain import Explanation, Machine, explain
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
 from twinphase.phases.report import Units
 from twinphase.phases.timeline import RequestTimeline

@@ -14,7 +14,7 @@ from twinphase import errors
 from twinphase.batch import TokenLogprobs
 from twinphase.config import EngineConfig
 from twinphase.errors import TwinphaseError
-from twinphase.phases.explain import Explanation
+from twinphase.explain.explanation import Explanation
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape

@@ -16,9 +16,9 @@ import msgspec
 
 from twinphase.engine.messages import Outcome
 from twinphase.errors import RequestNotFoundError
+from twinphase.explain.explanation import Explanation
+from twinphase.explain.prompt_parts import divide, part_at
 from twinphase.phases.cost import CostModel
-from twinphase.phases.explain import Explanation
-from twinphase.phases.prompt_parts import divide, part_at
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.phases.work import ModelShape

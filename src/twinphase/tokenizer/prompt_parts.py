@@ -9,7 +9,7 @@ stands in a message or in a tool's description, so that nobody can end his turn 
 and llama.cpp's server (as of 2026) read both alike. Only what the vocabulary calls control tokens is concerned; what it
 calls user-defined, "</think>" and "<tool_call>" in many models, is read wherever it stands.
 
-Not for arithmetic on the parts (`phases/prompt_parts.py`).
+Not for arithmetic on the parts (`explain/prompt_parts.py`).
 """
 
 from __future__ import annotations

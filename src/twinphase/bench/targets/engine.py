@@ -11,8 +11,8 @@ from itertools import count
 from typing import Any
 
 from twinphase import __version__
-from twinphase.bench.target import DecodeSample, PrefillSample, TargetFacts
 from twinphase.bench.targets.prompts import FreshIds
+from twinphase.bench.targets.target import DecodeSample, PrefillSample, TargetFacts
 from twinphase.config import available_cores
 from twinphase.engine.load import LoadedEngine
 from twinphase.errors import CacheCapacityError, TwinphaseError

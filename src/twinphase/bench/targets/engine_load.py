@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from twinphase import __version__
-from twinphase.bench.client import SEND_NOW, wait_until
-from twinphase.bench.observation import Observation
-from twinphase.bench.sse import broken_off
-from twinphase.bench.target import Prompt, TargetFacts
-from twinphase.bench.workload import Sizing
+from twinphase.bench.client.client import SEND_NOW, wait_until
+from twinphase.bench.client.observation import Observation
+from twinphase.bench.client.sse import broken_off
+from twinphase.bench.load.workload import Sizing
+from twinphase.bench.targets.target import Prompt, TargetFacts
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.host import ThreadHost
 from twinphase.engine.load import LoadedEngine

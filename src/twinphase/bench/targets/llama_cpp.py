@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from twinphase.bench.extras import require
-from twinphase.bench.target import DecodeSample, PrefillSample, TargetFacts
 from twinphase.bench.targets.prompts import FreshIds
+from twinphase.bench.targets.target import DecodeSample, PrefillSample, TargetFacts
 from twinphase.config import available_cores
 from twinphase.errors import ContextLengthError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from twinphase.bench.client import SEND_NOW, Address, Reply, ServerUnreachableError, exchange, without_secrets
-from twinphase.bench.observation import Observation
-from twinphase.bench.sse import SHOWN, observe
-from twinphase.bench.target import Prompt, TargetFacts
+from twinphase.bench.client.client import SEND_NOW, Address, Reply, ServerUnreachableError, exchange, without_secrets
+from twinphase.bench.client.observation import Observation
+from twinphase.bench.client.sse import SHOWN, observe
+from twinphase.bench.load.workload import WORDS, Sizing, TextMaker
 from twinphase.bench.targets.servers import ACCEPTS_IGNORE_EOS, ACCEPTS_TOKEN_IDS, Server, detect
-from twinphase.bench.workload import WORDS, Sizing, TextMaker
+from twinphase.bench.targets.target import Prompt, TargetFacts
 from twinphase.errors import InvalidRequestError, TwinphaseError
 
 __all__ = ["Dialect", "OpenAITarget", "TargetFailedError"]

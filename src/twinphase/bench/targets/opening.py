@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twinphase.bench.conditions import public
-from twinphase.bench.target import Target, TargetFacts
+from twinphase.bench.targets.target import Target, TargetFacts
 from twinphase.errors import InvalidRequestError
 
 __all__ = ["FORMS", "TargetOptions", "kind_of", "machine_facts", "open_load_target", "open_target"]
@@ -185,7 +185,7 @@ def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = 
         if swept is not None:
             swept.target.facts = _public_facts(swept.target.facts)
             return swept.target, None
-        from twinphase.bench.client import run
+        from twinphase.bench.client.client import run
         from twinphase.bench.targets.openai import OpenAITarget
 
         opening = OpenAITarget.open(

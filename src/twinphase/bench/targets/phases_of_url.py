@@ -11,14 +11,14 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from twinphase.bench.client import SEND_NOW, run
-from twinphase.bench.client_health import HEARTBEAT_SECONDS, Beat, ClientHealth, lags_of_stamps, watch_loop
-from twinphase.bench.foreign_claims import claims_reader
-from twinphase.bench.load import LoadResult, quiet
-from twinphase.bench.observation import Observation
-from twinphase.bench.target import DecodeSample, PrefillSample
+from twinphase.bench.client.client import SEND_NOW, run
+from twinphase.bench.client.health import HEARTBEAT_SECONDS, Beat, ClientHealth, lags_of_stamps, watch_loop
+from twinphase.bench.client.observation import Observation
+from twinphase.bench.load.run import LoadResult, quiet
+from twinphase.bench.load.workload import PromptMaker
+from twinphase.bench.targets.claims import claims_reader
 from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
-from twinphase.bench.workload import PromptMaker
+from twinphase.bench.targets.target import DecodeSample, PrefillSample
 
 __all__ = ["PhasesOfUrl", "window_gaps"]
 

@@ -1,0 +1,110 @@
+"""Plots of loads: distributions, requests in time, latency against load. Not for tables (`load_report.py`)."""
+
+from __future__ import annotations
+
+from twinphase.bench.load.run import LoadResult
+from twinphase.bench.load.saturation import SweepResult
+from twinphase.bench.report.plots import Row, axis, colour_by, distribution, faded, highlight, lines, tooltips
+from twinphase.bench.report.report import Plot
+from twinphase.bench.statistics import percentile
+
+__all__ = ["latency_plots", "sweep_plots", "timeline_plot"]
+
+BARS = 150  # most requests that the timeline shows
+TIMELINE_HEIGHT = 400  # pixels; more or less where that makes a bar too thin or too thick
+QUEUE, FIRST, REST, FAILED = "queue (the server's claim)", "until the first token", "output", "failed"
+# Not red for failures, which is too near decode's colour.
+COLOURS = {QUEUE: "role:neutral", FIRST: "role:prefill", REST: "role:decode", FAILED: "role:text"}
+
+
+def latency_plots(result: LoadResult) -> tuple[Plot, ...]:
+    """How TTFT and ITL are distributed."""
+    found = []
+    for name, values, limit in (("TTFT", result.ttft, result.slos.ttft), ("ITL", result.itl, None)):
+        if len(values) < 2:
+            continue
+        found.append(
+            distribution(
+                _name(result, name.lower()),
+                f"{name}: its distribution",
+                {name: [1e3 * value for value in values]},
+                f"{name}, ms",
+                limit=None if limit is None else 1e3 * limit,
+                log_x=min(values) > 0 and max(values) > 20 * min(values),
+                caption=f"{len(values)} values; {result.arrivals}.",
+            )
+        )
+    return tuple(found)
+
+
+def timeline_plot(result: LoadResult) -> Plot:
+    """A bar for each request: what its client waited for."""
+    rows: list[Row] = []
+    shown = result.observations[:BARS]
+    zero = shown[0].intended if shown else 0.0
+    for number, seen in enumerate(shown):
+        moments = [(seen.intended, "")]
+        if seen.succeeded:
+            ledger = seen.claims.get("timings", {}).get("ledger_ms", {})
+            queue = sum(ledger.get(kind) or 0.0 for kind in ("tokenize", "queue")) / 1e3
+            if queue:
+                moments.append((min(seen.sent + queue, seen.token_times[0]), QUEUE))
+            moments += [(seen.token_times[0], FIRST), (seen.last_token or seen.token_times[-1], REST)]
+        else:
+            moments.append((seen.ended, FAILED))
+        for (start, _), (end, part) in zip(moments, moments[1:], strict=False):
+            row = {"request": number, "from": round(start - zero, 5), "to": round(end - zero, 5), "part": part}
+            rows.append(row)
+    few = len(shown) <= 30
+    kinds = [kind for kind in COLOURS if any(row["part"] == kind for row in rows)]
+    colour = {**colour_by("part")["color"], "scale": {"domain": kinds, "range": [COLOURS[kind] for kind in kinds]}}
+    encoding = {
+        "y": {"field": "request", "type": "ordinal", "title": "request", "axis": {"labels": few, "ticks": few}},
+        "x": {**axis("from", "s since the first intended send", zero=True), "axis": {"grid": True}},
+        "x2": {"field": "to"},
+        "color": colour,
+        **faded("part"),
+        "tooltip": tooltips(rows),
+    }
+    left = len(result.observations) - len(shown)
+    caption = f"As the client saw it. The first {BARS} requests; {left} more are in the JSON." if left else ""
+    layer = {"mark": {"type": "bar", "cornerRadius": 1}, "encoding": encoding, "params": highlight("part")}
+    height = max(4, min(26, TIMELINE_HEIGHT // max(1, len(shown)))) * len(shown)
+    spec = {"data": {"values": rows}, "height": height, "layer": [layer]}
+    return Plot(_name(result, "timeline"), "Requests in time", spec, caption or "As the client saw it.")
+
+
+def sweep_plots(sweep: SweepResult) -> tuple[Plot, ...]:
+    """Latency, and what was served, against the load; void points are left out."""
+    points = [point for point in sweep.ordered if not point.result.void]
+    x = ("load", "offered, req/s" if sweep.plan.mode == "rate" else "requests at once")
+    latency, served = [], []
+    for point in points:
+        result = point.result
+        for name, values in (("TTFT", result.ttft), ("TPOT", result.tpot)):
+            for q in (50, 99):
+                if values:
+                    row = {"load": point.value, "ms": 1e3 * percentile(values, q), "series": f"{name} p{q}"}
+                    latency.append(row)
+        served.append({"load": point.value, "rate": result.request_rate, "series": "served"})
+        goodput = result.goodput
+        if goodput is not None and goodput.rate is not None:
+            served.append({"load": point.value, "rate": goodput.rate, "series": f"goodput ({result.slos})"})
+    found = []
+    if latency:
+        caption = "Requests that succeeded; the last load is the one at which the sweep stopped."
+        title = "Latency against load"
+        found.append(
+            lines("load-latency", title, latency, x, ("ms", "ms"), series="series", log_y=True, caption=caption)
+        )
+    if served:
+        title = "Served and good requests against load"
+        found.append(lines("load-goodput", title, served, x, ("rate", "req/s"), series="series", caption=sweep.stopped))
+    return tuple(found)
+
+
+def _name(result: LoadResult, plot: str) -> str:
+    """Unique in a report that has several loads."""
+    at = "at-once" if result.concurrency is None else f"closed-{result.concurrency}"
+    at = at if result.rate is None else f"rate-{result.rate:.3g}"
+    return f"load-{at}-{plot}".replace(".", "_")

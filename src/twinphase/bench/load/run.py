@@ -1,0 +1,378 @@
+"""Run a load against a target: send each request when it is due, watch the client itself, and keep everything raw.
+
+The run is void when the client was the limit (`client_health.py`).
+
+Not for what is sent and when (`workload.py`, `arrivals.py`), nor for reports (`load_report.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from twinphase.bench.client.client import CLIENT_LIMIT, SEND_NOW, allow_connections
+from twinphase.bench.client.health import Beat, ClientHealth, lags_of_stamps, watch_loop
+from twinphase.bench.client.observation import Observation
+from twinphase.bench.client.sse import failure_kind
+from twinphase.bench.load.arrivals import Arrivals, Closed
+from twinphase.bench.load.slo import Goodput, Slos, goodput
+from twinphase.bench.load.workload import LoadRequest, Workload
+from twinphase.bench.statistics import percentile
+from twinphase.bench.targets.target import LoadTarget, TargetFacts
+from twinphase.errors import TwinphaseError
+
+__all__ = ["ClientHealth", "LoadFailedError", "LoadLimits", "LoadResult", "Progress", "quiet", "run_load"]
+
+Progress = Callable[[str, int, int], None]
+
+
+class LoadFailedError(TwinphaseError):
+    """The target fails before anything is measured."""
+
+
+class ClaimsReader(Protocol):
+    """Reads what a server says of itself, before and after a load (`foreign_claims.py`)."""
+
+    async def before(self) -> None:
+        """Right before the first measured request."""
+        ...
+
+    async def after(self) -> None:
+        """When the last one has ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadLimits:
+    """Where a load ends though it has not sent everything.
+
+    Attributes:
+        send_seconds: send nothing after so many seconds.
+        max_in_flight: of an open loop; what would be sent above it is not sent, and the run is void.
+    """
+
+    send_seconds: float = math.inf
+    max_in_flight: int = 4096
+
+
+@dataclass
+class LoadResult:
+    """Everything of one load.
+
+    Attributes:
+        facts: of the target.
+        workload, arrivals: as told in a line each.
+        rate: requests a second that were to be sent; None for a closed loop, and where all were due at once.
+        concurrency: of a closed loop; None for an open one.
+        observations: of the measured requests, in the order of their intended moments.
+        num_requests: in the workload; more than observations where a limit ended the load.
+        client: how well it kept up.
+        slos: service levels; without bounds if none were given.
+        conditions: of the workload.
+        notes: what a reader must know to judge it.
+        claims: the reader that saw the server before and after, for `foreign_claims.py`.
+    """
+
+    facts: TargetFacts
+    workload: str
+    arrivals: str
+    rate: float | None
+    concurrency: int | None
+    observations: list[Observation]
+    num_requests: int
+    client: ClientHealth
+    slos: Slos = field(default_factory=Slos)
+    conditions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    claims: Any = None
+
+    @property
+    def succeeded(self) -> list[Observation]:
+        """Requests with latencies."""
+        return [seen for seen in self.observations if seen.succeeded]
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Failed requests by kind, the most frequent first."""
+        return dict(
+            Counter(failure_kind(s.error) or "no output" for s in self.observations if not s.succeeded).most_common()
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Last end - first intended send."""
+        if not self.observations:
+            return 0.0
+        return max(seen.ended for seen in self.observations) - min(seen.intended for seen in self.observations)
+
+    @property
+    def offered(self) -> float | None:
+        """Requests a second that were due: `rate` is a mean, of which random gaps are one draw; None if closed."""
+        if self.concurrency is not None or len(self.observations) < 2:
+            return None
+        window = self.observations[-1].intended - self.observations[0].intended
+        return (len(self.observations) - 1) / window if window > 0 else None
+
+    @property
+    def ttft(self) -> list[float]:
+        """Client TTFT of each request that succeeded, seconds."""
+        return [seen.ttft for seen in self.succeeded if seen.ttft is not None]
+
+    @property
+    def tpot(self) -> list[float]:
+        """Of each request of two tokens or more that the target counted, seconds."""
+        return [seen.tpot for seen in self.succeeded if seen.tpot is not None]
+
+    @property
+    def ttfo(self) -> list[float]:
+        """To the first piece of the answer itself, of each request that reasoned first, seconds."""
+        return [seen.ttfo for seen in self.succeeded if seen.ttfo is not None]
+
+    @property
+    def itl(self) -> list[float]:
+        """All gaps between pieces of output, pooled, seconds."""
+        return [gap for seen in self.succeeded for gap in seen.itl]
+
+    @property
+    def e2e(self) -> list[float]:
+        """Of each request that succeeded, seconds."""
+        return [seen.e2e for seen in self.succeeded if seen.e2e is not None]
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        """By the target's count; None if it did not count all."""
+        return _sum(seen.num_output_tokens for seen in self.succeeded)
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        """By the target's count, cached ones included; None if it did not count all."""
+        return _sum(seen.num_prompt_tokens for seen in self.succeeded)
+
+    @property
+    def request_rate(self) -> float:
+        """Succeeded requests / seconds."""
+        return len(self.succeeded) / self.seconds if self.seconds > 0 else math.nan
+
+    @property
+    def output_rate(self) -> float | None:
+        """Output tokens of succeeded requests / seconds."""
+        return _rate(self.num_output_tokens, self.seconds)
+
+    @property
+    def total_rate(self) -> float | None:
+        """Prompt and output tokens of succeeded requests / seconds."""
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        return None if prompt is None or output is None else _rate(prompt + output, self.seconds)
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """None without service levels."""
+        return goodput(self.observations, self.slos, self.seconds) if self.slos.bounds else None
+
+    @property
+    def void(self) -> tuple[str, ...]:
+        """Why the figures are not to be used; empty if they are."""
+        return self.client.faults(percentile(self.ttft, 50), percentile(self.itl, 50))
+
+
+async def run_load(
+    target: LoadTarget,
+    workload: Workload,
+    arrivals: Arrivals,
+    limits: LoadLimits | None = None,
+    slos: Slos | None = None,
+    progress: Progress = lambda what, done, total: None,
+    claims: ClaimsReader | None = None,
+    warm_up_at_once: int = 1,
+) -> LoadResult:
+    """Warm up, then send a workload.
+
+    Args:
+        target: takes it. One with a `lead` is given each request that long before it is due, and in a closed loop
+            `SEND_NOW` for its moment; one with `start` and `read` (`OpenAITarget`) is read when the load is over.
+        workload: what is sent.
+        arrivals: when.
+        limits: where to stop early.
+        slos: for goodput.
+        progress: told how many requests have ended.
+        claims: asks the server before and after.
+        warm_up_at_once: warm-up requests in flight; where it is more than one, they may fail, as under load.
+
+    Raises:
+        InvalidRequestError: the workload does not fit the target, or the arrivals need times that it has not.
+        LoadFailedError: a warm-up request, sent alone, failed.
+    """
+    workload.require_fit(target.facts.context_length)
+    offsets, limits = arrivals.offsets(workload.requests), limits or LoadLimits()
+    allow_connections(min(limits.max_in_flight, len(workload.requests)))
+    await _warm_up(target, workload, progress, warm_up_at_once)
+    if claims is not None:
+        await claims.before()
+    client, beats = ClientHealth(), list[Beat]()
+    sender = _Sender(target, workload.requests, client, limits, progress)
+    with quiet():
+        began, cpu = time.perf_counter(), time.thread_time()
+        heart = asyncio.ensure_future(watch_loop(beats))
+        try:
+            await sender.all(arrivals, offsets)
+        finally:
+            client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
+            heart.cancel()
+    if claims is not None:
+        await claims.after()
+    observations = _judged(sender.read(), client, beats)
+    return LoadResult(
+        facts=target.facts,
+        workload=workload.description,
+        arrivals=str(arrivals),
+        rate=_offered(arrivals, offsets),
+        concurrency=arrivals.concurrency if isinstance(arrivals, Closed) else None,
+        observations=observations,
+        num_requests=len(workload.requests),
+        client=client,
+        slos=slos or Slos(),
+        conditions={**workload.conditions, "arrivals": str(arrivals)},
+        notes=(*workload.notes, *getattr(target, "notes", ())),
+        claims=claims,
+    )
+
+
+async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress, at_once: int) -> None:
+    """So that the measured requests meet a server that has done this before, and had so many at once."""
+    waiting, total = iter(enumerate(workload.warm_up)), len(workload.warm_up)
+
+    async def user() -> None:
+        for number, request in waiting:
+            progress("warm-up", number, total)
+            seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
+            if seen.error and at_once == 1:
+                raise LoadFailedError(f"{target.facts.name} failed on a warm-up request: {seen.error}.", "See its log.")
+
+    await asyncio.gather(*(user() for _ in range(min(at_once, total))))
+
+
+def _judged(observations: list[Observation], client: ClientHealth, beats: Sequence[Beat]) -> list[Observation]:
+    """Note how late what was sent, and what was stamped; the same observations."""
+    client.send_lags = [seen.lag for seen in observations if not seen.connected_late]
+    client.connected_late = sum(seen.connected_late for seen in observations)
+    client.loop_lags = lags_of_stamps(beats, [moment for seen in observations for moment in seen.token_times])
+    own = [seen.error.partition(": ")[2] for seen in observations if failure_kind(seen.error) == CLIENT_LIMIT]
+    client.refused = dict(Counter(own))
+    return observations
+
+
+class _Sender:
+    """Sends a workload and collects what came; replies are read afterwards, where the target can."""
+
+    def __init__(
+        self,
+        target: LoadTarget,
+        requests: Sequence[LoadRequest],
+        client: ClientHealth,
+        limits: LoadLimits,
+        progress: Progress,
+    ) -> None:
+        self._requests, self._client, self._limits, self._progress = requests, client, limits, progress
+        self._lead = float(getattr(target, "lead", 0.0))
+        self._read = getattr(target, "read", None)
+        self._send: Any = target.send if self._read is None else getattr(target, "start")  # noqa: B009
+        self._replies: dict[int, Any] = {}  # by the request's place in the workload
+        self._in_flight = 0
+
+    async def all(self, arrivals: Arrivals, offsets: Sequence[float] | None) -> None:
+        """The whole workload."""
+        await (self.closed(arrivals.concurrency) if isinstance(arrivals, Closed) else self.open(offsets or ()))
+
+    async def open(self, offsets: Sequence[float]) -> None:
+        """Each at its moment, whatever becomes of the others."""
+        began, tasks = time.perf_counter() + 0.05 + self._lead, []
+        for number, offset in enumerate(offsets):
+            if offset > self._limits.send_seconds:
+                break
+            await asyncio.sleep(began + offset - self._lead - time.perf_counter())
+            if self._in_flight >= self._limits.max_in_flight:
+                self._client.not_sent += 1
+                continue
+            tasks.append(asyncio.ensure_future(self._one(number, began + offset)))
+        await asyncio.gather(*tasks)
+
+    async def closed(self, concurrency: int) -> None:
+        """The next one when one has ended."""
+        waiting, end = iter(range(len(self._requests))), time.perf_counter() + self._limits.send_seconds
+
+        async def user() -> None:
+            for number in waiting:
+                if time.perf_counter() > end:
+                    return
+                await self._one(number, SEND_NOW if self._lead else time.perf_counter())
+
+        await asyncio.gather(*(user() for _ in range(min(concurrency, len(self._requests)))))
+
+    async def _one(self, number: int, intended: float) -> None:
+        request = self._requests[number]
+        self._in_flight += 1
+        try:
+            self._replies[number] = await self._send(request.prompt, request.max_tokens, intended)
+        except Exception as error:  # a target raises for no failure; one that does all the same loses one request
+            self._replies[number] = _broken(error, intended)
+        finally:
+            self._in_flight -= 1
+        self._progress("load", len(self._replies), len(self._requests))
+
+    def read(self) -> list[Observation]:
+        """What became of each, by their intended moments, and as in the workload where these are equal."""
+        replies = [self._replies[number] for number in sorted(self._replies)]
+        return sorted((self._observed(reply) for reply in replies), key=lambda one: one.intended)
+
+    def _observed(self, reply: Any) -> Observation:
+        try:
+            seen: Observation = reply if self._read is None or isinstance(reply, Observation) else self._read(reply)
+        except Exception as error:
+            seen = _broken(error, reply.intended)
+        return seen
+
+
+def _broken(error: Exception, intended: float) -> Observation:
+    now = time.perf_counter()
+    moment = now if math.isnan(intended) else intended
+    return Observation("", moment, moment, ended=now, error=f"exception: {type(error).__name__}: {error}")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No garbage collection while it matters: a full one stops everything for longer than a token takes."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _offered(arrivals: Arrivals, offsets: Sequence[float] | None) -> float | None:
+    rate = getattr(arrivals, "rate", None)
+    if rate is not None and math.isinf(rate):
+        return None
+    if rate is None and offsets and offsets[-1] > 0:
+        return (len(offsets) - 1) / offsets[-1]
+    return rate
+
+
+def _sum(counts: Iterator[int | None] | Any) -> int | None:
+    found = list(counts)
+    return None if not found or None in found else sum(found)
+
+
+def _rate(count: int | None, seconds: float) -> float | None:
+    return None if count is None or seconds <= 0 else count / seconds

@@ -1,0 +1,163 @@
+"""What an estimate is made from: hardware, a request, and how many bytes the weights take. Computes no times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from twinphase.errors import InvalidRequestError
+from twinphase.estimate.datasheets import find_datasheet
+from twinphase.estimate.shapes import DecoderShape, StoredBytes
+from twinphase.phases.hardware import Ceilings
+from twinphase.phases.report import Units
+
+__all__ = ["DTYPES", "Hardware", "Scenario", "bytes_per_weight", "datasheet_hardware", "units_for", "weight_bytes"]
+
+# Bytes of a value; 4-bit formats keep scales too, which GGUF's types count and "int4" leaves out.
+DTYPES: Mapping[str, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
+_MEASURED_UNITS = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}  # as Ceilings names them
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the arithmetic is divided by.
+
+    Attributes:
+        name: for the reader.
+        kind: "datasheet", "measured here" or "given".
+        peaks: operations a second by precision, of one device; one that is missing is unknown.
+        bandwidth: bytes a second, of one device; None is unknown. Not used with `ceilings`.
+        memory: bytes, of one device; None is unknown.
+        devices: how many share every layer evenly, at no cost of communication.
+        ceilings: of this machine, whose bandwidth depends on how much is read a step.
+        notes: what a reader should know.
+    """
+
+    name: str
+    kind: str
+    peaks: Mapping[str, float]
+    bandwidth: float | None
+    memory: float | None
+    devices: int = 1
+    ceilings: Ceilings | None = None
+    notes: tuple[str, ...] = ()
+
+    def peak(self, precision: str) -> float | None:
+        """Operations a second of all devices; None if unknown."""
+        if precision in self.peaks:
+            return self.peaks[precision] * self.devices
+        measured = self.ceilings.peak(_MEASURED_UNITS.get(precision, "")) if self.ceilings else None
+        return measured * self.devices if measured else None
+
+    def read_bandwidth(self, working_set: float) -> float | None:
+        """Bytes a second of all devices, for steps that go through `working_set` bytes; None if unknown."""
+        one = self.bandwidth
+        if one is None and self.ceilings is not None:
+            one = self.ceilings.read_bandwidth(working_set / self.devices)
+        return one * self.devices if one else None
+
+    @property
+    def capacity(self) -> float | None:
+        """Bytes of memory of all devices."""
+        return self.memory * self.devices if self.memory is not None else None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is asked of the model, and how well the hardware is assumed to be used.
+
+    Attributes:
+        prompt_tokens: of a request, none of them cached.
+        output_tokens: of a request; the first one comes out of prefill.
+        batch_size: sequences that decode together, all at the same position.
+        units: precision of the arithmetic of linear layers and of attention's two products.
+        dtype: how weights are stored; "" as in the model's file.
+        kv_head_bytes: of the key and value of one token in one KV head of one layer: 2 d b by the formula.
+        mfu: assumed fraction of the peak.
+        mbu: assumed fraction of the bandwidth.
+        price_per_hour: of all devices together; None is unknown.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    batch_size: int
+    units: Units
+    dtype: str
+    kv_head_bytes: float
+    mfu: float = 1.0
+    mbu: float = 1.0
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "output_tokens", "batch_size"):
+            if not 0 < getattr(self, name) <= 10**9:
+                raise InvalidRequestError(
+                    f"{name} is {getattr(self, name)!r}.", "Use a number from 1 to 1,000,000,000."
+                )
+        for name in ("mfu", "mbu"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}.", "Use a fraction above 0, up to 1.")
+        price = self.price_per_hour
+        if price is not None and not 0 < price < math.inf:
+            raise InvalidRequestError(f"price_per_hour is {price!r}.", "Use a number above 0.")
+
+
+def datasheet_hardware(name: str) -> Hardware:
+    """A product's published peaks.
+
+    Raises:
+        InvalidRequestError: no such product, or several; the message names them.
+    """
+    sheet = find_datasheet(name, "Use this, --flops with --bandwidth, or")
+    computed = [f"{figure} = {formula}" for figure, formula in sheet.computed.items()]
+    titles = "; ".join(dict.fromkeys(source.title for source in sheet.sources))
+    notes = [f"Datasheet figures, from: {titles}. `--list-hardware` has the addresses."]
+    notes += [f"Computed, not published: {'; '.join(computed)}."] if computed else []
+    notes += [sheet.note] if sheet.note else []
+    return Hardware(sheet.title, "datasheet", sheet.peaks, sheet.bandwidth, sheet.memory, notes=tuple(notes))
+
+
+def units_for(dtype: str) -> Units:
+    """The precision of the arithmetic, by how the weights are stored.
+
+    Weights of 16 bits and more are multiplied as they are, fp8 and int8 ones too (activations then have 8 bits as
+    well); narrower ones are widened to bf16 first. Attention works in 16 bits or more.
+    """
+    linear = dtype.lower() if dtype.lower() in ("fp32", "fp16", "bf16", "fp8", "int8") else "bf16"
+    linear = {"f32": "fp32", "f16": "fp16"}.get(dtype.lower(), linear)
+    attention = "bf16" if linear in ("fp8", "int8") else linear
+    return Units(linear, attention, attention)
+
+
+def bytes_per_weight(dtype: str) -> float:
+    """Bytes that a weight takes: of "fp16" and the like, or of a GGUF type, its scales included.
+
+    Raises:
+        InvalidRequestError: another name; the message lists all.
+    """
+    if dtype.lower() in DTYPES:
+        return DTYPES[dtype.lower()]
+    from twinphase.weights.quant import FORMATS
+
+    block = FORMATS.get(dtype.upper())
+    if block is None:
+        raise InvalidRequestError(f"dtype is {dtype!r}.", f"Use one of: {', '.join([*DTYPES, *FORMATS])}.")
+    return block.block_bytes / block.block_size
+
+
+def weight_bytes(shape: DecoderShape, dtype: str) -> StoredBytes:
+    """Bytes of the weights: as they lie in the file, or each weight in `dtype`.
+
+    Raises:
+        InvalidRequestError: no dtype is given, and the file does not say.
+    """
+    if not dtype and shape.stored is not None:
+        return shape.stored
+    if not dtype and not shape.dtype:
+        raise InvalidRequestError(
+            f"{shape.name} does not say how its weights are stored.", f"Give --dtype, one of: {', '.join(DTYPES)}."
+        )
+    each = bytes_per_weight(dtype or shape.dtype)
+    counts = (shape.layer_parameters, shape.expert_parameters, shape.head_parameters, shape.total_parameters)
+    return StoredBytes(*(round(count * each) for count in counts))

@@ -1,0 +1,333 @@
+"""Shapes of decoders for estimates: from the list of known models, a Hugging Face config.json, or a GGUF header.
+
+Reads only what the formulas of `estimate.py` need, for more architectures than the engine runs. What a file does not
+say is an error that names the field, never a guess; a field that the model's published configuration class itself gives
+a default has that default. Not for reading a GGUF header (`gguf_shapes.py`) nor for running a model
+(`models/config.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twinphase.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from twinphase.estimate.known_models import KNOWN_MODELS
+
+__all__ = ["DecoderShape", "Fields", "StoredBytes", "from_hf_config", "read_shape"]
+
+_FIX = "Give the config.json of a model of this family as it was published."
+_LARGEST = 10**9  # of any field; more is a damaged file
+_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes of the weights in a file, by what reads them.
+
+    Attributes:
+        layers: the layers' matrices that every row goes through.
+        experts: the matrices of all experts.
+        head: the output head; the embedding where they are tied.
+        total: all tensors.
+    """
+
+    layers: int
+    experts: int
+    head: int
+    total: int
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """What the formulas need of a decoder.
+
+    Attributes:
+        name: as it was asked for.
+        source: where its numbers stand.
+        architecture: its family, by the file's name for it.
+        hidden_size: width.
+        num_layers: L.
+        num_heads: H, query heads.
+        num_kv_heads: H_kv.
+        head_dim: d.
+        vocab_size: rows of the embedding.
+        layer_parameters: weights of the layers' matrices that every row goes through, routers and shared experts too.
+        expert_parameters: weights of all experts of all layers; 0 in a dense model.
+        num_experts: of a layer; 0 in a dense model.
+        experts_per_token: of them, those that a row goes through.
+        other_parameters: norms and biases.
+        tied: whether the output head is the embedding.
+        windows: of each layer, the tokens that it attends to at most; None is all.
+        context_length: longest sequence it was made for; None if the file does not say.
+        dtype: how its weights are stored: "fp16", "bf16", "fp32", a GGUF type; "" if the file does not say.
+        stored: bytes in the file; None for a configuration without weights.
+    """
+
+    name: str
+    source: str
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    layer_parameters: int
+    expert_parameters: int
+    num_experts: int
+    experts_per_token: int
+    other_parameters: int
+    tied: bool
+    windows: tuple[int | None, ...]
+    context_length: int | None
+    dtype: str
+    stored: StoredBytes | None = None
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the output head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def linear_parameters(self) -> int:
+        """P: weights of the layers' matrices that one row goes through, its experts alone."""
+        if not self.num_experts:
+            return self.layer_parameters
+        return self.layer_parameters + self.expert_parameters * self.experts_per_token // self.num_experts
+
+    @property
+    def total_parameters(self) -> int:
+        """All weights, as model cards count them."""
+        head = 0 if self.tied else self.head_parameters
+        embedding = self.head_parameters
+        return self.layer_parameters + self.expert_parameters + self.other_parameters + embedding + head
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token goes through, its embedding's matrix counted as model cards do."""
+        return self.total_parameters - (self.layer_parameters + self.expert_parameters - self.linear_parameters)
+
+
+def read_shape(name: str) -> DecoderShape:
+    """The shape of a model: a known name, a GGUF file, a config.json or its folder, or a model in the cache.
+
+    Nothing is downloaded.
+
+    Raises:
+        ModelNotFoundError: nothing by that name; the message has close matches.
+        CheckpointError: a damaged file, or one without a field, which the message names.
+        UnsupportedModelError: an architecture whose shape is not known here.
+    """
+    by_repo = {known.repo.lower(): key for key, known in KNOWN_MODELS.items()}
+    from twinphase.estimate.gguf_shapes import from_gguf  # which imports the array library, and this module
+
+    key = by_repo.get(name.lower().removeprefix("hf:"), name.lower())
+    if key in KNOWN_MODELS:
+        known = KNOWN_MODELS[key]
+        return from_hf_config(known.config, key, known.source)
+    path = Path(name).expanduser()
+    try:
+        if name and path.is_dir() and (path / "config.json").is_file():
+            return _read_config(path / "config.json", name)
+        if name and path.is_file():
+            return _read_config(path, name) if path.suffix.lower() == ".json" else from_gguf(path, name)
+    except (OSError, ValueError):  # too long for a path, or with a null byte
+        pass
+    return _from_cache(name)
+
+
+def _from_cache(name: str) -> DecoderShape:
+    from twinphase.estimate.gguf_shapes import from_gguf
+    from twinphase.weights.hub import cached_model
+
+    try:
+        path = cached_model(name)
+    except ModelNotFoundError as error:
+        close = difflib.get_close_matches(name.lower(), KNOWN_MODELS, n=4, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        raise ModelNotFoundError(
+            error.cause, f"{hint}`twinphase estimate --list-models` has the names; a config.json or a .gguf does too."
+        ) from None
+    if path is None:
+        raise ModelNotFoundError(f"{name} is not in the cache.", f"`twinphase pull {name}` fetches it.")
+    return from_gguf(path, name)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a family's configuration class says where config.json is silent, and what its layers have.
+
+    Attributes:
+        tied: default of tie_word_embeddings.
+        derived_head: head_dim is hidden_size / num_attention_heads where it is not given.
+        all_heads: num_key_value_heads is num_attention_heads where it is not given.
+        norms: of a layer, in vectors of the hidden size.
+        head_norms: of a layer, in vectors of the head size.
+        qkv_bias: whether queries, keys and values always have a bias.
+        windows: which layers have one: "none", "all", "qwen", "alternate", "pattern".
+    """
+
+    tied: bool = False
+    derived_head: bool = True
+    all_heads: bool = False
+    norms: int = 2
+    head_norms: int = 0
+    qkv_bias: bool = False
+    windows: str = "none"
+
+
+_QWEN3 = _Family(derived_head=False, head_norms=2, windows="qwen")
+_FAMILIES = {
+    "llama": _Family(all_heads=True),
+    "mistral": _Family(windows="all"),
+    "mixtral": _Family(windows="all"),
+    "qwen2": _Family(qkv_bias=True, windows="qwen"),
+    "qwen2_moe": _Family(qkv_bias=True, windows="qwen"),
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "gemma": _Family(tied=True, derived_head=False),
+    "gemma2": _Family(tied=True, derived_head=False, norms=4, windows="alternate"),
+    "gemma3_text": _Family(tied=True, derived_head=False, norms=4, head_norms=2, windows="pattern"),
+    "phi3": _Family(all_heads=True, windows="all"),
+}
+
+
+def _read_config(path: Path, name: str) -> DecoderShape:
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no readable JSON: {error}.", _FIX) from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is no JSON object.", _FIX)
+    if isinstance(config.get("text_config"), dict):  # of a model that also sees
+        config = {**config["text_config"], **{k: config[k] for k in ("torch_dtype", "dtype") if k in config}}
+    return from_hf_config(config, name, str(path))
+
+
+class Fields:
+    """Typed reads of a config.json; each failure names the field."""
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        self._config, self._name = config, name
+
+    def number(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number from `least` on; `default`, if there is one, where the field is missing or null."""
+        value = self._config.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+            what = "has no" if value is None else f"has {value!r} as"
+            raise CheckpointError(f"The configuration of {self._name} {what} {key}.", _FIX)
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false; `default` where the field is missing."""
+        value = self._config.get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"The configuration of {self._name} has {value!r} as {key}.", _FIX)
+        return value
+
+    def get(self, key: str) -> Any:
+        """Whatever the field holds; None where it is missing."""
+        return self._config.get(key)
+
+
+def from_hf_config(config: Mapping[str, Any], name: str, source: str) -> DecoderShape:
+    """The shape that the fields of a config.json give.
+
+    Raises:
+        CheckpointError: a field is missing or absurd; the message names it.
+        UnsupportedModelError: another family, or a layout of experts that is not known here.
+    """
+    fields, model_type = Fields(config, name), config.get("model_type")
+    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise UnsupportedModelError(
+            f"The architecture {model_type!r} (model_type) of {name} is not known here.",
+            f"Known are: {', '.join(_FAMILIES)}.",
+        )
+    hidden, layers = fields.number("hidden_size"), fields.number("num_hidden_layers")
+    heads = fields.number("num_attention_heads")
+    kv_heads = fields.number("num_key_value_heads", heads if family.all_heads else None)
+    head_dim = fields.number("head_dim", hidden // heads if family.derived_head else None)
+    if heads % kv_heads:
+        raise CheckpointError(f"{name}: {heads} heads do not divide by {kv_heads} num_key_value_heads.", _FIX)
+    dense, experts, count, chosen = _feed_forward(fields, str(model_type), hidden, name)
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    biases = (heads + 2 * kv_heads) * head_dim if family.qkv_bias or fields.flag("attention_bias", False) else 0
+    if not family.qkv_bias and biases:
+        biases += hidden  # attention_bias is of the output projection too
+    vectors = layers * (family.norms * hidden + family.head_norms * head_dim + biases) + hidden
+    return DecoderShape(
+        name=name,
+        source=source,
+        architecture=str(model_type),
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=fields.number("vocab_size"),
+        layer_parameters=layers * (attention + dense),
+        expert_parameters=layers * experts,
+        num_experts=count,
+        experts_per_token=chosen,
+        other_parameters=vectors,
+        tied=fields.flag("tie_word_embeddings", family.tied),
+        windows=_hf_windows(fields, family, layers, name),
+        context_length=fields.number("max_position_embeddings", 0) or None,
+        dtype="" if fields.get("quantization_config") else _dtype(fields),
+    )
+
+
+def _dtype(fields: Fields) -> str:
+    name = fields.get("dtype") or fields.get("torch_dtype")
+    return _DTYPES.get(name, "") if isinstance(name, str) else ""
+
+
+def _feed_forward(fields: Fields, model_type: str, hidden: int, name: str) -> tuple[int, int, int, int]:
+    """Weights of a layer that every row goes through, and of its experts; how many experts, and how many a row uses."""
+    if model_type == "mixtral":
+        count, size = fields.number("num_local_experts"), fields.number("intermediate_size")
+        shared = 0
+    elif model_type in ("qwen2_moe", "qwen3_moe"):
+        if fields.number("decoder_sparse_step") != 1 or fields.get("mlp_only_layers"):
+            raise UnsupportedModelError(
+                f"{name} has experts in some layers only (decoder_sparse_step, mlp_only_layers).",
+                "Use a model with experts in every layer.",
+            )
+        count, size = fields.number("num_experts"), fields.number("moe_intermediate_size")
+        shared = fields.number("shared_expert_intermediate_size") if model_type == "qwen2_moe" else 0
+    else:
+        return 3 * hidden * fields.number("intermediate_size"), 0, 0, 0
+    chosen = fields.number("num_experts_per_tok")
+    if chosen > count:
+        raise CheckpointError(f"{name}: num_experts_per_tok is {chosen} of {count} experts.", _FIX)
+    router = hidden * count + (hidden if shared else 0)  # the shared expert has a gate of its own
+    return router + 3 * hidden * shared, count * 3 * hidden * size, count, chosen
+
+
+def _hf_windows(fields: Fields, family: _Family, layers: int, name: str) -> tuple[int | None, ...]:
+    """Of each layer its sliding window, by the rule of the family's class, or by `layer_types` where it is given."""
+    if family.windows == "none" or (family.windows == "qwen" and not fields.flag("use_sliding_window", False)):
+        return (None,) * layers
+    types = fields.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+            raise UnsupportedModelError(f"The layer_types of {name} are not known here.", _FIX)
+        window = fields.number("sliding_window") if "sliding_attention" in types else None
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if family.windows == "all":  # null is no window
+        window = fields.number("sliding_window") if fields.get("sliding_window") is not None else None
+        return (window,) * layers
+    window = fields.number("sliding_window")
+    if family.windows == "qwen":
+        first = fields.number("max_window_layers", least=0)
+        return tuple(window if i >= first else None for i in range(layers))
+    every = 2 if family.windows == "alternate" else fields.number("sliding_window_pattern", 6)  # as its class
+    return tuple(window if (i + 1) % every else None for i in range(layers))

@@ -1,0 +1,182 @@
+"""What is known of one request, wherever it comes from: the engine that served it, or a file that was saved.
+
+The explanation, the diagnosis rules and the levers read this and nothing else. Not for judging it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from twinphase.batch import StepWork
+from twinphase.config import EngineConfig
+from twinphase.explain.waterfall import until_first_token
+from twinphase.phases.cost import CostModel
+from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
+from twinphase.phases.report import Units, flops_by_unit
+from twinphase.phases.timeline import Interval, IntervalKind, PhaseTotals, RequestTimeline
+from twinphase.phases.work import ModelShape
+from twinphase.request import Request
+
+__all__ = ["Efficiency", "Evidence", "Machine"]
+
+FEW = 0.1  # of a phase's steps, or of the rows of its steps
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the request ran on; what is None is not known.
+
+    Attributes:
+        config: of the engine.
+        shape: of the model.
+        cost_model: of the engine, as it is now.
+        ceilings: measured peaks.
+        units: which arithmetic unit does what.
+        cores: processors that the engine may use.
+        best_isa: the instruction-set path that would be chosen if none were forced.
+    """
+
+    config: EngineConfig
+    shape: ModelShape
+    cost_model: CostModel
+    ceilings: Ceilings | None = None
+    units: Units | None = None
+    cores: int | None = None
+    best_isa: str | None = None
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How near the steps of one phase came to the machine's ceilings.
+
+    Attributes:
+        bound: "compute", "memory", "overhead" or "unknown".
+        mfu, mbu: fractions of the measured peaks; above 1 a count or a ceiling is wrong. None is unknown.
+    """
+
+    bound: str
+    mfu: float | None = None
+    mbu: float | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A request, its timeline, and what it ran on.
+
+    Attributes:
+        request: its lengths, prefix miss and preemptions; the token ids need not be the real ones.
+        timeline: of it.
+        machine: None for a saved ledger: then nothing can be predicted.
+        before: seconds by name of what came before it arrived, such as loading the model.
+        known: of each phase, where somebody worked it out before; otherwise it is worked out here.
+        detailed: the timeline has every interval in its place, not just sums.
+        names: other requests may be called by their ids: they belong to who asks.
+    """
+
+    request: Request
+    timeline: RequestTimeline
+    machine: Machine | None = None
+    before: Mapping[str, float] = field(default_factory=dict)
+    known: Mapping[str, Efficiency] = field(default_factory=dict)
+    detailed: bool = True
+    names: bool = False
+
+    @cached_property
+    def first(self) -> dict[IntervalKind, float]:
+        """Seconds by kind up to the first output token."""
+        return until_first_token(self.timeline)
+
+    @cached_property
+    def later(self) -> dict[IntervalKind, float]:
+        """Seconds by kind after it."""
+        totals = self.timeline.totals()
+        return {kind: max(0.0, totals[kind.value] - self.first[kind]) for kind in IntervalKind}
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_computed(self) -> int:
+        """Prompt tokens that were not cached."""
+        return self.num_prompt - self.request.num_cached_tokens
+
+    @property
+    def num_known(self) -> int:
+        """Prompt tokens computed although they were once cached, by their hash; the last one always is computed."""
+        miss = self.request.prefix_miss
+        return min(miss.num_known, max(0, self.num_computed - 1)) if miss is not None else 0
+
+    @property
+    def known_part(self) -> float:
+        """Of the tokens computed."""
+        return self.num_known / self.num_computed if self.num_known else 0.0
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens before a decode step, in the mean over them."""
+        return self.num_prompt + len(self.request.output_token_ids) / 2
+
+    @property
+    def decode_steps(self) -> int:
+        """Steps that gave it a token in decode."""
+        return self.timeline.decode.steps
+
+    @property
+    def together(self) -> int:
+        """Requests that decoded in a step, this one included, in the mean."""
+        decode = self.timeline.decode
+        return max(1, round(decode.decodes / max(1, decode.steps)))
+
+    def intervals(self, kind: IntervalKind) -> list[Interval]:
+        """Those of a kind."""
+        return [interval for interval in self.timeline.intervals if interval.kind is kind]
+
+    def seconds_of(self, work: StepWork) -> float | None:
+        """Predicted time of a step; None without a cost model."""
+        return self.machine.cost_model.seconds(work) if self.machine else None
+
+    def prefill_alone(self, num_tokens: int | None = None) -> float | None:
+        """Predicted time to compute `num_tokens` prompt tokens behind the cached ones, in the chunks of the engine.
+
+        All that were computed if it is None. No prediction without a cost model, or without tokens.
+        """
+        count = self.num_computed if num_tokens is None else num_tokens
+        if self.machine is None or count <= 0:
+            return None
+        total, chunk, cached = 0.0, self.machine.config.max_num_batched_tokens, self.request.num_cached_tokens
+        for start in range(0, count, chunk):
+            size = min(chunk, count - start)
+            work = StepWork.of_chunk(cached + start, size, start + size == count)
+            total += self.machine.cost_model.seconds(work)
+        return total
+
+    def decode_step(self, count: int) -> float | None:
+        """Predicted time of a step that decodes `count` requests of about this one's length."""
+        return self.seconds_of(StepWork(count, 0, count * self.request.num_tokens, count, count))
+
+    def decode_step_at(self, context: float) -> float | None:
+        """Predicted time of a step that decodes this request alone, at a context of so many tokens."""
+        return self.seconds_of(StepWork(1, 0, round(context), 1, 1))
+
+    def efficiency(self, phase: str) -> Efficiency:
+        """Of "prefill" or "decode", over its steps in which no request was in the other phase.
+
+        A prompt may have had a few decodes beside it. Where too few steps are left, or none, it is unknown: what was
+        others' work cannot be taken out of a step.
+        """
+        if phase in self.known:
+            return self.known[phase]
+        whole: PhaseTotals = getattr(self.timeline, phase)
+        totals, machine = whole.unmixed(), self.machine
+        if phase == "prefill" and whole.decodes <= FEW * whole.tokens:
+            totals = whole
+        if not totals.steps or totals.steps < FEW * whole.steps or machine is None or machine.units is None:
+            return Efficiency("unknown")
+        compute = compute_seconds(flops_by_unit(totals, machine.units), machine.ceilings)
+        memory = memory_seconds(totals.bytes, totals.bytes / totals.steps, machine.ceilings)
+        spent = totals.seconds
+        return Efficiency(bound(compute, memory, spent), efficiency(compute, spent), efficiency(memory, spent))

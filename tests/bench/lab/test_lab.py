@@ -1,0 +1,286 @@
+"""The lab end to end on a tiny model, its report, its command, and the engine stepped by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from tiny_gguf import write_tiny_gguf
+from twinphase import LLM, SamplingParams
+from twinphase.bench.lab.experiments import kv_size
+from twinphase.bench.lab.experiments.bounds import Bounds
+from twinphase.bench.lab.lab import EXPERIMENTS, _title, choose, lab
+from twinphase.bench.lab.phase_bound import PhaseBound
+from twinphase.bench.lab.terminal import show
+from twinphase.bench.progress import live
+from twinphase.bench.report.render import write_report
+from twinphase.bench.report.report import Status
+from twinphase.bench.report.result import read_result, result_json
+from twinphase.bench.roofline.measure import Point
+from twinphase.bench.targets.stepped import Workshop
+from twinphase.cli import run_app
+from twinphase.errors import InvalidRequestError, OutOfMemoryError
+from twinphase.phases.hardware import Ceilings
+from twinphase.phases.work import kv_bytes_per_token
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(write_tiny_gguf(tmp_path_factory.mktemp("lab") / "tiny.gguf"))
+
+
+@pytest.fixture(scope="module")
+def made(tiny):
+    told = []
+    report, findings = lab(tiny, seconds=8.0, progress=lambda *what: told.append(what))
+    return report, findings, told
+
+
+def test_every_claim_gets_a_verdict_with_numbers(made):
+    report, findings, _ = made
+    assert [one.experiment for one in findings] == list(EXPERIMENTS)
+    assert len(report.verdicts) == len(report.sections) == len(EXPERIMENTS)
+    for verdict, finding in zip(report.verdicts, findings, strict=True):
+        assert verdict.status in (Status.HOLDS, Status.FAILS, Status.UNKNOWN)
+        assert finding.experiment.claim in verdict.text
+        assert bool(verdict.reason) is (verdict.status is not Status.HOLDS)
+
+
+def test_what_no_noise_can_change_is_the_same_everywhere(made):
+    found = {one.experiment.name: one for one in made[1]}
+    assert found["same-tokens"].status is Status.HOLDS
+    assert found["same-tokens"].found.happened == found["same-tokens"].found.compared
+    assert found["kv-size"].status is Status.HOLDS
+    judged = {one.rule.name: one for one in found["prompt-cache"].judged}
+    assert judged["answers that differ"].status is Status.HOLDS
+    visits = found["prompt-cache"].found.visits
+    assert visits[max(visits)][0].computed < 32
+
+
+def test_every_section_states_rule_numbers_plot_and_meaning(made):
+    report, findings, _ = made
+    names = [plot.name for section in report.sections for plot in section.plots]
+    assert len(set(names)) == len(names)
+    for section, finding in zip(report.sections, findings, strict=True):
+        assert section.plots
+        assert section.paragraphs[0].startswith("How it was tried")
+        assert (finding.experiment.meaning in section.paragraphs[-1]) is (finding.status is Status.HOLDS)
+        rules = section.tables[0].rows
+        assert [row[0] for row in rules] == [rule.name for rule in finding.experiment.rules]
+        assert all(len(row) == len(table.columns) for table in section.tables for row in table.rows)
+
+
+def test_the_report_has_its_conditions_and_everything_raw(made):
+    report, findings, _ = made
+    assert "Q4_0 weights" in report.conditions["precision"]
+    assert set(report.data["experiments"]) == {one.name for one in EXPERIMENTS}
+    raw = report.data["experiments"]["prefill-length"]
+    assert all(values for values in raw["found"]["seconds"].values())
+    for experiment in report.data["experiments"].values():
+        assert all(bool(rule["reason"]) is (rule["status"] == "unknown") for rule in experiment["rules"])
+    assert any("instead of" in line for line in report.noise)  # the tiny model's context is short
+    assert all(math.isfinite(value) for metric in report.metrics for value in metric.values)
+
+
+def test_the_result_can_be_read_again(made, tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(result_json(made[0]))
+    again = read_result(path)
+    assert again.kind == "lab"
+    assert again.verdicts == made[0].verdicts
+
+
+@pytest.fixture(scope="module")
+def written(made, tmp_path_factory):
+    return write_report(made[0], tmp_path_factory.mktemp("report"))
+
+
+def test_the_files_are_written(made, written):
+    assert len(written.plots) == sum(len(section.plots) for section in made[0].sections)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.plots)
+
+
+def test_the_page_draws_every_plot_without_a_complaint(made, written, browser):
+    browser.look()
+    browser.open(written.html, "document.documentElement.dataset.state === 'drawn'")
+    charts = "[...document.querySelectorAll('figure[data-plot]')]"
+    drawn = browser.evaluate(f"{charts}.map((chart) => [chart.dataset.plot, chart.dataset.state])")
+    assert drawn == [[plot.name, "drawn"] for section in made[0].sections for plot in section.plots]
+    assert browser.complaints() == []
+    shown = browser.evaluate("document.body.innerText")
+    assert all(finding.experiment.claim in shown for finding in made[1])
+    assert {one.experiment.name for one in made[1] if one.experiment.meaning in shown} == {
+        one.experiment.name for one in made[1] if one.status is Status.HOLDS
+    }
+
+
+def test_progress_says_which_claim(made):
+    told = [what for what, _, total in made[2] if total]
+    count = len(EXPERIMENTS)
+    assert f"claim 4 of {count}: {EXPERIMENTS[3].name}" in told
+    stream = io.StringIO()
+    with live("twinphase lab", stream, percent=True) as progress:
+        progress(told[0], 334, 1400)
+    assert stream.getvalue().startswith(f"twinphase lab: 23 % claim 1 of {count}: ")
+
+
+def test_progress_is_whole_on_a_narrow_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    claim = f"claim {len(EXPERIMENTS)} of {len(EXPERIMENTS)}: {max((one.name for one in EXPERIMENTS), key=len)}"
+    point = str(Point("decode", 4096, 1))
+    for title, percent, longest in (("twinphase lab", True, claim), ("twinphase roofline", False, point)):
+        stream = Terminal()
+        with live(title, stream, percent=percent) as progress:
+            progress(longest, 12, 17)
+        assert longest in stream.getvalue()
+
+
+@pytest.mark.parametrize(("others", "disturbed"), [(None, False), (0.2, False), (0.44, True)])
+def test_the_headline_counts_all_three_and_says_when_it_was_not_quiet(others, disturbed):
+    statuses = [Status.HOLDS] * 3 + [Status.FAILS] * 3 + [Status.UNKNOWN] * 8
+    title = _title(statuses, others)
+    assert "3 hold, 3 do not, 8 could not be decided" in title
+    assert ("(others used 0.44 of" in title) is ("run it again when it is quiet" in title) is disturbed
+
+
+def test_progress_rises_to_the_end(made):
+    told = [(done, total) for _, done, total in made[2] if total]
+    assert told[-1][0] == told[-1][1]
+    shares = [done / total for done, total in told]
+    assert shares == sorted(shares)
+
+
+def test_the_terminal_shows_every_claim_and_rule(made, capsys):
+    show(made[0], made[1], Console(width=400, highlight=False))
+    shown = capsys.readouterr().out
+    for finding in made[1]:
+        assert finding.experiment.claim in shown
+        assert all(one.line in shown for one in finding.judged)
+
+
+def test_the_command(tiny, tmp_path, capsys):
+    arguments = ["lab", tiny, "--only", "kv-size", "--only", "14", "--seconds", "1", "--out", str(tmp_path), "--json"]
+    assert run_app(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["data"]["experiments"]) == {"kv-size", "same-tokens"}
+    assert (tmp_path / "report.html").exists()
+
+
+def test_the_command_lists_without_measuring(capsys):
+    assert run_app(["lab", "no such model", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert max(map(len, listed.splitlines())) > 80  # no terminal, so no need to break lines at its usual width
+    assert all(experiment.name in listed for experiment in EXPERIMENTS)
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--only", "nonsense"], ["--seconds", "0"], ["--seconds", "nan"], ["--threads", "0"]]
+)
+def test_wrong_arguments_are_told_before_anything_is_measured(tiny, wrong, capsys):
+    assert run_app(["lab", tiny, *wrong]) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_bytes_of_the_kv_cache_are_those_in_its_memory(tiny, dtype):
+    workshop = Workshop(tiny, max_num_batched_tokens=128, kv_cache_dtype=dtype)
+    assert kv_size._written(workshop) == 0
+    workshop.engine().prefill(workshop.prompt(64))
+    assert kv_size._written(workshop) == 64 * kv_bytes_per_token(workshop.shape)
+
+
+def test_a_cache_that_stores_more_than_is_reckoned_is_found_out(tiny, monkeypatch):
+    """Bytes come from the memory, not from the number they are compared with."""
+    monkeypatch.setattr("twinphase.bench.lab.experiments.kv_size.kv_bytes_per_token", lambda shape: 100)
+    _, findings = lab(tiny, experiments=choose(["kv-size"]), seconds=1.0)
+    assert findings[0].status is Status.FAILS
+    assert findings[0].judged[0].estimate.value > 1.5
+
+
+def test_a_time_must_be_one(tiny):
+    with pytest.raises(InvalidRequestError):
+        lab(tiny, experiments=choose(["kv-size"]), seconds=-1)
+
+
+def tried_by(experiment, measure):
+    """The same claim, measured in another way."""
+    return type(experiment.__name__, (experiment,), {"measure": staticmethod(measure)})
+
+
+def test_one_experiment_that_fails_loses_only_itself(tiny, tmp_path):
+    def no_room(bench):
+        raise OutOfMemoryError("No memory for the weights: 99.0 GB.", "Use a smaller model.")
+
+    def no_memory(bench):
+        raise MemoryError
+
+    size, cores, same = choose(["kv-size", "cores", "same-tokens"])
+    broken = (tried_by(size, no_room), tried_by(cores, no_memory), same)
+    report, findings = lab(tiny, experiments=broken, seconds=1.0)
+    assert [one.status for one in findings] == [Status.UNKNOWN, Status.UNKNOWN, Status.HOLDS]
+    assert "No memory for the weights: 99.0 GB." in report.verdicts[0].reason
+    assert "memory" in report.verdicts[1].reason
+    assert report.data["experiments"]["kv-size"]["found"] is None
+    write_report(report, tmp_path)
+    show(report, findings, Console(width=400, highlight=False))
+
+
+@pytest.mark.parametrize(("later", "expected"), [(40e9, Status.FAILS), (1e9, Status.UNKNOWN)])
+def test_bandwidth_that_was_there_at_another_time_only_makes_no_failure(tiny, monkeypatch, later, expected):
+    """Decode needs 30 % of what memory gave when the run began; it fails if memory still gives that."""
+    calls = []
+
+    def now(config):
+        calls.append(config)
+        rate = 40e9 if len(calls) <= 2 else later  # the first two are the run's beginning
+        return Ceilings("a processor", 2, "generic", ((2**20, rate), (2**30, rate)), 1e12, 2e11, None)
+
+    def phase(tokens, compute, memory):
+        return PhaseBound(tokens, [1.0] * 8, {"int8": int(compute * 1e12)}, int(memory * 40e9), 1, None, None, 0.0)
+
+    found = Bounds(phase(512, 0.7, 0.01), phase(24, 0.01, 0.3))
+    monkeypatch.setattr("twinphase.bench.lab.lab.ceilings_now", now)
+    monkeypatch.setattr("twinphase.bench.lab.lab.measured_ceilings", lambda config: None)
+    monkeypatch.setattr("twinphase.bench.lab.lab.save_ceilings", lambda ceilings: None)
+    report, findings = lab(tiny, experiments=[tried_by(Bounds, lambda bench: found)], seconds=1.0)
+    judged = {one.rule.name: one for one in findings[0].judged}
+    assert (findings[0].status, judged["decode's MBU"].status) == (expected, expected)
+    assert judged["decode's MBU"].estimate.value == pytest.approx(0.3)  # the number is that of the best
+    assert len(calls) == 4
+
+
+def test_an_engine_stepped_by_hand_gives_the_tokens_of_an_llm(tiny):
+    workshop = Workshop(tiny, max_num_batched_tokens=128)
+    prompt = workshop.prompt(40)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    expected = LLM(tiny).generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].outputs[0].token_ids
+    for settings in ({}, {"max_num_batched_tokens": 16}, {"enable_prefix_caching": True}, {"max_num_seqs": 1}):
+        engine = workshop.engine(**settings)
+        tickets = [engine.submit(prompt, 8), engine.submit(workshop.prompt(20), 3)]
+        records = engine.run()
+        assert tickets[0].tokens == list(expected)
+        assert sum(record.prefill_tokens for record in records) == 60
+        assert all(wall >= record.seconds for wall, record in zip(engine.walls, records, strict=True))
+        assert tickets[0].times == sorted(tickets[0].times)
+        assert len(tickets[0].gaps) == 7
+        assert 0 < tickets[0].ttft <= tickets[0].e2e
+
+
+def test_decode_steps_are_of_all_together_and_end_clean(tiny):
+    workshop = Workshop(tiny, max_num_batched_tokens=128)
+    engine = workshop.engine(enable_prefix_caching=True)
+    prompts = [workshop.prompt(24) for _ in range(3)]
+    records = engine.decode(prompts, 5)
+    assert [(record.num_decodes, record.prefill_tokens) for record in records] == [(3, 0)] * 5
+    assert not engine.engine.has_work
+    assert engine.engine.scheduler.kv_cache.pool.num_held == 0
+    assert len({tuple(workshop.prompt(4)) for _ in range(50)}) == 50

@@ -1,0 +1,420 @@
+"""What a load reports against what a stub server did, and that a client which cannot keep up says so."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import itertools
+import json
+import math
+import os
+import resource
+import socket
+import time
+
+import pytest
+
+from bench.attempts import check_errors
+from bench.stub_server import RunningStub
+from twinphase.bench.client.client import Address, Reply, exchange, run
+from twinphase.bench.client.health import ClientHealth, lags_of_stamps
+from twinphase.bench.client.observation import Observation
+from twinphase.bench.client.sse import failure_kind, observe
+from twinphase.bench.load.arrivals import Closed, Constant, Poisson, Traced
+from twinphase.bench.load.repeat import run_loads
+from twinphase.bench.load.report import load_data
+from twinphase.bench.load.run import LoadFailedError, LoadLimits, LoadResult, run_load
+from twinphase.bench.load.slo import Slos
+from twinphase.bench.load.workload import Lengths, LoadRequest, Sizing, Workload, make_workload
+from twinphase.bench.statistics import percentile
+from twinphase.bench.targets.openai import OpenAITarget
+from twinphase.bench.targets.target import Prompt, TargetFacts
+from twinphase.errors import InvalidRequestError
+
+SLOW = {"first": 0.05, "gaps": [0.004] * 5, "tokens": [1, 1, 2, 1, 1, 1]}
+STALLED = {"first": 0.02, "gaps": [0.004, 0.06, 0.004]}
+QUICK = {"first": 0.02, "gaps": [0.004] * 4}
+
+
+@pytest.fixture(scope="module")
+def stub():
+    running = RunningStub()
+    yield running
+    running.stop()
+
+
+def requests(number, words=10):
+    return make_workload(Lengths((words, words), (8, 8)), number, Sizing(), num_warm_up=0)
+
+
+def load(stub, scripts, arrivals, slos=None, workload=None, limits=None, beside=None, timeout=60.0):
+    """The result, and the stub's log."""
+
+    async def work():
+        stub.script({})
+        target = await OpenAITarget.open(stub.url, timeout=timeout)
+        stub.script(*scripts)
+        other = asyncio.ensure_future(beside()) if beside else None
+        result = await run_load(target, workload or requests(len(scripts)), arrivals, limits, slos)
+        if other:
+            other.cancel()
+        return result
+
+    result = run(work())
+    return result, stub.log()
+
+
+# What is counted and not measured is wrong by this much, or right: no limit above lies closer to what the stub does.
+MARGIN = 0.006
+
+
+def test_every_figure_of_a_load_is_right_within_a_millisecond(stub):
+    scripts = [SLOW, STALLED, QUICK, QUICK, {"status": 429}, SLOW, {"end": "truncated", "gaps": [0.004]}, QUICK]
+    slos = Slos.parse(["ttft:40", "tpot:10"])
+    tokens = [7, 4, 5, 5, 0, 7, 0, 5]  # of those that succeed
+
+    def errors(number):
+        result, log = load(stub, scripts, Constant(60), slos)
+        good = [entry for entry, count in zip(log, tokens, strict=True) if count]
+        seen = {one.request_id: one for one in result.succeeded}
+        intended = [seen[f"stub-{i}"].intended for i, count in enumerate(tokens) if count]
+        firsts = [entry["sent"][0] - moment for entry, moment in zip(good, intended, strict=True)]
+        ends = [entry["sent"][-1] - moment for entry, moment in zip(good, intended, strict=True)]
+        gaps = [b - a for entry in good for a, b in itertools.pairwise(entry["sent"])]
+        tpots = [(e["sent"][-1] - e["sent"][0]) / (n - 1) for e, n in zip(good, filter(None, tokens), strict=True)]
+        assert result.num_output_tokens == sum(tokens)
+        assert result.failures == {"http 429": 1, "truncated": 1}
+        assert len(result.observations) == len(log) == 8 and len(result.itl) == len(gaps)
+        pairs = {"ttft": (result.ttft, firsts), "tpot": (result.tpot, tpots), "itl": (result.itl, gaps)}
+        pairs["e2e"] = (result.e2e, ends)
+        wrong = {
+            f"{name} p{q}": abs(percentile(shown, q) - percentile(true, q))
+            for name, (shown, true) in pairs.items()
+            for q in (10, 50, 90, 95, 99)
+        }
+        seconds = max(entry.get("closed", entry["received"]) for entry in log) - result.observations[0].intended
+        wrong["seconds"] = abs(result.seconds - seconds)
+        wrong["requests/s"] = abs(len(good) / result.request_rate - seconds)
+        wrong["tokens/s"] = abs(sum(tokens) / result.output_rate - seconds)
+        wrong["not void"] = MARGIN * bool(result.void)
+        # By the stub's own delays: SLOW misses TTFT, STALLED misses TPOT, QUICK meets both.
+        missed = {"ttft": 2, "tpot": 1, "failed": 2}
+        wrong["goodput"] = MARGIN * (result.goodput.missed != missed or result.goodput.good != 3)
+        return wrong
+
+    check_errors(errors, stub.process.pid)
+
+
+def recorded(intended, first, gaps, tokens, ended):
+    """A reply whose bytes came at known moments."""
+
+    def data(found):
+        return f"data: {json.dumps(found)}\n\n".encode()
+
+    moments = list(itertools.accumulate([intended + first, *gaps]))
+    pieces = [
+        (moment, data({"choices": [{"text": " word" * number, "finish_reason": None}]}))
+        for moment, number in zip(moments, tokens, strict=True)
+    ]
+    end = {"choices": [{"text": "", "finish_reason": "length"}]}
+    usage = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": sum(tokens)}}
+    pieces.append((moments[-1], data(end) + data(usage) + b"data: [DONE]\n\n"))
+    return Reply(intended, sent=intended, ended=ended, status=200, pieces=pieces, whole=True)
+
+
+def test_figures_of_recorded_replies_are_exact():
+    """No clock is in it: given moments have one right answer each."""
+    replies = [
+        recorded(10.0, 0.5, [0.25, 0.25], [1, 1, 1], 11.0),
+        recorded(10.25, 0.25, [0.5], [1, 3], 11.0),
+        recorded(10.5, 1.0, [0.125] * 4, [1] * 5, 12.0),
+    ]
+    broken = Reply(11.0, sent=11.0, ended=11.5, error="connection refused: x")
+    seen = [observe(reply) for reply in (*replies, broken)]
+    slos = Slos.parse(["ttft:600", "tpot:200"])
+    result = LoadResult(Instant.facts, "", "", 4.0, None, seen, 4, ClientHealth(), slos)
+    assert result.ttft == [0.5, 0.25, 1.0] and result.e2e == [1.0, 0.75, 1.5]
+    assert result.tpot == [0.25, 0.5 / 3, 0.125] and result.itl == [0.25, 0.25, 0.5, *[0.125] * 4]
+    assert result.seconds == 2.0 and result.request_rate == 1.5 and result.output_rate == 6.0
+    assert result.total_rate == 13.5 and result.offered == 3.0 and result.failures == {"connection refused": 1}
+    assert result.goodput.good == 1 and result.goodput.missed == {"tpot": 1, "ttft": 1, "failed": 1}
+
+
+def test_what_voids_a_run_depends_on_what_is_measured():
+    lags = [0.009] * 100
+    assert "sent late: 100 of 100" in ClientHealth(lags).faults(0.02, 0.05)[0], "9 ms of a TTFT of 20 ms"
+    assert "stamped late" in ClientHealth([], lags).faults(0.5, 0.002)[0], "9 ms between tokens of 2 ms"
+    assert not ClientHealth(lags, lags).faults(0.5, 0.05) and ClientHealth(lags, lags).faults(math.nan, math.nan)
+    assert not ClientHealth([0.0009] * 9, [0.0019] * 9).faults(1e-4, 1e-4), "what a timer does"
+    assert not ClientHealth([0.3] + [0.0] * 30, [0.3] * 4 + [0.0] * 96).faults(0.02, 0.002), "one hiccup"
+    assert ClientHealth([0.3] * 3 + [0.0] * 27).faults(0.02, 0.002) and ClientHealth([0.3] * 2).faults(0.02, 0.002)
+    assert "no more open files" in ClientHealth(refused={"no more open files": 3}).faults(1.0, 1.0)[0]
+
+
+def test_a_stamp_counts_with_the_heartbeat_of_its_time():
+    beats = [(1.0, 1.0), (1.01, 1.045), (1.055, 1.055)]  # blocked for 35 ms
+    stamps = [0.5, 1.005, 1.045, 1.045, 1.045, 1.045, 1.06]
+    lags = lags_of_stamps(beats, stamps)
+    assert lags == pytest.approx([0, 0, 0.035, 0.025, 0.015, 0.005, 0]) and lags_of_stamps([], stamps) == []
+
+
+def test_a_connection_that_the_server_takes_late_is_no_lag_of_the_client():
+    async def slow_to_connect(arrivals):
+        target = Instant()
+        target.lead = 0.0
+        late = []
+
+        async def send(prompt, max_tokens, intended):
+            seen = await Instant.send(target, prompt, max_tokens, intended)
+            late.append(len(late) % 2 == 0)
+            return dataclasses.replace(
+                seen, sent=intended + (0.5 if late[-1] else 0.0), token_times=[intended + 0.6], connected_late=late[-1]
+            )
+
+        target.send = send
+        return await run_load(target, requests(10), arrivals)
+
+    result = run(slow_to_connect(Constant(200)))
+    assert not any("sent late" in fault for fault in result.void) and result.client.connected_late == 5
+    assert max(result.ttft) == pytest.approx(0.6), "it is in the latency all the same"
+
+
+def test_connecting_late_is_told_from_asking_late(stub):
+    stub.script({})
+    address = Address.parse(stub.url)
+
+    async def ask(lead, host):
+        request = address.head("GET", "/v1/models", {}, 0)
+        due = time.perf_counter() + lead
+        return await exchange(dataclasses.replace(address, ip=host), request, intended=due, timeout=0.4)
+
+    def backlog():
+        """A server that takes no connection: its queue of one is full."""
+        waiting = socket.socket()
+        waiting.bind(("127.0.0.1", 0))
+        waiting.listen(0)
+        held = [socket.socket() for _ in range(4)]
+        for one in held:
+            one.setblocking(False)
+            one.connect_ex(waiting.getsockname())
+        return waiting, held
+
+    in_time = (not run(ask(0.2, "127.0.0.1")).connected_late for _ in range(20))
+    assert any(in_time), "unless the machine does other things for all that time"
+    assert not run(ask(-0.1, "127.0.0.1")).connected_late, "the client asked for the connection too late itself"
+    waiting, held = backlog()
+    address = Address.parse(f"127.0.0.1:{waiting.getsockname()[1]}")
+    reply = run(ask(0.1, "127.0.0.1"))
+    for one in (waiting, *held):
+        one.close()
+    assert reply.connected_late and failure_kind(reply.error) == "timeout" and observe(reply).connected_late
+
+
+class Broken:
+    facts = TargetFacts("broken", "test", "none", "none", "unknown", None, "", "")
+
+    async def send(self, prompt, max_tokens, intended):
+        if prompt.text.startswith(requests(6).requests[2].prompt.text):
+            raise ZeroDivisionError("of the target")
+        return await Instant().send(prompt, max_tokens, intended)
+
+
+def test_one_exception_loses_one_request():
+    for arrivals in (Constant(500), Closed(2)):
+        result = run(run_load(Broken(), requests(6), arrivals))
+        assert len(result.succeeded) == 5 and result.failures == {"exception": 1}
+        assert "ZeroDivisionError: of the target" in " ".join(one.error for one in result.observations)
+
+
+def test_a_reply_that_cannot_be_read_loses_one_request(stub):
+    async def work():
+        stub.script({})
+        target = await OpenAITarget.open(stub.url)
+        read, taken = target.read, []
+
+        def fails_once(reply):
+            taken.append(reply)
+            if len(taken) == 2:
+                raise ValueError("unreadable")
+            return read(reply)
+
+        target.read = fails_once
+        return await run_load(target, requests(4), Constant(100))
+
+    result = run(work())
+    assert len(result.succeeded) == 3 and result.failures == {"exception": 1}
+
+
+def test_too_few_files_are_the_fault_of_the_client(stub):
+    """EMFILE is this process's: nothing is said of the server, and the run is void."""
+
+    async def work(number):
+        stub.script({})
+        target = await OpenAITarget.open(stub.url)
+        stub.script({"first": 0.8})
+        return await run_load(target, requests(number), Constant(2000))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 40
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        result = run(work(60))
+        assert not result.failures, "the limit was raised"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resource, "setrlimit", lambda *_: (_ for _ in ()).throw(ValueError("not allowed")))
+            result = run(work(60))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert result.failures["client limit"] > 5 and any("ulimit -n" in fault for fault in result.void)
+
+
+def test_repetitions_have_prompts_and_gaps_of_their_own():
+    sent = []
+
+    class Watch(Instant):
+        async def send(self, prompt, max_tokens, intended):
+            sent.append(prompt.text)
+            return await super().send(prompt, max_tokens, intended)
+
+    def make(number):
+        return make_workload(Lengths((12, 12), (8, 8)), 5, Sizing(), seed=number, num_warm_up=0)
+
+    results = run(run_loads(Watch(), make, Poisson(500, seed=4), 3))
+    assert [len(result.succeeded) for result in results] == [5] * 3 and len(set(sent)) == 15
+    offered = [result.offered for result in results]
+    assert len(set(offered)) == 3, "the gaps are drawn anew"
+
+
+def test_an_infinite_rate_sends_all_at_once():
+    result = run(run_load(Instant(), requests(5), Poisson(math.inf)))
+    assert len({one.intended for one in result.observations}) == 1 and result.rate is None and result.offered is None
+    assert result.arrivals == str(Constant(math.inf)) == "open loop, all at once" and len(result.succeeded) == 5
+    json.dumps(load_data(result), allow_nan=False)
+
+
+def test_a_slow_server_slows_no_open_loop_down(stub):
+    """Requests go out when they are due though none was answered: no coordinated omission."""
+    for seconds in (0.5, 1, 2, 4, 8):  # longer than the machine does other things
+        result, log = load(stub, [{"first": seconds}] * 10, Constant(100))
+        sent = [one.sent for one in result.observations]
+        if sent[-1] < log[0]["sent"][0]:
+            break
+    else:
+        raise AssertionError((sent, log))
+    assert min(result.ttft) > 0.5
+    assert [one.intended - result.observations[0].intended for one in result.observations] == pytest.approx(
+        [0.01 * i for i in range(10)]
+    )
+
+
+def test_a_closed_loop_keeps_so_many_in_flight(stub):
+    result, log = load(stub, [{"first": 0.03, "gaps": [0.002] * 5}] * 12, Closed(3))
+    moments = sorted([(e["received"], 1) for e in log] + [(e["closed"], -1) for e in log])
+    in_flight = list(itertools.accumulate(step for _, step in moments))
+    assert max(in_flight) == 3 and len(result.succeeded) == 12
+    assert result.rate is None and result.concurrency == 3
+    assert all(one.lag == 0 for one in result.observations), "each was sent when its connection was there"
+
+
+def test_a_trace_is_sent_at_its_times(stub):
+    times = [0.0, 0.05, 0.05, 0.2]
+    workload = Workload(tuple(LoadRequest(Prompt("p" + " p" * n), 4, t) for n, t in enumerate(times, 1)))
+    scripts = [{}, {"first": 0.04}, {}, {}]  # the second ends after the third
+    result, log = load(stub, scripts, Traced(), workload=workload)
+    assert [o.intended - result.observations[0].intended for o in result.observations] == pytest.approx(times)
+    assert all(o.lag >= 0 for o in result.observations)
+    sizes = [o.num_prompt_tokens for o in result.observations]
+    assert sizes == [2, 3, 4, 5], "in the order of the workload where times are equal"
+
+
+def test_a_blocked_event_loop_voids_the_run(stub):
+    async def block():
+        while True:
+            time.sleep(0.04)  # what a client does that parses, logs or collects garbage in between
+            await asyncio.sleep(0.05)
+
+    result, _ = load(stub, [QUICK] * 20, Constant(50), beside=block)
+    assert any("loop's lag" in fault for fault in result.void)
+
+
+class Instant:
+    """Answers at once: whatever is late is the client."""
+
+    facts = TargetFacts("instant", "test", "none", "none", "unknown", None, "", "")
+
+    async def send(self, prompt, max_tokens, intended):
+        now = time.perf_counter()
+        return Observation("", intended, now, [now], time.perf_counter(), 1, 0, 1, 200)
+
+    async def close(self):
+        pass
+
+
+def test_more_than_the_client_can_send_voids_the_run(stub):
+    result = run(run_load(Instant(), requests(5000), Constant(1e6)))
+    assert any("sent late" in fault for fault in result.void)
+    # More than one core can send, unless it has a lucky moment.
+    tries = (load(stub, [QUICK] * 1500, Constant(20000), timeout=60)[0].void for _ in range(10))
+    assert any(tries), "neither by lag nor by CPU"
+
+
+def test_too_many_in_flight_voids_the_run(stub):
+    result, _ = load(stub, [{"first": 1.0}] * 10, Constant(200), limits=LoadLimits(max_in_flight=4))
+    assert len(result.observations) == 4 and "6 requests were not sent" in result.void[-1]
+
+
+def test_a_limit_of_time_ends_the_sending(stub):
+    result, _ = load(stub, [{}] * 40, Constant(100), limits=LoadLimits(send_seconds=0.1))
+    assert 8 <= len(result.observations) <= 12 and result.num_requests == 40 and not result.client.not_sent
+
+
+def test_garbage_collection_is_off_in_the_measurement_and_on_after_it():
+    seen = []
+
+    class Watch(Instant):
+        async def send(self, prompt, max_tokens, intended):
+            seen.append(gc.isenabled())
+            return await super().send(prompt, max_tokens, intended)
+
+    assert gc.isenabled()
+    run(run_load(Watch(), requests(3), Constant(1000)))
+    assert seen == [False] * 3 and gc.isenabled()
+
+
+def test_warm_up_is_sent_first_and_not_counted(stub):
+    workload = make_workload(Lengths((5, 5), (4, 4)), 3, Sizing(), num_warm_up=2)
+    result, log = load(stub, [{}] * 5, Constant(100), workload=workload)
+    assert len(log) == 5 and len(result.observations) == 3
+    with pytest.raises(LoadFailedError, match="http 500"):
+        load(stub, [{"status": 500}], Constant(100), workload=workload)
+
+
+def test_a_load_in_which_everything_fails(stub):
+    result, _ = load(stub, [{"status": 503}] * 3, Constant(100), Slos.parse(["ttft:10"]))
+    assert result.failures == {"http 503": 3} and not result.ttft and result.output_rate is None
+    assert result.request_rate == 0 and result.goodput.rate == 0 and result.goodput.missed == {"failed": 3}
+
+
+def test_poisson_is_seeded_and_has_its_rate():
+    many = [LoadRequest(Prompt(""), 1)] * 20000
+    offsets = Poisson(50, seed=3).offsets(many)
+    gaps = [b - a for a, b in itertools.pairwise(offsets)]
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    assert offsets[0] == 0 and mean == pytest.approx(0.02, rel=0.03) and deviation == pytest.approx(mean, rel=0.05)
+    assert offsets == Poisson(50, seed=3).offsets(many) != Poisson(50, seed=4).offsets(many)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Poisson(0), lambda: Constant(math.nan), lambda: Constant(-1), lambda: Closed(0)]
+)
+def test_arrivals_that_make_no_sense(make):
+    with pytest.raises(InvalidRequestError, match="--request-rate|--max-concurrency"):
+        make()
+
+
+def test_a_workload_without_times_is_no_trace():
+    with pytest.raises(InvalidRequestError, match="no timestamps"):
+        Traced().offsets([LoadRequest(Prompt(""), 1)])

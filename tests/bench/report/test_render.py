@@ -1,0 +1,220 @@
+"""A report as files: complete, escaped, readable back."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import html
+import json
+import math
+import re
+import stat
+import sys
+import threading
+from dataclasses import replace
+from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.bench.sample_report import HOSTILE, all_plots, sample_report
+
+from twinphase.bench.extras import MissingExtraError, require
+from twinphase.bench.report.markdown import markdown
+from twinphase.bench.report.render import png, write_report
+from twinphase.bench.report.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
+from twinphase.bench.report.result import plain, read_result
+from twinphase.errors import StorageError
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write_report(sample_report(), tmp_path_factory.mktemp("report") / "new" / "folder")
+
+
+def small(**parts) -> Report:
+    return replace(Report("bench", "Title", (Verdict(Status.HOLDS, "It holds."),), {"machine": "m"}), **parts)
+
+
+class Page(HTMLParser):
+    """Elements, attributes, and the text of each script and style."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.code: list[tuple[str, dict[str, str | None], str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        if self.cdata_elem is not None:  # inside a script or a style
+            self.code.append((*self.elements[-1], data))
+
+
+def test_all_files_are_there(written):
+    assert written.html.name == "report.html" and written.json.name == "result.json"
+    assert [path.stem for path in written.plots] == [plot.name for plot in all_plots(sample_report())]
+    for path in written.plots:
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    for path in (written.html, written.markdown, written.json, *written.plots):
+        assert path.stat().st_mode & stat.S_IRGRP, path  # a report is there to be read, by a web server too
+    assert not list(written.html.parent.rglob("*.part"))
+
+
+def test_a_report_reads_back_as_it_was(written):
+    report, back = sample_report(), read_result(written.json)
+    assert read_result(written.json.parent) == back
+    assert (back.title, back.verdicts, dict(back.conditions)) == (report.title, report.verdicts, report.conditions)
+    assert (back.noise, back.metrics) == (report.noise, report.metrics)
+    assert [section.tables for section in back.sections] == [section.tables for section in report.sections]
+    assert [plot.name for plot in all_plots(back)] == [plot.name for plot in all_plots(report)]
+    assert back.data == report.data
+
+
+def test_a_report_that_was_read_back_is_written_the_same(written, tmp_path):
+    again = write_report(read_result(written.json), tmp_path)
+    assert again.json.read_text() == written.json.read_text()
+    assert again.html.read_text() == written.html.read_text()
+
+
+def test_json_is_strict_and_takes_what_measurements_hold(tmp_path):
+    data = {"nan": math.nan, "array": np.arange(3), "scalar": np.float32(0.5), "path": Path("a"), 1: Status.VOID}
+    metric = Metric("m", "s", "lower", (1.0, math.inf))
+    path = write_report(small(data=data, metrics=(metric,)), tmp_path).json
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads(path.read_text(), parse_constant=refuse)
+    assert found["data"] == {"nan": None, "array": [0, 1, 2], "scalar": 0.5, "path": "a", "1": "void"}
+    assert math.isnan(read_result(path).metrics[0].values[1])
+    with pytest.raises(TypeError, match="object"):
+        plain({"x": object()})
+
+
+def test_text_from_outside_is_escaped_everywhere(written):
+    text = written.html.read_text()
+    assert "<script>alert" not in text and html.escape(HOSTILE, quote=False)[:20] in text
+    page = Page(text)
+    scripts = [(attributes.get("type"), attributes.get("id")) for tag, attributes in page.elements if tag == "script"]
+    assert scripts == [("application/json", "result"), ("application/json", "themes"), (None, None), (None, None)]
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    carried = next(code for tag, attributes, code in page.code if attributes.get("id") == "result")
+    assert json.loads(carried) == json.loads(written.json.read_text())  # "</script><!--" among its text
+
+
+def test_the_policy_lets_nothing_in_but_what_is_there(written):
+    page = Page(written.html.read_text())
+    policy = next(a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'" and "connect-src" not in rules
+    assert "unsafe" not in policy and "http" not in policy
+    code = [(tag, text) for tag, attributes, text in page.code if attributes.get("type") != "application/json"]
+    for rule, kind in (("script-src", "script"), ("style-src", "style")):
+        digests = [
+            base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for tag, text in code if tag == kind
+        ]
+        assert rules[rule].split() == [f"'sha256-{digest}'" for digest in digests]
+    for tag, attributes in page.elements:
+        for name in ("src", "href", "action", "data", "poster"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
+
+
+def test_the_page_says_verdict_conditions_noise_numbers_in_that_order(written):
+    text = written.html.read_text()
+    places = [text.index(f'<section id="{name}"') for name in ("verdicts", "conditions", "noise", "section-1")]
+    assert places == sorted(places)
+    for verdict in sample_report().verdicts:
+        assert html.escape(verdict.text) in text and html.escape(verdict.reason) in text
+    assert "FLOP the algorithm needs / (time x measured peak)" in text
+
+
+def test_a_table_has_heads_and_numbers_to_the_right(tmp_path):
+    rows = (("a", "1,024.5 ms", "yes"), ("b", "unknown", "3 of them"), ("c", "-0.4 %", "no"))
+    table = Table("T", (Column("name"), Column("time", "the definition"), Column("remark")), rows)
+    text = write_report(small(sections=(Section("S", tables=(table,)),)), tmp_path).html.read_text()
+    assert re.findall(r'<th scope="col"( class="number")?>', text) == ["", ' class="number"', ""]
+    assert '<td class="number">1,024.5 ms</td>' in text and "<td>3 of them</td>" in text
+    assert '<th scope="row">a</th>' in text and "<dd>the definition</dd>" in text
+
+
+def test_markdown_can_be_pasted():
+    table = Table("T", (Column("a|b", "def"), Column("c")), (("x|y\nz", "<img>"),))
+    report = small(title="T\n# x", sections=(Section("S", tables=(table,)),), noise=("calm",))
+    lines = markdown(report).splitlines()
+    assert lines[0] == "# T \\# x"
+    assert lines.index("## Conditions") < lines.index("## Noise") < lines.index("## S")
+    assert "- **holds**: It holds." in lines
+    assert "| a\\|b | c |" in lines and "| x\\|y z | &lt;img> |" in lines and "- *a\\|b*: def" in lines
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a/b", ".hidden", "x" * 101])
+def test_a_plot_name_that_is_no_file_name_is_refused(tmp_path, name):
+    plot = Plot(name, "t", {"data": {"values": []}, "mark": "point"})
+    with pytest.raises(ValueError, match="file name"):
+        write_report(small(sections=(Section("S", plots=(plot,)),)), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_plots_of_one_name_are_refused(tmp_path):
+    plot = Plot("x", "t", {"data": {"values": []}, "mark": "point"})
+    with pytest.raises(ValueError, match="two plots"):
+        write_report(small(sections=(Section("S", plots=(plot, replace(plot, name="X"))),)), tmp_path)
+
+
+def test_a_folder_that_cannot_be_is_an_error_with_a_fix(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Give another folder") as caught:
+        write_report(small(), tmp_path / "file" / "report")
+    assert caught.value.exit_code == 7
+
+
+def test_without_the_extra_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(MissingExtraError, match=r"bench extra.*pip install 'twinphase\[bench\]'"):
+        write_report(small(), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_package_that_is_there_and_broken_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "broken_one.py").write_text("import not_there_at_all")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        require("broken_one")
+    with pytest.raises(MissingExtraError, match="needs not_there_at_all.*pip install something"):
+        require("not_there_at_all.part", "something")
+    assert require("json.decoder") is sys.modules["json.decoder"]
+
+
+def test_a_chart_that_wants_the_network_is_not_drawn(tmp_path):
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/data.csv"
+        with contextlib.suppress(ValueError):
+            png(Plot("x", "t", {"data": {"url": url}, "mark": "point", "encoding": {"x": {"field": "a"}}}))
+        server.shutdown()
+    assert asked == []
+
+
+def test_progress_is_told_for_every_file(tmp_path):
+    told = []
+    report = small(sections=(Section("S", plots=(Plot("x", "t", {"data": {"values": []}, "mark": "point"}),)),))
+    write_report(report, tmp_path, lambda *step: told.append(step))
+    assert told == [("page", 0, 2), ("plot x", 1, 2), ("report", 2, 2)]
+
+
+def test_the_page_is_made_of_files_that_are_installed():
+    folder = resources.files("twinphase.bench.report") / "assets"
+    assert {entry.name for entry in folder.iterdir()} == {"page.html.j2", "page.css", "page.js"}

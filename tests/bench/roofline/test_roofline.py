@@ -1,0 +1,440 @@
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiny_gguf import write_tiny_gguf
+from twinphase.batch import StepWork
+from twinphase.bench.report.report import Status
+from twinphase.bench.report.result import result_json
+from twinphase.bench.roofline import measure as measuring
+from twinphase.bench.roofline.arithmetic import (
+    Part,
+    attention_part,
+    breakeven_batch,
+    datasheet_roofline,
+    knee,
+    linear_part,
+    measured_roofline,
+    place,
+)
+from twinphase.bench.roofline.ceilings import Sweep, thread_counts
+from twinphase.bench.roofline.findings import TOLERANCE, finding
+from twinphase.bench.roofline.measure import ModelPoints, Point, Sample, Settings, planned
+from twinphase.bench.roofline.plots import Mark, canvas, roofline_plot
+from twinphase.bench.roofline.report import (
+    ceilings_table,
+    machine_verdict,
+    part_table,
+    point_table,
+    rate_text,
+    verdicts,
+)
+from twinphase.bench.roofline.roofline import datasheet_report, roofline, settings_of
+from twinphase.cli import run_app
+from twinphase.errors import InvalidRequestError
+from twinphase.estimate.datasheets import DATASHEETS
+from twinphase.phases.hardware import Ceilings, _count, cache_levels
+from twinphase.phases.report import Units
+from twinphase.phases.work import ModelShape, kv_bytes_per_token
+
+MIB = 1 << 20
+# Flat bandwidth, so that arithmetic on paper is exact.
+CEILINGS = Ceilings("a processor", 2, "generic", ((MIB, 100e9), (64 * MIB, 100e9)), 1000e9, 200e9, None)
+UNITS = Units("int8", "int8", "float32")
+SHAPE = ModelShape(
+    linear_parameters=10_000_000, head_parameters=2_000_000, linear_bytes=5_000_000, head_bytes=1_000_000,
+    num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64, kv_token_bytes=1536,
+)  # fmt: skip
+
+
+# The arithmetic
+def test_balance_points_are_peak_over_bandwidth() -> None:
+    ceilings = replace(CEILINGS, bandwidth=((MIB, 200e9), (16 * MIB, 100e9), (256 * MIB, 50e9)))
+    line = measured_roofline(ceilings, (("L2", 2 * MIB), ("L3", 32 * MIB)))
+    assert [slope.name for slope in line.slopes] == ["L2, 1 MiB", "L3, 16 MiB", "DRAM, 256 MiB"]
+    balances = {(roof.unit, slope.name): balance for roof, slope, balance in line.balances}
+    assert balances["int8", "DRAM, 256 MiB"] == pytest.approx(20.0)
+    assert balances["float32", "L2, 1 MiB"] == pytest.approx(1.0)
+    assert all(roof.unit != "bfloat16" for roof in line.roofs), "a unit that does not exist has no roof"
+
+
+def test_a_set_that_fits_the_cache_is_not_called_dram() -> None:
+    line = measured_roofline(replace(CEILINGS, bandwidth=((256 * MIB, 100e9),)), (("L3", 384 * MIB),))
+    assert [slope.name for slope in line.slopes] == ["256 MiB"]
+
+
+def test_slopes_without_known_caches_are_named_by_size() -> None:
+    line = measured_roofline(replace(CEILINGS, bandwidth=((MIB, 3e9), (4 * MIB, 2e9), (8 * MIB, 1e9))))
+    assert [slope.name for slope in line.slopes] == ["1 MiB", "4 MiB", "8 MiB"]
+
+
+def test_parts_of_a_step_by_hand() -> None:
+    work = StepWork(rows=4, decode_contexts=400, logits=4, sequences=4)
+    linear, attention = linear_part(SHAPE, UNITS, work, 400), attention_part(SHAPE, UNITS, work, 400)
+    assert linear.flops == {"int8": 2 * 4 * 12_000_000}
+    assert linear.bytes == 6_000_000
+    assert attention.flops == {"int8": 4 * 4 * 8 * 64 * 400 // 2, "float32": 4 * 4 * 8 * 64 * 400 // 2}
+    assert attention.bytes == 400 * kv_bytes_per_token(SHAPE) == 400 * 1536
+    assert linear.working_set == attention.working_set == 6_000_000 + 400 * 1536
+    both = linear.plus(attention)
+    assert (both.total_flops, both.bytes) == (
+        linear.total_flops + attention.total_flops,
+        linear.bytes + attention.bytes,
+    )
+    assert linear.intensity == pytest.approx(16.0)
+
+
+def test_break_even_of_linear_layers_is_where_flop_time_meets_weight_time() -> None:
+    # 6e6 bytes at 100 GB/s are 60 us; a row is 24e6 FLOP at 1000 G/s, 24 us: from the third row on.
+    found = breakeven_batch(SHAPE, UNITS, CEILINGS, 100, ("linear",))
+    assert (found.batch, found.unknown, str(found)) == (3, False, "3")
+
+
+def test_break_even_of_whole_steps_counts_each_sequences_kv() -> None:
+    # At context c a sequence adds 24 us + c x (4096 / 1000e9 + 4096 / 200e9) s of FLOP, and c x 1536 / 100e9 s of
+    # bytes: both rise with c, and so the FLOP of B sequences meet the bytes at B = 60 / (24 + 0.00922 c).
+    for context in (100, 2000):
+        added = 24e-6 + context * (4096 / 1000e9 + 4096 / 200e9) - context * 1536 / 100e9
+        wanted = next(batch for batch in range(1, 100) if batch * added >= 60e-6)
+        assert breakeven_batch(SHAPE, UNITS, CEILINGS, context, ("linear", "attention")).batch == wanted
+
+
+def test_long_contexts_may_never_be_bound_by_compute() -> None:
+    heavy = replace(SHAPE, kv_token_bytes=100_000)
+    found = breakeven_batch(heavy, UNITS, CEILINGS, 100_000, ("linear", "attention"))
+    assert (found.batch, str(found)) == (None, "never")
+
+
+def test_break_even_without_a_ceiling_is_unknown() -> None:
+    for ceilings in (None, replace(CEILINGS, int8_ops=None), replace(CEILINGS, bandwidth=())):
+        assert str(breakeven_batch(SHAPE, UNITS, ceilings, 100, ("linear",))) == "unknown"
+
+
+def test_the_knee_of_the_rooflines_own_model_is_its_break_even() -> None:
+    times = {batch: max(60e-6, batch * 24e-6) for batch in (1, 2, 4, 8, 16)}
+    assert knee(times) == pytest.approx(60 / 24)
+
+
+@pytest.mark.parametrize(
+    "times", [{1: 1.0, 2: 1.0}, {2: 1.0, 4: 2.0, 8: 4.0}, {1: 1.0, 2: 1.1, 4: 1.2}, {1: 1.0, 2: 4.0, 4: 3.0}]
+)
+def test_no_knee_is_said_where_none_can_be_told(times: dict[int, float]) -> None:
+    assert knee(times) is None
+
+
+def test_caches_grow_with_the_threads_that_have_their_own() -> None:
+    one, many = dict(cache_levels(1)), dict(cache_levels(1024))
+    assert one.keys() == many.keys() and all(many[name] >= size > 0 for name, size in one.items())
+    assert _count("0-3,8") == 5 and _count("7") == 1
+
+
+# Placing
+def test_a_part_is_placed_by_its_time() -> None:
+    part = Part({"int8": 500_000_000}, 10_000_000, 64 * MIB)  # 0.5 ms of FLOP, 0.1 ms of bytes
+    placed = place(part, 1e-3, CEILINGS)
+    assert (placed.intensity, placed.rate, placed.byte_rate) == pytest.approx((50, 500e9, 10e9))
+    assert (placed.mfu, placed.mbu, placed.bound) == (pytest.approx(0.5), pytest.approx(0.1), "compute")
+    assert not placed.over_ceiling
+
+
+def test_above_the_ceiling_is_told_and_not_clamped() -> None:
+    placed = place(Part({"int8": 500_000_000}, 10_000_000, 64 * MIB), 0.25e-3, CEILINGS)
+    assert placed.mfu == pytest.approx(2.0)
+    assert placed.over_ceiling
+
+
+def test_unknown_ceilings_leave_efficiency_unknown() -> None:
+    placed = place(Part({"bfloat16": 1000}, 10, MIB), 1.0, CEILINGS)
+    assert (placed.mfu, placed.bound) == (None, "unknown")
+    assert place(Part({"int8": 1000}, 10, MIB), 1.0, None).mbu is None
+    assert not placed.over_ceiling
+
+
+def sample(linear: float, attention: float, *, whole: float = 2.0, forward: float = 1.0, split: float = 1.0) -> Sample:
+    parts = {"linear": linear, "attention": attention, "other": 0.1}
+    work = Part({"int8": 500_000_000}, 10_000_000, 64 * MIB)
+    kv = Part({"int8": 1_000_000, "float32": 1_000_000}, 1_000_000, 64 * MIB)
+    return Sample(whole, forward, whole + split - forward, split, parts, 4, work, kv, 0.0)
+
+
+def test_a_finding_takes_medians_and_its_parts_add_up() -> None:
+    samples = [sample(0.5, 0.2), sample(0.6, 0.1), sample(0.9, 0.3, whole=9.0)]
+    found = finding(Point("decode", 256, 4), samples, CEILINGS)
+    assert found.seconds == 2.0
+    assert found.tokens_per_second == (2.0, 2.0, pytest.approx(4 / 9))
+    assert sum(found.parts.values()) == pytest.approx(found.split_seconds)
+    assert found.linear.rate == pytest.approx(500_000_000 / 0.6)
+    assert found.adds_up
+
+
+def test_parts_that_do_not_add_up_are_void() -> None:
+    off = 1 + 2 * TOLERANCE
+    found = [finding(Point("decode", 256, 4), [sample(0.5, 0.2, split=off)] * 3, CEILINGS)]
+    assert not found[0].adds_up
+    assert all("void" in cell for cell in part_table(found, "decode").rows[0][3:])
+    assert "void" in point_table(found, "decode").rows[0]
+    verdict = verdicts(measured_roofline(CEILINGS), found, [])[0]
+    assert verdict.status is Status.FAILS and "0 of 1" in verdict.text
+
+
+def test_above_100_percent_is_the_first_verdict() -> None:
+    found = [finding(Point("prefill", 16), [sample(0.4e-3, 0.2)], CEILINGS)]
+    verdict = verdicts(measured_roofline(CEILINGS), found, [])[0]
+    assert verdict.status is Status.VOID
+    assert "125.0%" in verdict.text and "count or the ceiling is wrong" in verdict.reason
+    assert any("(!)" in cell for cell in part_table(found, "prefill").rows[0])
+
+
+def test_unknown_ceilings_are_unknown_in_tables() -> None:
+    found = [finding(Point("decode", 256), [sample(0.5, 0.2)], None)]
+    assert part_table(found, "decode").rows[0][-3:] == ("unknown",) * 3
+    nothing = replace(CEILINGS, bandwidth=(), int8_ops=None, float32_flops=None)
+    assert machine_verdict(measured_roofline(nothing)).status is Status.UNKNOWN
+
+
+def test_ceilings_by_threads_show_best_and_run() -> None:
+    run = replace(CEILINGS, int8_ops=800e9)
+    table = ceilings_table(Sweep({2: CEILINGS}, {2: [run, run]}))
+    assert ("int8, GFLOP/s", "1,000 (800)") in table.rows
+    assert ("bfloat16, GFLOP/s", "none") in table.rows
+
+
+@pytest.mark.parametrize(
+    ("cores", "counts"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 3, 4, 6)), (64, (1, 2, 3, 4, 8, 16, 32, 64))]
+)
+def test_thread_counts_end_with_all_cores(cores: int, counts: tuple[int, ...]) -> None:
+    assert thread_counts(cores) == counts
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(911e9, "911 GFLOP/s"), (55.8e9, "55.8 GFLOP/s"), (312e12, "312 TFLOP/s"), (None, "unknown")]
+)
+def test_rates_have_prefixes(rate: float | None, text: str) -> None:
+    assert rate_text(rate, "FLOP/s") == text
+
+
+# What is measured
+def test_points_that_do_not_fit_are_named() -> None:
+    settings = Settings(prompt_lengths=(16, 600), batches=(1, 4), batch_context=64, contexts=(64, 5000), steps=2)
+    points, left_out, room = planned(settings, 1024, None)
+    assert Point("prefill", 600) in points and Point("decode", 64, 4) in points
+    assert len(left_out) == 1 and "decode[batch=1,context=5000]" in left_out[0]
+    points, left_out, capped = planned(settings, 1024, 700)
+    assert Point("decode", 64, 4) in points and capped == 700 < room
+    assert planned(settings, 1024, 200)[1]
+
+
+@pytest.mark.parametrize("given", [{"batches": "1,x"}, {"batches": "0,1"}, {"contexts": "4,4"}, {"repetitions": 0}])
+def test_settings_out_of_range_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError):
+        settings_of(given)
+
+
+# Drawings
+def marks() -> list[Mark]:
+    return [Mark("prefill", "linear", "prefill linear", "n = 16", 40.0, 400e9, {}),
+            Mark("decode", "linear", "batch linear", "batch 1", 2.5, 90e9, {}),
+            Mark("decode", "attention", "context attention", "context 64", 4.0, 40e9, {})]  # fmt: skip
+
+
+def test_the_drawing_puts_marks_below_the_roof() -> None:
+    lines = canvas(measured_roofline(CEILINGS), marks(), 80, 20)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 90
+    roof = next(index for index, line in enumerate(lines) if "int8" in line)
+    where = {letter: next(i for i, line in enumerate(lines) if f"{letter}" in line.split("|")[-1][:60])
+             for letter in ("P", "d")}  # fmt: skip
+    assert roof < where["P"] < where["d"]
+    assert "FLOP/byte" in text
+
+
+def test_the_plot_has_every_roof_slope_and_mark() -> None:
+    plot = roofline_plot(measured_roofline(CEILINGS), marks(), "")
+    data = [row for layer in plot.spec["layer"] for row in layer["data"]["values"]]
+    assert {row["line"] for row in data if "line" in row} >= {"int8", "float32"}
+    assert sum("FLOP / byte" in row for row in data) >= len(marks())
+    json.dumps(plot.spec)
+
+
+# Datasheets
+@pytest.mark.parametrize("name", sorted(DATASHEETS))
+def test_every_datasheet_is_drawn_and_marked_as_such_or_refused(name: str) -> None:
+    line = datasheet_roofline(DATASHEETS[name])
+    assert line.source == "datasheet"
+    if not line.roofs or not line.slopes:
+        with pytest.raises(InvalidRequestError, match="datasheet"):
+            datasheet_report(name)
+        return
+    drawing = datasheet_report(name)
+    assert "not measured" in drawing.report.sections[0].plots[0].title
+    assert any("Datasheet" in verdict.text for verdict in drawing.report.verdicts)
+    assert "datasheet" in drawing.report.conditions["source"]
+    assert not drawing.report.metrics
+    assert any(source.address in paragraph for source in DATASHEETS[name].sources
+               for paragraph in drawing.report.sections[0].paragraphs)  # fmt: skip
+    assert canvas(drawing.line, ())
+
+
+def test_the_balance_point_of_an_a100() -> None:
+    line = datasheet_roofline(DATASHEETS["a100-80gb-sxm"])
+    balance = next(balance for roof, _, balance in line.balances if "fp16" in roof.unit)
+    assert balance == pytest.approx(312e12 / 2039e9)
+
+
+def test_a_model_is_not_measured_on_absent_hardware() -> None:
+    with pytest.raises(InvalidRequestError, match="not here"):
+        datasheet_report("h100-sxm", "smollm2")
+
+
+def test_the_command_lists_draws_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["roofline", "--list-hardware"]) == 0
+    assert "h100-sxm" in capsys.readouterr().out
+    assert run_app(["roofline", "--hardware", "h100-sxm", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "roofline"
+    assert run_app(["roofline", "--hardware", "h100-sxm"]) == 0
+    assert "not measured" in capsys.readouterr().out
+    assert run_app(["roofline", "--hardware", "no-such-thing"]) == 2
+    refusal = capsys.readouterr().err
+    assert "Leave --hardware out" in refusal and "h100-sxm" in refusal and "--flops" not in refusal
+    assert run_app(["roofline", "--batches", "one"]) == 2
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    monkeypatch.setattr("twinphase.bench.roofline.roofline.roofline", lambda *given: measured.append(given))
+    assert run_app(["roofline", "--out", str(tmp_path)]) != 0
+    assert "twinphase[bench]" in capsys.readouterr().err and not measured
+
+
+def test_the_balance_point_is_read_as_a_division() -> None:
+    ceilings = replace(CEILINGS, bandwidth=((MIB, 200e9), (256 * MIB, 50e9)))
+    text = machine_verdict(measured_roofline(ceilings, (("L2", 2 * MIB), ("L3", 32 * MIB)))).text
+    assert " / DRAM " in text and " GB/s = balance at 20 FLOP/byte" in text and "MiB" not in text
+
+
+# End to end
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=512)
+
+
+SMALL = Settings(prompt_lengths=(8, 100), batches=(1, 2, 4), batch_context=32, contexts=(16, 1000), repetitions=2,
+                 steps=3, retries=0, max_num_batched_tokens=64)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured(tiny: Path) -> ModelPoints:
+    return measuring.measure_model(str(tiny), SMALL)
+
+
+def test_every_point_is_measured_with_its_own_work(measured: ModelPoints) -> None:
+    assert {str(point) for point in measured.samples} == {
+        "prefill[n=8]", "prefill[n=100]", "decode[batch=1,context=32]", "decode[batch=2,context=32]",
+        "decode[batch=4,context=32]", "decode[batch=1,context=16]",
+    }  # fmt: skip
+    assert len(measured.left_out) == 1
+    for point, samples in measured.samples.items():
+        assert len(samples) == SMALL.repetitions
+        for one in samples:
+            assert 0 < one.forward < one.seconds
+            assert sum(one.parts.values()) <= one.split_forward * 1.0001
+            assert all(spent > 0 for spent in one.parts.values())
+        if point.phase == "decode":
+            assert samples[0].linear.bytes == measured.shape.linear_bytes + measured.shape.head_bytes
+            contexts = samples[0].attention.bytes / kv_bytes_per_token(measured.shape) / point.batch
+            assert point.tokens < contexts < point.tokens + 40
+    chunks = measured.samples[Point("prefill", 100)][0]
+    # Two chunks of 64 and 36 tokens: weights twice, the last with the head, KV of 64 and of 100 tokens.
+    shape = measured.shape
+    assert chunks.linear.bytes == 2 * shape.linear_bytes + shape.head_bytes
+    assert chunks.attention.bytes == 164 * kv_bytes_per_token(shape)
+    assert chunks.attention.total_flops == 4 * shape.num_layers * shape.num_heads * shape.head_dim * 100 * 101 // 2
+
+
+def test_ctrl_c_leaves_the_complete_repetitions(tiny: Path) -> None:
+    told: list[str] = []
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        told.append(what)
+        if total and done == total // 2 + 1:
+            raise KeyboardInterrupt
+
+    found = measuring.measure_model(str(tiny), replace(SMALL, batches=(1,), contexts=(16,)), interrupt)
+    assert all(len(many) == 1 for many in found.samples.values())
+    assert "interrupted after 1 of 2" in found.left_out[-1]
+
+
+def test_steps_in_parts_compute_the_same(tiny: Path) -> None:
+    from twinphase import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    tokens = []
+    for in_parts in (False, True):
+        llm = LLM(tiny, max_model_len=256)
+        if in_parts:
+            backend = llm.engine.executor.backend
+            llm.engine.executor.backend = watched = measuring._TimedBackend(backend)
+            watched.in_parts = True
+        tokens.append(llm.generate([list(range(5, 90))], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
+
+
+def test_a_whole_report(tiny: Path, measured: ModelPoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Ceilings have tests of their own (tests/backends/cpu); here they are given, and nothing is kept.
+    best = replace(CEILINGS, bfloat16_flops=400e9)
+    counts: list[list[int]] = []
+
+    def ceilings(threads: list[int], isa: str | None, repetitions: int, progress: object) -> Sweep:
+        counts.append(list(threads))
+        return Sweep(dict.fromkeys(threads, best), {count: [best] * repetitions for count in threads})
+
+    from twinphase.bench.roofline import roofline as module
+
+    monkeypatch.setattr(module, "measure_ceilings", ceilings)
+    told: list[str] = []
+    drawing = roofline(str(tiny), SMALL, 2, lambda what, done, total: told.append(what))
+    report = drawing.report
+    names = {metric.name for metric in report.metrics}
+    assert {"prefill[n=8] tok/s", "decode[batch=4,context=32] tok/s"} <= names
+    assert all(len(metric.values) in (2, 4) for metric in report.metrics)  # ceilings on both sides of the model
+    assert report.conditions["model SHA-256"] != "unknown"
+    assert {section.title for section in report.sections} >= {"The machine", "Prefill", "Decode"}
+    assert any("left out" in line.lower() for line in report.noise)
+    assert any("prefill" in what for what in told)
+    assert json.loads(result_json(report))["data"]["samples"]["prefill[n=8]"][0]["parts"]["linear"] > 0
+    from twinphase.bench.report.render import write_report
+
+    written = write_report(report, tmp_path)
+    assert written.html.stat().st_size > 10_000 and any("roofline" in path.name for path in written.plots)
+
+
+def test_ceilings_too_low_are_measured_again(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twinphase.bench.roofline import roofline as module
+
+    low = replace(CEILINGS, int8_ops=1.0, bfloat16_flops=1.0, float32_flops=1.0)
+    calls: list[list[int]] = []
+
+    def ceilings(threads: list[int], isa: str | None, repetitions: int, progress: object) -> Sweep:
+        calls.append(list(threads))
+        return Sweep(dict.fromkeys(threads, low), {count: [low] for count in threads})
+
+    monkeypatch.setattr(module, "measure_ceilings", ceilings)
+    report = roofline(str(tiny), replace(SMALL, repetitions=1, threads=1), 1).report
+    assert len(calls) == 3 and calls[1:] == [[1], [1]]  # before the model, after it, and once more
+    assert report.verdicts[0].status is Status.VOID
+
+
+def test_efficiencies_count_from_the_bandwidth_of_this_run_and_the_best_peaks_ever() -> None:
+    first = replace(CEILINGS, int8_ops=800e9, bandwidth=((MIB, 70e9), (64 * MIB, 50e9)))
+    second = replace(CEILINGS, int8_ops=900e9, bandwidth=((MIB, 90e9), (64 * MIB, 40e9)))
+    sweep = Sweep({2: CEILINGS}, {2: [first]}).with_more(Sweep({2: CEILINGS}, {2: [second]}))
+    assert sweep.runs[2] == [first, second]
+    assert sweep.now(2) == replace(CEILINGS, bandwidth=((MIB, 90e9), (64 * MIB, 50e9)))

@@ -1,0 +1,219 @@
+import json
+
+import pytest
+
+from bench.stub_server import RunningStub
+from twinphase.bench.client.client import Reply, run
+from twinphase.bench.load.arrivals import Closed, Constant
+from twinphase.bench.load.run import run_load
+from twinphase.bench.load.workload import Lengths, PromptMaker, Sizing, make_workload
+from twinphase.bench.targets.claims import (
+    MetricsReader,
+    OllamaReader,
+    claims_of,
+    claims_reader,
+    claims_section,
+    read_counters,
+    read_ollama,
+)
+from twinphase.bench.targets.openai import OpenAITarget
+
+METRICS = """# HELP vllm:time_to_first_token_seconds Histogram of time to first token.
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{{le="0.1",model_name="a b"}} 3.0
+vllm:time_to_first_token_seconds_sum{{model_name="a",engine="0"}} {ttft}
+vllm:time_to_first_token_seconds_count{{model_name="a",engine="0"}} {count}
+vllm:time_to_first_token_seconds_sum{{model_name="b"}} 1.5
+vllm:time_to_first_token_seconds_count{{model_name="b"}} 1
+vllm:num_requests_running 3
+vllm:request_queue_time_seconds_sum {queue}
+vllm:request_queue_time_seconds_count {count}
+vllm:e2e_request_latency_seconds_sum 4.0
+vllm:e2e_request_latency_seconds_count 4
+sglang:time_to_first_token_seconds_sum 99
+"""
+LLAMA = {"prompt_n": 10, "prompt_ms": 15.0, "predicted_n": 5, "predicted_ms": 20.0, "predicted_per_token_ms": 4.0}
+
+
+@pytest.fixture(scope="module")
+def stub():
+    running = RunningStub()
+    yield running
+    running.stop()
+
+
+def load(stub, scripts, reader=None, **pages):
+    async def work():
+        stub.script({}, **pages)
+        target = await OpenAITarget.open(stub.url)
+        stub.script(*scripts, **pages)
+        workload = make_workload(Lengths((10, 10), (5, 5)), len(scripts), Sizing(), num_warm_up=0)
+        return await run_load(target, workload, Closed(1), claims=reader(target) if reader else None), target
+
+    result, target = run(work())
+    stub.script({}, v1__models={"data": [{"id": "stub", "owned_by": "tests"}]})
+    return result, target
+
+
+def test_llama_cpp_timings_stand_beside_ours(stub):
+    result, _ = load(stub, [{"first": 0.03, "gaps": [0.005] * 4, "timings": LLAMA}] * 4)
+    ttft, tpot = claims_of(result)
+    assert (ttft.figure, ttft.theirs, ttft.source) == ("TTFT", 0.015, "timings.prompt_ms")
+    assert ttft.ours >= 0.03 and ttft.difference == pytest.approx(ttft.ours - 0.015)
+    assert (tpot.figure, tpot.theirs, tpot.statistic) == ("TPOT", 0.004, "median of 4")
+    assert tpot.ours >= 0.005 and "divided by n" in tpot.their_definition
+    (table,) = claims_section(result).tables
+    assert table.rows[0][2] == "15.00" and all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_our_own_timings(stub):
+    timings = {"prompt_ms": 9.0, "ttft_ms": 10.0, "tpot_ms": 1.0, "e2e_ms": 20.0}
+    result, _ = load(stub, [{"first": 0.02, "timings": timings}])
+    assert [(claim.figure, claim.theirs) for claim in claims_of(result)] == [
+        ("TTFT", 0.01),
+        ("TPOT", 0.001),
+        ("E2E", 0.02),
+    ]
+
+
+def test_a_server_without_claims_is_said_to_have_none(stub):
+    result, target = load(stub, [{}])
+    assert claims_of(result) == [] and claims_reader(target) is None
+    assert "makes none" in claims_section(result).paragraphs[0]
+
+
+def test_counters_are_summed_over_their_labels():
+    found = read_counters(METRICS.format(ttft=2.5, queue=0.25, count=3), "vllm")
+    assert found["time_to_first_token_seconds"] == (4.0, 4.0) and found["request_queue_time_seconds"] == (0.25, 3.0)
+    assert "num_requests_running" not in found and read_counters("", "vllm") == {}
+
+
+def test_means_come_from_what_was_counted_in_between(stub):
+    class Counted(MetricsReader):
+        """As if the load had come between the two."""
+
+        async def after(self):
+            again = METRICS.format(ttft=2.9, queue=0.35, count=13)
+            stub.script({}, metrics=again)
+            await super().after()
+
+    models = {"data": [{"id": "m", "owned_by": "vllm"}]}
+    first = METRICS.format(ttft=2.5, queue=0.25, count=3)
+    result, target = load(
+        stub, [{"first": 0.03}] * 3, lambda target: Counted(target, "vllm"), metrics=first, v1__models=models
+    )
+    ttft, queue = claims_of(result)
+    assert ttft.theirs == pytest.approx(0.04) and ttft.statistic == "mean of 10 (ours of 3)"
+    assert ttft.ours == pytest.approx(sum(result.ttft) / 3) and ttft.difference is None, "other requests"
+    assert queue.figure == "queue" and queue.theirs == pytest.approx(0.01) and queue.ours is queue.difference is None
+    assert isinstance(claims_reader(target), MetricsReader), "chosen by the server's kind"
+    assert "cannot see" in claims_section(result).tables[0].rows[1][1]
+
+
+def test_metrics_that_are_not_there_are_said_to_be_missing(stub):
+    result, _ = load(stub, [{}], lambda target: MetricsReader(target, "sglang"))
+    assert "http 404" in claims_section(result).paragraphs[0]
+
+
+def test_counters_that_were_not_read_before_the_load_claim_nothing(stub):
+    """They would be means over the server's whole life."""
+
+    class Late(MetricsReader):
+        async def after(self):
+            stub.script({}, metrics=METRICS.format(ttft=2.9, queue=0.35, count=13))
+            await super().after()
+
+    result, _ = load(stub, [{}], lambda target: Late(target, "vllm"))
+    assert result.claims._last, "it was there afterwards"
+    assert claims_of(result) == [] and "before the load" in claims_section(result).paragraphs[0]
+
+
+def test_numbers_that_are_none_claim_nothing():
+    text = "vllm:a_seconds_sum x\nvllm:a_seconds_count 3\nvllm:b_seconds_sum NaN\nvllm:c_seconds_sum 1\n"
+    assert read_counters(text, "vllm") == {"c_seconds": (1.0, 0.0)}
+
+
+def test_an_answer_of_ollama_that_is_none_loses_no_load(stub):
+    """It is read when the load was measured: an error of it is told, and nothing is raised."""
+    for page in ("<html>", '{"response": "a"}\n{"bro', "[1]\n", '{"error": "no memory"}\n'):
+        prompts = PromptMaker(Sizing(), seed=9)
+        result, _ = load(stub, [{}], lambda target, p=prompts: OllamaReader(target, p, (5, 5)), api__generate=page)
+        assert len(result.succeeded) == 1 and claims_of(result) == []
+        assert "cannot be read" in claims_section(result).paragraphs[0]
+
+
+def test_ollama_is_asked_by_its_own_api(stub):
+    lines = [
+        {"response": "a", "done": False},
+        {"response": "b", "done": False},
+        {"response": "", "done": True, "prompt_eval_count": 9, "eval_count": 2, "prompt_eval_duration": 7_000_000}
+        | {"eval_duration": 6_000_000, "total_duration": 20_000_000, "load_duration": 1},
+    ]
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    reply = Reply(1.0, sent=1.0, ended=1.5, status=200, pieces=[(1.2, data[:30]), (1.3, data[30:60]), (1.5, data[60:])])
+    seen = read_ollama(reply)
+    assert len(seen.token_times) == 2 and (seen.num_prompt_tokens, seen.num_output_tokens) == (9, 2)
+    assert seen.claims["ollama"] == {
+        **{"prompt_eval_ms": 7.0, "eval_ms": 6.0, "total_ms": 20.0, "load_ms": 1e-6, "eval_count": 2}
+    }
+
+    pages = {"v1__models": {"data": [{"id": "m", "owned_by": "library"}]}, "api__version": {"version": "0.12.1"}}
+    pages["api__generate"] = data.decode()
+    prompts = PromptMaker(Sizing(), seed=9)
+    result, _ = load(stub, [{}], lambda target: claims_reader(target, prompts), **pages)
+    assert isinstance(result.claims, OllamaReader)
+    ttft, tpot, e2e = claims_of(result)
+    assert (ttft.theirs, tpot.theirs, e2e.theirs) == pytest.approx((0.007, 0.003, 0.02))
+    assert "native API" in ttft.source and ttft.statistic == "median of 3" and ttft.ours > 0
+
+
+def test_ollama_that_refuses(stub):
+    prompts = PromptMaker(Sizing(), seed=9)
+    result, _ = load(stub, [{}], lambda target: OllamaReader(target, prompts, (5, 5)))
+    assert "/api/generate fails: http 404" in claims_section(result).paragraphs[0]
+
+
+def test_vllm_metrics_of_each_request(stub):
+    from twinphase.bench.client.observation import Observation
+
+    result, _ = load(stub, [{"gaps": [0.001]}] * 2)
+    claimed = {"queue_time_ms": 3.0, "time_to_first_token_ms": 11.0, "mean_itl_ms": 5.0, "generation_time_ms": 40.0}
+    assert all(isinstance(one, Observation) for one in result.observations)
+    for one in result.observations:
+        one.claims["metrics"] = claimed
+    assert [(c.figure, round(1e3 * c.theirs, 6)) for c in claims_of(result)] == [
+        ("queue", 3.0),
+        ("TTFT", 11.0),
+        ("TPOT", 5.0),
+        ("decode time", 40.0),
+    ]
+    assert Constant(1) and claims_of(result)[0].ours is None
+
+
+def test_decode_time_is_averaged_over_requests_that_decode(stub):
+    """As vLLM counts it: a request of one token has none; with its zero ours would be of another population."""
+    page = "vllm:request_decode_time_seconds_sum {total}\nvllm:request_decode_time_seconds_count {count}\n"
+
+    class Counted(MetricsReader):
+        count = 2
+
+        async def after(self):
+            stub.script({}, metrics=page.format(total=0.08, count=self.count))
+            await super().after()
+
+    def claim(count):
+        reader = type("Reader", (Counted,), {"count": count})
+        scripts = [{"gaps": [0.01] * 4}, {"gaps": [0.01] * 4}, {"gaps": []}]
+        models = {"data": [{"id": "m", "owned_by": "vllm"}]}
+        first = page.format(total=0.0, count=0)
+        result, _ = load(stub, scripts, lambda at: reader(at, "vllm"), metrics=first, v1__models=models)
+        [found] = claims_of(result)
+        return found, [one.token_times[-1] - one.token_times[0] for one in result.succeeded]
+
+    found, times = claim(2)
+    assert found.figure == "decode time" and found.statistic == "mean of 2"
+    assert found.ours == pytest.approx(sum(times) / 2) and found.difference == pytest.approx(found.ours - 0.04)
+    found, times = claim(3)  # one that counts them all
+    assert found.ours == pytest.approx(sum(times) / 3) and found.difference is not None
+    found, _ = claim(7)
+    assert found.statistic == "mean of 7 (ours of 2)" and found.difference is None

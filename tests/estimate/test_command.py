@@ -1,0 +1,191 @@
+"""`twinphase estimate` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tiny_gguf import write_tiny_gguf
+from twinphase.cli import run_app
+from twinphase.estimate.datasheets import DATASHEETS
+from twinphase.estimate.known_models import KNOWN_MODELS
+from twinphase.phases.hardware import Ceilings, processor_name, save_ceilings
+
+A100 = ["--model", "llama-2-7b", "--hardware", "a100-80gb-sxm"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run_app(["estimate", *arguments]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found = json.loads(run(capsys, *arguments, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of an error; exit code 2, nothing on stdout."""
+    assert run_app(["estimate", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return err
+
+
+def test_both_phases_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, *A100, "--price-per-hour", "2")
+    for part in (
+        "prefill",
+        "decode",
+        "153.0 FLOP a byte",
+        "147.9 tok/s",
+        "compute-bound",
+        "memory-bound",
+        "154 requests",
+    ):
+        assert part in text, part
+    assert "(datasheet)" in text and "NVIDIA A100 Tensor Core GPU datasheet" in text
+    assert "MFU and MBU 1" in text
+    assert "\x1b" not in text  # no terminal, no colour
+
+
+def test_explain_prints_formulas_with_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, *A100, "--explain")
+    assert "2 P n + 2 V h = 2 x 6,476,005,376 x 1,000 + 2 x 131,072,000 = 12,952,272,896,000" in text
+
+
+def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, *A100, "--input-len", "1000", "--output-len", "200")
+    assert found["decode_tokens_per_second"] == pytest.approx(147.9, abs=0.05)
+    assert found["prefill"]["linear"]["flops"] == 12_952_272_896_000
+    assert found["price_per_million_output_tokens"] is None
+    assert found["hardware"]["kind"] == "datasheet"
+
+
+def test_given_figures_make_hardware_or_replace_a_datasheet_s(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--flops", "312T", "--bandwidth", "2.039e12", "--memory", "80G"]
+    given, sheet = run_json(capsys, "--model", "llama-2-7b", *own), run_json(capsys, *A100)
+    assert given["hardware"]["kind"] == "given"
+    assert given["prefill"] == sheet["prefill"] and given["largest_batch"] == sheet["largest_batch"]
+    changed = run_json(capsys, *A100, "--bandwidth", "1T")
+    assert changed["hardware"]["bandwidth"] == 1e12
+    assert any("--bandwidth 1T" in line for line in changed["assumptions"])
+
+
+def test_this_machine_needs_to_be_measured_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "twinphase roofline" in refused(capsys, "--model", "llama-2-7b", "--hardware", "this")
+
+
+def test_this_machine_by_its_kept_ceilings(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    from twinphase.backends.cpu.isa import choose_isa
+
+    points = ((1 << 20, 40e9), (1 << 30, 20e9))
+    cores = len(os.sched_getaffinity(0))
+    save_ceilings(Ceilings(processor_name(), cores, choose_isa(None).name, points, 1e12, 2e11, 4e11))
+    path = write_tiny_gguf(cache / "tiny.gguf")
+    found = run_json(capsys, "--model", str(path), "--hardware", "this", "--prompt-tokens", "64")
+    assert found["hardware"]["kind"] == "measured here"
+    assert found["scenario"]["units"]["linear"] == "int8"  # Q4_0 in our kernels
+    assert found["hardware"]["peaks"]["int8"] == 1e12
+    assert 20e9 <= found["hardware"]["bandwidth"] <= 40e9
+    assert found["kv_bytes_per_token"] == 2 * 2 * (16 + 4 + 2 * 16)  # int8 keys, a scale, 16-bit values
+    assert found["ttft_seconds"] > 0
+    assert "measured here" in run(capsys, "--model", str(path), "--hardware", "this")
+
+
+def test_what_does_not_fit_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--model", "llama-3-70b", "--hardware", "a100-80gb-sxm")
+    assert "! The weights (141.1 GB) do not fit 80 GB" in text
+    assert "but only 129 fit" in run(capsys, "--model", "llama-3-70b", "--hardware", "mi300x")
+
+
+def test_never_is_not_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = ["--model", "llama-3-8b", "--flops", "1e30", "--bandwidth", "1T"]
+    assert "break-even batch    never: " in run(capsys, *fast)
+    found = run_json(capsys, *fast)
+    assert found["break_even_batch"] is None and found["no_break_even"].startswith("never")
+    apple = ["--model", "llama-3-8b", "--hardware", "apple-m4-pro"]
+    assert "break-even batch    unknown: no peak in" in run(capsys, *apple)
+
+
+def test_what_no_datasheet_says_is_unknown_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "llama-3-8b", "--hardware", "apple-m4-pro", "--price-per-hour", "1"]
+    found = run_json(capsys, *arguments)
+    assert found["ttft_seconds"] is found["decode"]["seconds"] is found["price_per_million_prompt_tokens"] is None
+    assert found["decode"]["memory_seconds"] > 0
+    assert "at most" in run(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "MODEL"),
+        (["llama-3-8b", *A100], "Two models"),
+        (["--model", "llama-2-7b"], "--hardware"),
+        (["--model", "llama-2-7b", "--flops", "1T"], "--hardware"),
+        (["--model", "llama-2-7b", "--hardware", "a100"], "a100-80gb-sxm"),
+        (["--model", "llama-2-7b", "--hardware", "no such"], "apple-m1"),
+        ([*A100, "--flops", "fast"], "--flops"),
+        ([*A100, "--bandwidth", "-1T"], "--bandwidth"),
+        ([*A100, "--memory", "nan"], "--memory"),
+        ([*A100, "--memory", ""], "--memory"),
+        ([*A100, "--devices", "0"], "--devices"),
+        (["--model", "llama-2-7b", "--hardware", "this", "--devices", "2"], "--devices"),
+        ([*A100, "--dtype", "fp7"], "fp7"),
+        ([*A100, "--kv-cache-dtype", "fp7"], "--kv-cache-dtype"),
+        ([*A100, "--compute-dtype", "int4"], "--compute-dtype"),
+        ([*A100, "--mfu", "2"], "mfu"),
+        ([*A100, "--prompt-tokens", "0"], "prompt_tokens"),
+        ([*A100, "--batch-size", "many"], "batch-size"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    assert named in refused(capsys, *arguments)
+
+
+def test_an_unknown_model_offers_close_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["estimate", "--model", "llama-2-8b", "--hardware", "l40s"]) == 3
+    assert "llama-2-7b" in capsys.readouterr().err
+
+
+def test_the_model_can_stand_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, A100[1], *A100[2:]) == run(capsys, *A100)
+
+
+def test_one_is_not_several(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = ["--flops", "312T", "--bandwidth", "2T", "--memory"]
+    assert "1 request of 1,200 tokens" in run(capsys, "llama-2-7b", *figures, "14.2G")
+    assert "2 requests of 1,200 tokens" in run(capsys, "llama-2-7b", *figures, "15G")
+
+
+def test_no_repository_is_cut_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinphase.commands.estimate_view.answers", lambda: Console(width=80))
+    models = run(capsys, "--list-models")
+    assert "…" not in models and max(map(len, models.splitlines())) <= 80
+    assert all(name in models for name in KNOWN_MODELS)
+
+
+def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    hardware, models = run(capsys, "--list-hardware"), run(capsys, "--list-models")
+    for name, sheet in DATASHEETS.items():
+        assert name in hardware
+        assert all(f"    {source.address}\n" in hardware for source in sheet.sources)
+    assert all(name in models for name in KNOWN_MODELS)
+    assert len(json.loads(run(capsys, "--list-hardware", "--json"))) == len(DATASHEETS)
+    assert len(json.loads(run(capsys, "--list-models", "--json"))) == len(KNOWN_MODELS)

