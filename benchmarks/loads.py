@@ -157,7 +157,7 @@ class Bench:
         return {
             "machine": f"{processor_name()}, {os.cpu_count()} cores, {self.args.threads} threads",
             "model": f"{self.checkpoint.name}, kv_cache_dtype {self.args.kv_cache_dtype}",
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "method": f"medians of {self.reps} repetitions, {self.method}" if self.reps else self.method,
             "CPU used by others": others,
         }

@@ -223,7 +223,7 @@ def conditions(run: Run) -> dict[str, str]:
     """What a reader must know to judge or repeat the figures."""
     return {
         "machine": f"{processor_name()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "method": f"{run.threads} threads, {run.reps} repetitions, median ± half range, engines interleaved, "
         "idle engines stopped, prefix caches off",
         "prompts": run.prompts.source,

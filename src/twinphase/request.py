@@ -46,7 +46,7 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a request finished, in the words of OpenAI's API (abort and error are ours, as in vLLM)."""
 
     STOP = "stop"
@@ -55,7 +55,7 @@ class FinishReason(str, enum.Enum):
     ERROR = "error"
 
 
-class MissReason(str, enum.Enum):
+class MissReason(enum.StrEnum):
     """Why the prefix cache did not hold more of a prompt. A reason never tells of another salt's content."""
 
     DIVERGED = "diverged"  # a cached prompt goes on with other tokens

@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +53,7 @@ def conditions(
         command: the command line; this process's unless told.
         flags: settings of the measurement that the command line does not show.
     """
-    found = {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")}
+    found = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")}
     found["command"] = command_line(sys.argv if command is None else command)
     if facts is not None:
         found |= {"target": public(facts.name), "engine": facts.engine, "model": public(facts.model)}

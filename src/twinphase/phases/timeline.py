@@ -9,12 +9,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, replace
 
+from twinphase.phases import latency
 from twinphase.phases.work import Cost
 
 __all__ = ["Interval", "IntervalKind", "PhaseTotals", "RequestTimeline", "StepRecord"]
 
 
-class IntervalKind(str, enum.Enum):
+class IntervalKind(enum.StrEnum):
     """What a request's time was spent on (the ledger's words)."""
 
     TOKENIZE = "tokenize"
@@ -304,16 +305,15 @@ class RequestTimeline:
     @property
     def ttft(self) -> float | None:
         """First output token handed over - arrival, seconds; queue and tokenizing included."""
-        return self.token_times[0] - self.arrival if self.token_times else None
+        return latency.ttft(self.arrival, self.token_times)
 
     @property
     def tpot(self) -> float | None:
         """(last token - first token) / (output tokens - 1), seconds."""
-        if len(self.token_times) < 2:
-            return None
-        return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
+        times = self.token_times
+        return latency.tpot(times[0], times[-1], len(times)) if times else None
 
     @property
     def itl(self) -> list[float]:
         """Each gap between consecutive tokens, seconds."""
-        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+        return latency.itl(self.token_times)

@@ -127,7 +127,7 @@ class Address:
             ip = str(sockaddr[0])
             try:
                 transport, _ = await asyncio.wait_for(loop.create_connection(asyncio.Protocol, ip, self.port), 10)
-            except (OSError, asyncio.TimeoutError) as error:
+            except (TimeoutError, OSError) as error:
                 reason = str(error) or "no answer in 10 seconds"
                 continue
             transport.close()
@@ -301,7 +301,7 @@ async def exchange(
     )
     try:
         transport, protocol = await asyncio.wait_for(opening, min(timeout, 60.0))
-    except (OSError, asyncio.TimeoutError) as error:
+    except (TimeoutError, OSError) as error:
         reply.error = _connect_error(error)
         reply.connected_late = reply.connect_began <= intended < time.perf_counter()
         await wait_until(intended)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from twinphase.phases import latency
+
 __all__ = ["Observation"]
 
 
@@ -70,7 +72,7 @@ class Observation:
     @property
     def ttft(self) -> float | None:
         """Client TTFT: first piece of output here - intended send. The server's own has no network in it."""
-        return self.token_times[0] - self.intended if self.token_times else None
+        return latency.ttft(self.intended, self.token_times)
 
     @property
     def ttfo(self) -> float | None:
@@ -93,7 +95,7 @@ class Observation:
     @property
     def e2e(self) -> float | None:
         """Last token here - intended send."""
-        return None if self.last_token is None else self.last_token - self.intended
+        return None if self.last_token is None else latency.e2e(self.intended, self.last_token)
 
     @property
     def tpot(self) -> float | None:
@@ -107,9 +109,9 @@ class Observation:
             return None
         if self.finished is None and number > len(self.token_times):
             return None
-        return (self.last_token - self.token_times[0]) / (number - 1)
+        return latency.tpot(self.token_times[0], self.last_token, number)
 
     @property
     def itl(self) -> list[float]:
         """Each gap between consecutive pieces of output, never divided by the tokens in them."""
-        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+        return latency.itl(self.token_times)

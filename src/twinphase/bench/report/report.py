@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["Column", "Metric", "Plot", "Report", "Section", "Status", "Table", "Verdict"]
 
 
-class Status(str, enum.Enum):
+class Status(enum.StrEnum):
     """What a verdict says of its claim."""
 
     HOLDS = "holds"

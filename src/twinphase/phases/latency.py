@@ -1,0 +1,32 @@
+"""TTFT, TPOT, ITL and E2E: the formulas, once, for the engine's own clock and for a client's.
+
+All times are seconds on one monotonic clock. The definitions are those of vLLM's benchmarks: TTFT counts from the
+arrival (or the intended send), TPOT leaves the first token out, and ITL is never divided by the tokens in a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+__all__ = ["e2e", "itl", "tpot", "ttft"]
+
+
+def ttft(arrival: float, token_times: Sequence[float]) -> float | None:
+    """Time to first token: first token - arrival; None before there is one."""
+    return token_times[0] - arrival if token_times else None
+
+
+def tpot(first_token: float, last_token: float, num_tokens: int) -> float | None:
+    """Time per output token: (last token - first token) / (tokens - 1); None below two tokens."""
+    return (last_token - first_token) / (num_tokens - 1) if num_tokens > 1 else None
+
+
+def itl(token_times: Sequence[float]) -> list[float]:
+    """Inter-token latencies: each gap between consecutive tokens, or pieces of output."""
+    return [later - earlier for earlier, later in pairwise(token_times)]
+
+
+def e2e(arrival: float, last_token: float) -> float:
+    """End-to-end latency: last token - arrival."""
+    return last_token - arrival
