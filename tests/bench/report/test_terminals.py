@@ -43,8 +43,8 @@ def test_a_verdict_has_the_same_word_everywhere(no_terminal, capsys):
     roofline_terminal.show(SimpleNamespace(report=report, line=line, marks=()))
     shown = capsys.readouterr().out.splitlines()
     html, text = page(report, "{}"), markdown(report)
-    for status, word in zip(Status, ("holds", "fails", "unknown", "finding", "void"), strict=True):
-        assert shown.count(f"{word.upper():<9}text of {status.value}") == 2
+    for status, word in zip(Status, ("holds", "fails", "undecided", "finding", "void"), strict=True):
+        assert shown.count(f"{word.upper():<10}text of {status.value}") == 2
         assert f'<span class="status">{word}</span>' in html and f"**{word}**: text of {status.value}" in text
 
 

@@ -26,7 +26,7 @@ class Status(enum.StrEnum):
     @property
     def word(self) -> str:
         """What people read, on terminals, pages and in Markdown alike; the value is what files hold."""
-        return "finding" if self is Status.INFO else self.value
+        return {Status.INFO: "finding", Status.UNKNOWN: "undecided"}.get(self, self.value)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ COLOURS = {
     Status.INFO: "cyan",
     Status.VOID: "red",
 }
-INDENT = 9  # of what stands behind a verdict's word
+INDENT = 10  # of what stands behind a verdict's word
 MOST_ROWS = 40  # of a table that is printed
 WIDEST = 120  # characters of it
 
