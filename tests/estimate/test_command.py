@@ -49,7 +49,7 @@ def test_both_phases_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     for part in (
         "prefill",
         "decode",
-        "153.0 FLOP a byte",
+        "153.0 FLOP per byte",
         "147.9 tok/s",
         "compute-bound",
         "memory-bound",

@@ -12,10 +12,8 @@ from twinphase.estimate.inputs import datasheet_hardware
 @pytest.mark.parametrize("name", DATASHEETS)
 def test_each_figure_has_its_source_or_its_formula(name: str) -> None:
     sheet = DATASHEETS[name]
-    stated = {figure for source in sheet.sources for figure in source.figures}
-    for figure in sheet.figures():
-        assert figure in stated, figure
-    assert set(sheet.peaks) <= set(PRECISIONS)
+    assert {figure for source in sheet.sources for figure in source.figures} == set(sheet.figures())
+    assert set(sheet.peaks) <= set(PRECISIONS) and set(sheet.computed) <= set(sheet.figures())
     for source in sheet.sources:
         assert source.title and source.address.startswith("https://")
 

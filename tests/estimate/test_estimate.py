@@ -19,7 +19,7 @@ from twinphase.estimate.inputs import (
     units_for,
     weight_bytes,
 )
-from twinphase.estimate.shapes import read_shape
+from twinphase.estimate.known_models import read_shape
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.report import Units
 from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
@@ -138,7 +138,7 @@ def test_break_even_is_the_first_batch_bound_by_compute() -> None:
 def test_no_break_even_is_never_where_everything_is_known() -> None:
     result = estimate(LLAMA, replace(ROUND, peaks={"fp16": 1e30}), scenario())
     assert result.break_even_batch is None
-    assert result.no_break_even.startswith("never: with 16,777,216 requests")
+    assert result.no_break_even.startswith("never: even with 16,777,216 requests")
     blind = estimate(LLAMA, replace(ROUND, bandwidth=None), scenario())
     assert blind.no_break_even == "unknown: no memory bandwidth is known"
     assert on_a100("llama-2-7b", 10).no_break_even == ""
@@ -201,7 +201,7 @@ def test_without_a_peak_times_are_unknown_and_memory_still_bounds() -> None:
     assert result.no_break_even == "unknown: no peak in fp16 is known"
     assert result.decode.bound == result.decode.linear.bound == "unknown"
     assert result.decode.memory_seconds == pytest.approx(result.decode.bytes / 1e12)
-    assert "No peak in fp16" in " ".join(warnings(result))
+    assert "No fp16 peak" in " ".join(warnings(result))
 
 
 def test_without_bandwidth_or_memory() -> None:

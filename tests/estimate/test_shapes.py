@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tiny_gguf import write_tiny_gguf
 from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
-from twinphase.estimate.known_models import KNOWN_MODELS
-from twinphase.estimate.shapes import DecoderShape, from_hf_config, read_shape
+from twinphase.estimate.known_models import KNOWN_MODELS, read_shape
+from twinphase.estimate.shapes import DecoderShape, from_hf_config
 
 # As the repositories' weights are counted on Hugging Face ("Model size", in full in the API's `safetensors.total`).
 PUBLISHED = {
@@ -126,6 +126,7 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 0}, "pattern"),
         ({"model_type": "gemma2", "head_dim": 16}, "sliding_window"),
         ({"model_type": "mistral", "layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ({"model_type": "mistral", "layer_types": [["full_attention"]] * 3}, "layer_types"),
         ({"model_type": "mixtral"}, "num_local_experts"),
         ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
         ({"model_type": "qwen3_moe", "head_dim": 16, "decoder_sparse_step": 2}, "decoder_sparse_step"),

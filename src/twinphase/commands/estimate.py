@@ -21,33 +21,52 @@ SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 def estimate(
     name: str = typer.Argument(
-        None, metavar="MODEL", help="A known name, a config.json or its folder, a .gguf file, or one in the cache."
+        None, metavar="MODEL", help="A known name, a config.json or its folder, a .gguf file, or a model in the cache."
     ),
-    model: str = typer.Option(None, help="The same, as an option."),
-    hardware: str = typer.Option(None, help="A datasheet's name, or this: what `twinphase roofline` measured here."),
-    prompt_tokens: int = typer.Option(1000, "--prompt-tokens", "--input-len", rich_help_panel=REQUEST),
-    output_tokens: int = typer.Option(200, "--output-tokens", "--output-len", rich_help_panel=REQUEST),
+    model: str = typer.Option(None, help="The same as MODEL, given as an option."),
+    hardware: str = typer.Option(None, help="Name of a datasheet, or `this`: what `twinphase roofline` measured here."),
+    prompt_tokens: int = typer.Option(
+        1000, "--prompt-tokens", "--input-len", help="Prompt tokens per request.", rich_help_panel=REQUEST
+    ),
+    output_tokens: int = typer.Option(
+        200, "--output-tokens", "--output-len", help="Output tokens per request.", rich_help_panel=REQUEST
+    ),
     batch_size: int = typer.Option(1, help="Requests that decode together.", rich_help_panel=REQUEST),
     dtype: str = typer.Option(
         None,
-        help="How weights are stored: fp16, fp8, int4, Q4_0, ...; as in the file if left out.",
+        help="How weights are stored: fp16, fp8, int4, Q4_0, ... [default: as in the model's file]",
         rich_help_panel=MODEL,
     ),
     kv_cache_dtype: str = typer.Option(
-        "auto", help="fp32, fp16, bf16, fp8, int8; auto: 16 bits, here the engine's own.", rich_help_panel=MODEL
+        "auto",
+        help="How keys and values are stored: fp32, fp16, bf16, fp8 or int8. auto is 16 bits; with --hardware this, "
+        "what the engine stores.",
+        rich_help_panel=MODEL,
     ),
-    compute_dtype: str = typer.Option(None, help="Precision of the arithmetic; by dtype if left out."),
-    mfu: float = typer.Option(1.0, help="Assumed share of peak FLOP/s; 1 is the bound.", rich_help_panel=HARDWARE),
-    mbu: float = typer.Option(1.0, help="Assumed share of the bandwidth; 1 is the bound.", rich_help_panel=HARDWARE),
-    flops: str = typer.Option(None, help="Peak FLOP/s instead, e.g. 312T.", rich_help_panel=HARDWARE),
-    bandwidth: str = typer.Option(None, help="Bytes/s instead, e.g. 2.039T.", rich_help_panel=HARDWARE),
-    memory: str = typer.Option(None, help="Bytes instead, e.g. 80G.", rich_help_panel=HARDWARE),
-    devices: int = typer.Option(1, help="Devices that share every layer.", rich_help_panel=HARDWARE),
-    price_per_hour: float = typer.Option(None, help="Of all devices together, for the cost of tokens."),
+    compute_dtype: str = typer.Option(None, help="Precision of the arithmetic. [default: follows --dtype]"),
+    mfu: float = typer.Option(
+        1.0, help="Assumed share of the peak FLOP/s; 1 gives the bound.", rich_help_panel=HARDWARE
+    ),
+    mbu: float = typer.Option(1.0, help="Assumed share of the bandwidth; 1 gives the bound.", rich_help_panel=HARDWARE),
+    flops: str = typer.Option(
+        None, help="Peak FLOP/s, instead of the datasheet's, e.g. 312T.", rich_help_panel=HARDWARE
+    ),
+    bandwidth: str = typer.Option(
+        None, help="Memory bandwidth in bytes/s, instead of the datasheet's, e.g. 2.039T.", rich_help_panel=HARDWARE
+    ),
+    memory: str = typer.Option(
+        None, help="Memory in bytes, instead of the datasheet's, e.g. 80G.", rich_help_panel=HARDWARE
+    ),
+    devices: int = typer.Option(1, help="Number of devices that share every layer.", rich_help_panel=HARDWARE),
+    price_per_hour: float = typer.Option(
+        None, help="Price per hour of all devices together; gives the cost per million tokens."
+    ),
     explain: bool = typer.Option(False, "--explain", help="Print each formula with its numbers."),
-    json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
-    list_hardware: bool = typer.Option(False, "--list-hardware", help="The datasheets, each figure with its source."),
-    list_models: bool = typer.Option(False, "--list-models", help="The models known by name."),
+    json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    list_hardware: bool = typer.Option(
+        False, "--list-hardware", help="List the datasheets, each figure with its source."
+    ),
+    list_models: bool = typer.Option(False, "--list-models", help="List the models known by name."),
 ) -> None:
     """Estimate both phases from first principles: TTFT, decode rate, memory, batch sizes, cost."""
     given = locals()
@@ -57,12 +76,12 @@ def estimate(
         view.show_hardware(json) if list_hardware else view.show_models(json)
         return
     if name is not None and model is not None:
-        raise InvalidRequestError(f"Two models: {name!r} and --model {model!r}.", "Give one.")
+        raise InvalidRequestError(f"Two models are given: {name!r} and --model {model!r}.", "Give one.")
     model = model if name is None else name
     if model is None:
-        raise InvalidRequestError("estimate needs a MODEL.", "`twinphase estimate --list-models` has known names.")
+        raise InvalidRequestError("estimate needs a MODEL.", "`twinphase estimate --list-models` lists the known ones.")
     from twinphase.estimate.estimate import estimate as compute
-    from twinphase.estimate.shapes import read_shape
+    from twinphase.estimate.known_models import read_shape
 
     shape = read_shape(model)
     result = compute(shape, _hardware(given), _scenario(shape, given))
@@ -73,7 +92,7 @@ def estimate(
 
 
 def _number(option: str, text: str | None) -> float | None:
-    """A positive number with an optional decimal suffix (k, M, G, T, P); None if it was not given."""
+    """A positive number with an optional decimal suffix (k, M, G, T, P); None if the option was not given."""
     if text is None:
         return None
     factor = SUFFIXES.get(text[-1:], 0.0)
@@ -87,7 +106,7 @@ def _number(option: str, text: str | None) -> float | None:
 
 
 def _hardware(given: dict[str, Any]) -> Hardware:
-    """What --hardware names, with the figures that were given in the place of its own."""
+    """What --hardware names; figures given as options replace its own."""
     from dataclasses import replace
 
     from twinphase.estimate.datasheets import PRECISIONS
@@ -103,14 +122,14 @@ def _hardware(given: dict[str, Any]) -> Hardware:
         if figures["flops"] is None or figures["bandwidth"] is None:
             raise InvalidRequestError(
                 "estimate needs --hardware, or --flops with --bandwidth.",
-                "`twinphase estimate --list-hardware` has known names; `this` is this machine.",
+                "`twinphase estimate --list-hardware` lists the names; `this` is this machine.",
             )
         title = ", ".join(named)
         return Hardware(title, "given", peaks, figures["bandwidth"], figures["memory"], devices)
     if name == "this" and devices > 1:
         raise InvalidRequestError(f"--devices is {devices} with --hardware this.", "This machine is one device.")
     found = _this_machine() if name == "this" else datasheet_hardware(name)
-    notes = (*([f"Given in the place of its own figures: {', '.join(named)}."] if named else []), *found.notes)
+    notes = (*([f"Given instead of its own figures: {', '.join(named)}."] if named else []), *found.notes)
     return replace(
         found,
         peaks={**found.peaks, **peaks},
@@ -128,7 +147,7 @@ def _this_machine() -> Hardware:
 
     ceilings = measured_ceilings(EngineConfig())
     if ceilings is None:
-        raise InvalidRequestError("This machine was never measured.", "Run `twinphase roofline` first.")
+        raise InvalidRequestError("This machine has not been measured yet.", "Run `twinphase roofline` first.")
     title = f"{ceilings.processor}, {ceilings.threads} threads, {ceilings.isa}"
     notes = ("Measured here at its best; memory is what is free now.",)
     return Hardware(title, "measured here", {}, None, free_memory(), ceilings=ceilings, notes=notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from twinphase.estimate.datasheets import DATASHEETS
-from twinphase.estimate.estimate import Estimate, Part, PhaseEstimate, assumptions, warnings
-from twinphase.estimate.known_models import KNOWN_MODELS
-from twinphase.estimate.shapes import read_shape
+from twinphase.estimate.estimate import Estimate, PartEstimate, PhaseEstimate, assumptions, warnings
+from twinphase.estimate.known_models import KNOWN_MODELS, read_shape
 from twinphase.terminal import answers
 
 __all__ = ["print_json", "show_estimate", "show_hardware", "show_models"]
@@ -38,41 +37,27 @@ def _time(seconds: float | None) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
-def _rate(tokens: float, seconds: float | None) -> str:
-    if not seconds:
+def _number(value: float | None, unit: str = "") -> str:
+    if value is None:
         return "unknown"
-    rate = tokens / seconds
-    return f"{rate:,.0f} tok/s" if rate >= 1000 else f"{rate:.4g} tok/s"
+    return f"{value:,.0f}{unit}" if value >= 1000 else f"{value:.4g}{unit}"
 
 
-def _percent(share: float | None) -> str:
-    return "unknown" if share is None else f"{100 * share:.1f} %"
-
-
-def _ratio(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _count(number: int | None) -> str:
-    return "unknown" if number is None else f"{number:,}"
+def _rate(tokens: float, seconds: float | None) -> str:
+    return _number(tokens / seconds if seconds else None, " tok/s")
 
 
 def _requests(number: int) -> str:
-    """So many of them, in words."""
     return f"{number:,} request{'' if number == 1 else 's'}"
 
 
-def _money(price: float | None) -> str:
-    return "unknown" if price is None else f"{price:.3g}"
-
-
-def _bound(part: Part) -> Text:
+def _part_time(part: PartEstimate) -> Text:
     if part.bound == "unknown":
         known = part.memory_seconds
         return Text("unknown" + (f"; memory alone {_time(known)}" if known is not None else ""), STYLES["unknown"])
-    other = part.memory_seconds if part.bound == "compute" else part.compute_seconds
-    against = "memory" if part.bound == "compute" else "compute"
-    return Text(f"{_time(part.seconds)}, {part.bound}-bound ({against} {_time(other)})", STYLES[part.bound])
+    compute_bound = part.bound == "compute"
+    other = f"memory {_time(part.memory_seconds)}" if compute_bound else f"compute {_time(part.compute_seconds)}"
+    return Text(f"{_time(part.seconds)}, {part.bound}-bound ({other})", STYLES[part.bound])
 
 
 def _phase_time(phase: PhaseEstimate) -> Text:
@@ -85,50 +70,33 @@ def _phase_time(phase: PhaseEstimate) -> Text:
 def _model_line(result: Estimate) -> str:
     shape = result.shape
     active = f", {shape.active_parameters / 1e9:.3g} B active" if shape.num_experts else ""
-    heads = f"{shape.num_heads} heads, {shape.num_kv_heads} KV heads of {shape.head_dim}"
-    stored = result.scenario.dtype or shape.dtype
     return (
-        f"{shape.name}: {shape.total_parameters / 1e9:.4g} B parameters{active}, {shape.num_layers} layers, {heads}; "
-        f"{stored}, {_scaled(result.weights.total, 'B')}"
+        f"{shape.name}: {shape.total_parameters / 1e9:.4g} B parameters{active}, {shape.num_layers} layers, "
+        f"{shape.num_heads} heads, {shape.num_kv_heads} KV heads of {shape.head_dim}; "
+        f"{result.scenario.dtype or shape.dtype}, {_scaled(result.weights.total, 'B')}"
     )
 
 
+def _precisions(result: Estimate) -> list[str]:
+    units = result.scenario.units
+    return list(dict.fromkeys((units.linear, units.scores, units.values)))
+
+
 def _hardware_line(result: Estimate) -> str:
-    hardware, units = result.hardware, result.scenario.units
-    precisions = dict.fromkeys((units.linear, units.scores, units.values))
-    peaks = ", ".join(f"{_scaled(hardware.peak(unit), 'FLOP/s')} {unit}" for unit in precisions)
+    hardware = result.hardware
+    peaks = ", ".join(f"{_scaled(hardware.peak(unit), 'FLOP/s')} {unit}" for unit in _precisions(result))
     bandwidth = _scaled(hardware.read_bandwidth(result.decode.bytes), "B/s")
     many = f"{hardware.devices} x " if hardware.devices > 1 else ""
     return f"{many}{hardware.name}: {peaks}, {bandwidth}, {_scaled(hardware.capacity, 'B')}  ({hardware.kind})"
 
 
 def show_estimate(result: Estimate, explain: bool) -> None:
-    """Print both phases side by side, what follows from them, and what to know; formulas too if asked to `explain`."""
-    console, scenario = answers(), result.scenario
+    """Print both phases side by side, what follows from them, warnings and assumptions; formulas if `explain`."""
+    console = answers()
     console.print(Text(_model_line(result), "bold"))
     console.print(Text(f"  from {result.shape.source}", "dim"))
     console.print(Text(_hardware_line(result)))
-    batch = f"a step of batch {scenario.batch_size:,}"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    table.add_column(f"prefill\n{scenario.prompt_tokens:,} tokens of one prompt", overflow="fold")
-    table.add_column(f"decode\n{batch}, mean of {max(result.decode_steps, 1):,}", overflow="fold")
-    prefill, decode = result.prefill, result.decode
-    for name in ("linear", "attention"):
-        left, right = getattr(prefill, name), getattr(decode, name)
-        title = "linear layers" if name == "linear" else name
-        table.add_row(f"{title} FLOP", _scaled(left.flops, "FLOP"), _scaled(right.flops, "FLOP"))
-        table.add_row("  bytes", _scaled(left.bytes, "B"), _scaled(right.bytes, "B"))
-        table.add_row("  FLOP a byte", _ratio(left.intensity), _ratio(right.intensity))
-        table.add_row("  time", _bound(left), _bound(right), end_section=name == "attention")
-    table.add_row("time", _phase_time(prefill), _phase_time(decode))
-    table.add_row("  is", "TTFT without a queue", "time per output token (TPOT)")
-    table.add_row("rate", _rate(scenario.prompt_tokens, prefill.seconds), _decode_rate(result))
-    rest = None if result.prefill_share is None else 1 - result.prefill_share
-    table.add_row("share of a request", _percent(result.prefill_share), _percent(rest))
-    if scenario.price_per_hour is not None:
-        table.add_row("price of 1 M tokens", _money(result.prefill_cost), _money(result.decode_cost))
-    console.print(table)
+    console.print(_phase_table(result))
     grid = Table.grid(padding=(0, 2))
     for name, value in _consequences(result):
         grid.add_row(name, value)
@@ -138,119 +106,133 @@ def show_estimate(result: Estimate, explain: bool) -> None:
         console.print(Text(f"! {line}", "bold yellow"))
     for line in assumptions(result):
         console.print(Text(f"- {line}", "dim"))
-    for line in _formulas(result) if explain else ():
-        console.print(Text(line))
-    if not explain:
+    if explain:
+        console.print()
+        console.print(_formulas(result))
+    else:
         console.print(Text("- --explain prints the formulas with their numbers.", "dim"))
+
+
+def _phase_table(result: Estimate) -> Table:
+    scenario, prefill, decode = result.scenario, result.prefill, result.decode
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    table.add_column(f"prefill\n{scenario.prompt_tokens:,} tokens of one prompt", overflow="fold")
+    steps = max(result.decode_steps, 1)
+    table.add_column(f"decode\na step of batch {scenario.batch_size:,}, mean of {steps:,}", overflow="fold")
+    for title, parts in (
+        ("linear layers", (prefill.linear, decode.linear)),
+        ("attention", (prefill.attention, decode.attention)),
+    ):
+        table.add_row(f"{title} FLOP", *(_scaled(part.flops, "FLOP") for part in parts))
+        table.add_row("  bytes", *(_scaled(part.bytes, "B") for part in parts))
+        table.add_row("  FLOP per byte", *(_number(part.intensity) for part in parts))
+        table.add_row("  time", *map(_part_time, parts), end_section=title == "attention")
+    table.add_row("time", _phase_time(prefill), _phase_time(decode))
+    table.add_row("  is", "TTFT without a queue", "time per output token (TPOT)")
+    table.add_row("rate", _rate(scenario.prompt_tokens, prefill.seconds), _decode_rate(result))
+    share = result.prefill_share
+    shares = ("unknown", "unknown") if share is None else (f"{100 * share:.1f} %", f"{100 * (1 - share):.1f} %")
+    table.add_row("share of a request", *shares)
+    if scenario.price_per_hour is not None:
+        costs = (result.prefill_cost, result.decode_cost)
+        table.add_row("price per 1 M tokens", *("unknown" if cost is None else f"{cost:.3g}" for cost in costs))
+    return table
 
 
 def _decode_rate(result: Estimate) -> str:
     batch, seconds = result.scenario.batch_size, result.decode.seconds
     if seconds is None:  # memory alone still says what no peak could beat
         most = result.decode.memory_seconds
-        return "unknown" if most is None else f"unknown; at most {_rate(1, most)} a request"
-    of_all = f", {_rate(batch, seconds)} of all" if batch > 1 else ""
-    return f"{_rate(1, seconds)} a request{of_all}"
+        return "unknown" if most is None else f"unknown; at most {_rate(1, most)} per request"
+    total = f", {_rate(batch, seconds)} in all" if batch > 1 else ""
+    return f"{_rate(1, seconds)} per request{total}"
 
 
-def _consequences(result: Estimate) -> Iterable[tuple[str, str]]:
+def _consequences(result: Estimate) -> Iterator[tuple[str, str]]:
     scenario, n = result.scenario, result.scenario.prompt_tokens
     last = n + max(result.decode_steps, 1) - 1
     first_rate, last_rate = _rate(1, result.decode_first.seconds), _rate(1, result.decode_last.seconds)
     yield "decode by position", f"{first_rate} at {n:,}, {last_rate} at {last:,}"
-    yield "KV cache", f"{_scaled(result.kv_token_bytes, 'B')} a token, {_scaled(result.sequence_bytes, 'B')} a request"
-    length = n + scenario.output_tokens
-    if result.max_batch is None:
-        yield "largest batch", "unknown: give --memory"
-    else:
-        yield "largest batch", f"{_requests(result.max_batch)} of {length:,} tokens beside the weights"
-    balance = "unknown" if result.balance is None else f"{result.balance:,.1f} FLOP a byte"
+    token, request = _scaled(result.kv_token_bytes, "B"), _scaled(result.sequence_bytes, "B")
+    yield "KV cache", f"{token} per token, {request} per request"
+    most, length = result.max_batch, n + scenario.output_tokens
+    fits = "unknown: give --memory" if most is None else f"{_requests(most)} of {length:,} tokens beside the weights"
+    yield "largest batch", fits
+    balance = "unknown" if result.balance is None else f"{result.balance:,.1f} FLOP per byte"
     yield "balance point", f"{balance} ({scenario.units.linear})"
-    if result.break_even_batch is not None:
-        most = result.max_batch
-        beyond = (
-            f", but only {most:,} fit{'s' if most == 1 else ''}"
-            if most is not None and 0 < most < result.break_even_batch
-            else ""
-        )
-        text = f"decode's linear layers are compute-bound from {_requests(result.break_even_batch)} on{beyond}"
-        yield "break-even batch", text
-    else:
+    even = result.break_even_batch
+    if even is None:
         yield "break-even batch", result.no_break_even
+    else:
+        short = most is not None and 0 < most < even
+        beyond = f", but only {most:,} fit{'s' if most == 1 else ''}" if short else ""
+        yield "break-even batch", f"decode's linear layers are compute-bound from {_requests(even)} on{beyond}"
 
 
-def _formulas(result: Estimate) -> Iterable[str]:
+def _formulas(result: Estimate) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for name, formula in _formula_rows(result):
+        grid.add_row(name, Text(formula))
+    return grid
+
+
+def _formula_rows(result: Estimate) -> Iterable[tuple[str, str]]:
     """Each formula with this estimate's numbers."""
     shape, scenario, prefill, decode = result.shape, result.scenario, result.prefill, result.decode
-    n, batch, head = scenario.prompt_tokens, scenario.batch_size, shape.head_parameters
-    p, units = shape.linear_parameters, scenario.units
-    peak, kv = result.hardware.peak(units.linear), shape.num_kv_heads * scenario.kv_head_bytes
-    bandwidth = result.hardware.read_bandwidth(decode.bytes)
-    windowed = any(window is not None for window in shape.windows)
-    heads = f"4 x {shape.num_heads} x {shape.head_dim}"
-    yield ""
-    yield f"P = {p:,} weights of the layers, as one token goes through them; V h = {head:,} of the output head"
-    yield f"linear FLOP     prefill 2 P n + 2 V h = 2 x {p:,} x {n:,} + 2 x {head:,} = {prefill.linear.flops:,}"
-    yield f"                decode  2 (P + V h) B = 2 x {p + head:,} x {batch:,} = {decode.linear.flops:,}"
-    if windowed:
-        yield f"attention FLOP  prefill 4 H d x min(p + 1, window), rows and layers summed: {prefill.attention.flops:,}"
-    else:
-        formula = f"{heads} x {shape.num_layers} x {n:,} x {n + 1:,} / 2"
-        yield f"attention FLOP  prefill 4 H d L n (n + 1) / 2 = {formula} = {prefill.attention.flops:,}"
-    yield f"                decode  4 H d for every layer and token attended to: {decode.attention.flops:,.0f}"
+    n, batch, layers, p, head = (
+        scenario.prompt_tokens, scenario.batch_size, shape.num_layers, shape.linear_parameters, shape.head_parameters
+    )  # fmt: skip
+    peak = _scaled(result.hardware.peak(scenario.units.linear), "FLOP/s")
+    bandwidth = _scaled(result.hardware.read_bandwidth(decode.bytes), "B/s")
+    yield "P", f"{p:,} weights of the layers that one token uses; V h = {head:,} weights of the output head"
+    yield "linear FLOP", f"prefill 2 P n + 2 V h = 2 x {p:,} x {n:,} + 2 x {head:,} = {prefill.linear.flops:,}"
+    yield "", f"decode  2 (P + V h) B = 2 x {p + head:,} x {batch:,} = {decode.linear.flops:,}"
+    attention = f"4 H d L n (n + 1) / 2 = 4 x {shape.num_heads} x {shape.head_dim} x {layers} x {n:,} x {n + 1:,} / 2"
+    if any(window is not None for window in shape.windows):
+        attention = "4 H d min(p + 1, window), summed over rows and layers"
+    yield "attention FLOP", f"prefill {attention} = {prefill.attention.flops:,}"
+    yield "", f"decode  4 H d per layer and token attended to = {decode.attention.flops:,.0f}"
     experts = " + experts reached" if shape.num_experts else ""
-    yield f"linear bytes    layers{experts} + head, once a step = {decode.linear.bytes:,.0f} (decode)"
-    each = f"{shape.num_layers} x {shape.num_kv_heads} x {scenario.kv_head_bytes:g} = {shape.num_layers * kv:,.0f}"
-    yield f"KV bytes        a token L H_kv x bytes of a head's key and value = {each}"
-    yield f"                decode reads those of every token attended to: {decode.attention.bytes:,.0f}"
-    yield "FLOP a byte     FLOP / bytes"
-    yield (
-        f"time            max(FLOP / ({scenario.mfu:g} x {_scaled(peak, 'FLOP/s')}), bytes / "
-        f"({scenario.mbu:g} x {_scaled(bandwidth, 'B/s')})), linear layers + attention"
-    )
-    steps = result.decode_steps
-    yield f"share           prefill / (prefill + {steps:,} decode steps); the first output token comes out of prefill"
-    yield "largest batch   floor((memory - weights) / KV of a request at its end)"
-    yield "break-even      smallest B with 2 (P + V h) B / (MFU peak) >= linear bytes / (MBU bandwidth)"
-    yield "balance point   peak / bandwidth"
+    yield "linear bytes", f"layers{experts} + head, once per step = {decode.linear.bytes:,.0f} (decode)"
+    each, heads = layers * shape.num_kv_heads * scenario.kv_head_bytes, f"{layers} x {shape.num_kv_heads}"
+    key_value = f"{heads} x {scenario.kv_head_bytes:g} = {each:,.0f}"
+    yield "KV bytes", f"per token L H_kv x bytes of one head's key and value = {key_value}"
+    yield "", f"decode reads those of every token attended to = {decode.attention.bytes:,.0f}"
+    yield "FLOP per byte", "FLOP / bytes"
+    ceilings = f"max(FLOP / ({scenario.mfu:g} x {peak}), bytes / ({scenario.mbu:g} x {bandwidth}))"
+    yield "time", f"{ceilings}, linear layers + attention"
+    steps = f"{result.decode_steps:,} decode steps"
+    yield "share", f"prefill / (prefill + {steps}); the first output token comes out of prefill"
+    yield "largest batch", "floor((memory - weights) / KV of a request at its end)"
+    yield "break-even", "smallest B with 2 (P + V h) B / (MFU peak) >= linear bytes / (MBU bandwidth)"
+    yield "balance point", "peak / bandwidth"
     if scenario.price_per_hour is not None:
-        yield "price of 1 M    price an hour / 3600 x 1,000,000 x prefill / n, or x decode step / B"
+        yield "price per 1 M", "price per hour / 3600 x 1,000,000 x prefill / n, or x decode step / B"
 
 
-def _part_json(part: Part) -> dict[str, Any]:
-    return asdict(part) | {"intensity": part.intensity, "seconds": part.seconds, "bound": part.bound}
+def _with_properties(one: Any, *names: str) -> dict[str, Any]:
+    return asdict(one) | {name: getattr(one, name) for name in names}
 
 
 def _phase_json(phase: PhaseEstimate) -> dict[str, Any]:
-    return {
-        "linear": _part_json(phase.linear),
-        "attention": _part_json(phase.attention),
-        "flops": phase.flops,
-        "bytes": phase.bytes,
-        "seconds": phase.seconds,
-        "memory_seconds": phase.memory_seconds,
-        "bound": phase.bound,
-    }
+    parts = {"linear": phase.linear, "attention": phase.attention}
+    found = {name: _with_properties(part, "intensity", "seconds", "bound") for name, part in parts.items()}
+    return _with_properties(phase, "flops", "bytes", "seconds", "memory_seconds", "bound") | found
 
 
 def print_json(result: Estimate) -> None:
     """Everything as one JSON object; null is unknown."""
-    shape, hardware, scenario = result.shape, result.hardware, result.scenario
-    units = dict.fromkeys((scenario.units.linear, scenario.units.scores, scenario.units.values))
+    hardware, scenario = result.hardware, result.scenario
     decode, prefill = result.decode.seconds, result.prefill.seconds
+    counts = _with_properties(result.shape, "linear_parameters", "total_parameters", "active_parameters")
     data = {
-        "model": asdict(shape)
-        | {
-            "linear_parameters": shape.linear_parameters,
-            "total_parameters": shape.total_parameters,
-            "active_parameters": shape.active_parameters,
-            "weight_bytes": asdict(result.weights),
-        },
+        "model": counts | {"weight_bytes": asdict(result.weights)},
         "hardware": {
             "name": hardware.name,
             "kind": hardware.kind,
             "devices": hardware.devices,
-            "peaks": {unit: hardware.peak(unit) for unit in units},
+            "peaks": {unit: hardware.peak(unit) for unit in _precisions(result)},
             "bandwidth": hardware.read_bandwidth(result.decode.bytes),
             "memory": hardware.capacity,
         },
@@ -280,7 +262,7 @@ def print_json(result: Estimate) -> None:
 
 
 def show_hardware(as_json: bool) -> None:
-    """Every datasheet, its figures and where they stand."""
+    """Every datasheet, its figures and the documents that state them."""
     if as_json:
         print(json.dumps([asdict(sheet) for sheet in DATASHEETS.values()], indent=1))
         return
@@ -294,8 +276,7 @@ def show_hardware(as_json: bool) -> None:
     for sheet in DATASHEETS.values():
         console.print(Text(sheet.name, "bold"))
         for source in sheet.sources:
-            figures = [name for name in source.figures if name in sheet.figures()]
-            console.print(Text(f"  {', '.join(figures)}: {source.title}"))
+            console.print(Text(f"  {', '.join(source.figures)}: {source.title}"))
             console.print(Text(f"    {source.address}", "dim"), soft_wrap=True)  # whole, to be copied
         for figure, formula in sheet.computed.items():
             console.print(Text(f"  {figure} is computed: {formula}"))
@@ -304,7 +285,7 @@ def show_hardware(as_json: bool) -> None:
 
 
 def show_models(as_json: bool) -> None:
-    """Every model known by name, and where its shape stands."""
+    """Every model known by name, and the repository that publishes its shape."""
     shapes = [read_shape(name) for name in KNOWN_MODELS]
     if as_json:
         print(json.dumps([asdict(shape) for shape in shapes], indent=1))
@@ -314,7 +295,8 @@ def show_models(as_json: bool) -> None:
         table.add_column(head, no_wrap=True)
     table.add_column("repository", overflow="fold")  # whole, to be copied, on two lines where one is too narrow
     for shape in shapes:
-        counts = (f"{shape.total_parameters:,}", f"{shape.active_parameters:,}" if shape.num_experts else "")
-        table.add_row(shape.name, *counts, _count(shape.context_length), KNOWN_MODELS[shape.name].repo)
+        active = f"{shape.active_parameters:,}" if shape.num_experts else ""
+        context = "unknown" if shape.context_length is None else f"{shape.context_length:,}"
+        table.add_row(shape.name, f"{shape.total_parameters:,}", active, context, KNOWN_MODELS[shape.name].repo)
     answers().print(table)
     answers().print(Text("Shapes are those of each repository's config.json on https://huggingface.co.", "dim"))

@@ -2,16 +2,16 @@
 
 Formulas (n prompt tokens, position p, batch B; the rest as in `shapes.py`):
 
-    linear FLOP     prefill 2 P n + 2 V h (logits of one position); decode, a step, 2 (P + V h) B
-    attention FLOP  4 H d for each token that a row attends to, in each layer: a prompt 4 L H d n (n + 1) / 2
-    linear bytes    the weights, once a step: layers, the experts that B rows reach, the head
-    KV bytes        of a token 2 L H_kv d b; a prompt writes n of them, a decode step reads those of B sequences
-    time            of linear layers, and of attention, max(FLOP / (MFU peak), bytes / (MBU bandwidth)); a phase is the
-                    sum of both, which follow each other
-    experts         E (1 - (1 - k / E)^rows) of E are reached, by k each, if rows choose them evenly and apart
+    linear FLOP     prefill 2 P n + 2 V h (logits of one position); decode, per step, 2 (P + V h) B
+    attention FLOP  4 H d per token that a row attends to, in each layer; a prompt has 4 L H d n (n + 1) / 2
+    linear bytes    the weights, once per step: layers, the experts that B rows reach, the head
+    KV bytes        per token 2 L H_kv d b; a prompt writes n of them, a decode step reads those of B sequences
+    time            of the linear layers, and of attention: max(FLOP / (MFU peak), bytes / (MBU bandwidth)); a phase is
+                    the sum of both, which run one after the other
+    experts         E (1 - (1 - k / E)^rows) of E are reached, k per row, if rows choose evenly and independently
 
 With efficiencies of 1 this is a bound that nothing beats. Activations, norms, sampling, launches and networks are left
-out. What is not known stays None. Not for measured work (`work.py`) nor for learned times (`cost.py`).
+out. What is not known stays None. Not for measured work (`phases/work.py`) nor for learned times (`phases/cost.py`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,15 @@ from dataclasses import dataclass
 from twinphase.estimate.inputs import Hardware, Scenario, weight_bytes
 from twinphase.estimate.shapes import DecoderShape, StoredBytes
 
-__all__ = [
-    "Estimate",
-    "Part",
-    "PhaseEstimate",
-    "assumptions",
-    "attended_tokens",
-    "estimate",
-    "kv_bytes",
-    "warnings",
-]
+__all__ = ["Estimate", "PartEstimate", "PhaseEstimate", "assumptions", "attended_tokens", "estimate", "kv_bytes",
+           "warnings"]  # fmt: skip
 
-_LARGEST_BATCH = 1 << 24  # sequences; a break-even beyond it is as good as none
+LARGEST_BATCH = 1 << 24  # sequences; a break-even beyond this is reported as "never"
 
 
 @dataclass(frozen=True)
-class Part:
-    """The linear layers or the attention of a phase.
+class PartEstimate:
+    """The linear layers or the attention of a phase: work, and the seconds that each ceiling needs for it.
 
     Attributes:
         flops: operations.
@@ -54,12 +46,11 @@ class Part:
 
     @property
     def intensity(self) -> float:
-        """FLOP for each byte."""
+        """FLOP per byte."""
         return self.flops / self.bytes
 
     @property
     def seconds(self) -> float | None:
-        """The longer of both; None if one is unknown."""
         if self.compute_seconds is None or self.memory_seconds is None:
             return None
         return max(self.compute_seconds, self.memory_seconds)
@@ -74,34 +65,31 @@ class Part:
 
 @dataclass(frozen=True)
 class PhaseEstimate:
-    """A prompt's prefill, or a decode step."""
+    """A prompt's prefill, or a decode step: its two parts run one after the other."""
 
-    linear: Part
-    attention: Part
+    linear: PartEstimate
+    attention: PartEstimate
 
     @property
     def flops(self) -> float:
-        """Operations of both parts."""
         return self.linear.flops + self.attention.flops
 
     @property
     def bytes(self) -> float:
-        """Moved by both parts."""
         return self.linear.bytes + self.attention.bytes
 
     @property
     def seconds(self) -> float | None:
-        """Of both parts, one after the other; None if one is unknown."""
         return _sum(self.linear.seconds, self.attention.seconds)
 
     @property
     def memory_seconds(self) -> float | None:
-        """What memory alone takes: it cannot be faster, whatever the peaks are."""
+        """What memory alone takes: no peak makes it faster."""
         return _sum(self.linear.memory_seconds, self.attention.memory_seconds)
 
     @property
     def bound(self) -> str:
-        """Of the part that takes longer."""
+        """The bound of the part that takes longer."""
         if self.linear.seconds is None or self.attention.seconds is None:
             return "unknown"
         return self.linear.bound if self.linear.seconds >= self.attention.seconds else self.attention.bound
@@ -116,18 +104,12 @@ class Estimate:
     """Everything that follows from a model, a machine and a request; None is unknown.
 
     Attributes:
-        shape: of the model.
-        hardware: the machine.
-        scenario: the request.
-        weights: bytes of the weights.
         kv_token_bytes: KV of one token in all layers.
         prefill: of one prompt.
-        decode: a step of the batch, the mean over all steps of the request.
-        decode_first: the first of these steps.
-        decode_last: the last.
-        decode_steps: how many: output tokens - 1.
-        balance: FLOP a byte at which the linear layers' unit and the memory take equally long.
-        break_even_batch: smallest batch at which decode's linear layers are bound by compute; None if unknown or never.
+        decode: the mean step of the batch over the whole request; `decode_first` and `decode_last` are its ends.
+        decode_steps: output tokens - 1.
+        balance: FLOP per byte at which the linear layers' unit and the memory take equally long.
+        break_even_batch: smallest batch at which decode's linear layers are compute-bound.
         no_break_even: why there is none, beginning with "unknown" or "never"; "" if there is one.
         max_batch: sequences of this length that fit beside the weights; 0 where the weights do not fit.
         sequence_bytes: KV of one sequence at its end.
@@ -156,23 +138,22 @@ class Estimate:
 
     @property
     def decode_seconds(self) -> float | None:
-        """Of all decode steps of a request."""
         return None if self.decode.seconds is None else self.decode.seconds * self.decode_steps
 
     @property
     def prefill_share(self) -> float | None:
-        """Of a request's prefill and decode time, at this batch size."""
+        """Prefill's share of a request's prefill and decode time, at this batch size."""
         total = _sum(self.prefill.seconds, self.decode_seconds)
         return None if self.prefill.seconds is None or total is None else self.prefill.seconds / total
 
     @property
     def prefill_cost(self) -> float | None:
-        """Price of a million prompt tokens: price a second x seconds / tokens."""
+        """Price of a million prompt tokens: price per second x seconds / tokens."""
         return self._cost(self.prefill.seconds, self.scenario.prompt_tokens)
 
     @property
     def decode_cost(self) -> float | None:
-        """Price of a million output tokens, of which a step yields one a sequence."""
+        """Price of a million output tokens; each step yields one per sequence."""
         return self._cost(self.decode.seconds, self.scenario.batch_size)
 
     def _cost(self, seconds: float | None, tokens: int) -> float | None:
@@ -195,7 +176,7 @@ def _bounded_sum(last: int, window: int | None) -> int:
 
 
 def kv_bytes(shape: DecoderShape, context: int, kv_head_bytes: float) -> float:
-    """Keys and values that a sequence of `context` tokens keeps; no more than its window in a layer that has one."""
+    """Bytes of keys and values that a sequence of `context` tokens keeps: in a layer with a window at most that."""
     kept = sum(context if window is None else min(context, window) for window in shape.windows)
     return kept * shape.num_kv_heads * kv_head_bytes
 
@@ -210,31 +191,31 @@ class _Model:
     scenario: Scenario
 
     def linear_bytes(self, rows: int) -> float:
-        """Weights that a step of so many rows reads."""
+        """Weights that a step of `rows` rows reads."""
         shape, reached = self.shape, 0.0
         if shape.num_experts:
             reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** rows
         return self.weights.layers + self.weights.experts * reached + self.weights.head
 
-    def linear(self, rows: int, logits: int, working_set: float) -> Part:
+    def linear(self, rows: int, logits: int, working_set: float) -> PartEstimate:
         flops = 2 * self.shape.linear_parameters * rows + 2 * self.shape.head_parameters * logits
         return self._part({self.scenario.units.linear: flops}, self.linear_bytes(rows), working_set)
 
-    def attention(self, tokens: float, moved: float, working_set: float) -> Part:
+    def attention(self, tokens: float, moved: float, working_set: float) -> PartEstimate:
         half = 2 * self.shape.num_heads * self.shape.head_dim * tokens
         units = self.scenario.units
         work = {units.scores: half}
         work[units.values] = work.get(units.values, 0) + half
         return self._part(work, moved, working_set)
 
-    def _part(self, work: Mapping[str, float], moved: float, working_set: float) -> Part:
+    def _part(self, work: Mapping[str, float], moved: float, working_set: float) -> PartEstimate:
         compute: float | None = 0.0
         for precision, flops in work.items():
             peak = self.hardware.peak(precision)
             compute = _sum(compute, flops / (peak * self.scenario.mfu) if peak else None)
         bandwidth = self.hardware.read_bandwidth(working_set)
         memory = moved / (bandwidth * self.scenario.mbu) if bandwidth else None
-        return Part(sum(work.values()), moved, compute, memory)
+        return PartEstimate(sum(work.values()), moved, compute, memory)
 
     def prefill(self, tokens: int) -> PhaseEstimate:
         each = kv_bytes(self.shape, 1, self.scenario.kv_head_bytes)
@@ -251,7 +232,7 @@ class _Model:
         return PhaseEstimate(self.linear(batch, batch, moved), self.attention(tokens, kv, moved))
 
     def break_even(self) -> tuple[int | None, str]:
-        """Smallest batch whose decode has its linear layers bound by compute; or None, and why."""
+        """Smallest batch whose linear layers are compute-bound in decode; or None, and why there is none."""
         unit = self.scenario.units.linear
         missing = [] if self.hardware.peak(unit) else [f"peak in {unit}"]
         missing += [] if self.hardware.read_bandwidth(self.linear_bytes(1)) else ["memory bandwidth"]
@@ -264,9 +245,9 @@ class _Model:
         low, high = 0, 1
         while not compute_bound(high):
             low, high = high, high * 2
-            if high > _LARGEST_BATCH:
+            if high > LARGEST_BATCH:
                 return None, (
-                    f"never: with {low:,} requests at once reading the weights still takes longer than the arithmetic"
+                    f"never: even with {low:,} requests at once, reading the weights takes longer than the arithmetic"
                 )
         while high - low > 1:
             middle = (low + high) // 2
@@ -275,10 +256,10 @@ class _Model:
 
 
 def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario) -> Estimate:
-    """Both phases of one request.
+    """Estimate both phases of one request.
 
     Raises:
-        InvalidRequestError: how the weights are stored is unknown.
+        InvalidRequestError: it is not known how the weights are stored.
     """
     model = _Model(shape, weight_bytes(shape, scenario.dtype), hardware, scenario)
     n, steps = scenario.prompt_tokens, scenario.output_tokens - 1
@@ -306,41 +287,44 @@ def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario) -> Est
 
 
 def warnings(result: Estimate) -> list[str]:
-    """What stands against using the numbers: what does not fit, and what is unknown."""
+    """What does not fit, and what is unknown."""
     shape, hardware, scenario = result.shape, result.hardware, result.scenario
     found = []
     if hardware.capacity is not None and result.weights.total > hardware.capacity:
         found.append(
             f"The weights ({result.weights.total / 1e9:,.1f} GB) do not fit {hardware.capacity / 1e9:,.0f} GB: "
-            "take more --devices or a smaller --dtype."
+            "use more --devices or a smaller --dtype."
         )
     elif result.max_batch is not None and scenario.batch_size > result.max_batch:
-        most = f"{result.max_batch:,} {'does' if result.max_batch == 1 else 'do'}"
-        found.append(f"A batch of {scenario.batch_size:,} does not fit: at most {most}.")
+        found.append(f"A batch of {scenario.batch_size:,} does not fit; the largest that fits is {result.max_batch:,}.")
     length = scenario.prompt_tokens + scenario.output_tokens
     if shape.context_length is not None and length > shape.context_length:
-        found.append(f"{length:,} tokens are beyond the context of {shape.context_length:,} this model was made for.")
+        found.append(
+            f"{length:,} tokens are beyond the context of {shape.context_length:,} that this model was made for."
+        )
     units = scenario.units
     missing = [unit for unit in dict.fromkeys((units.linear, units.scores, units.values)) if not hardware.peak(unit)]
     if missing:
-        found.append(f"No peak in {', '.join(missing)} is known of {hardware.name}: give --flops, or --compute-dtype.")
+        found.append(f"No {', '.join(missing)} peak is known for {hardware.name}: give --flops, or --compute-dtype.")
     if result.balance is None and hardware.read_bandwidth(1) is None:
         found.append(f"The memory bandwidth of {hardware.name} is unknown: give --bandwidth.")
     return found
 
 
 def assumptions(result: Estimate) -> list[str]:
-    """What the numbers rest on."""
+    """What the numbers assume."""
     shape, hardware, scenario = result.shape, result.hardware, result.scenario
     found = []
     if scenario.mfu == scenario.mbu == 1:
-        found.append("A bound: the hardware at its peak (MFU and MBU 1). Real engines stay below it.")
+        found.append("This is a bound: the hardware at its peak (MFU and MBU 1). Real engines stay below it.")
     else:
         found.append(f"Assumed, not measured: MFU {scenario.mfu:g} and MBU {scenario.mbu:g}.")
     if scenario.dtype.lower() == "int4":
-        found.append("int4 is half a byte a weight: real formats add scales (Q4_0 has 4.5 bits a weight).")
+        found.append("int4 is taken as half a byte per weight; real formats add scales (Q4_0 has 4.5 bits per weight).")
     if shape.num_experts:
-        found.append("Experts are taken to be chosen evenly and apart; real routers prefer some.")
+        found.append("Experts are assumed to be chosen evenly and independently; real routers prefer some.")
     if hardware.devices > 1:
-        found.append(f"{hardware.devices} devices share everything evenly and pay nothing to communicate.")
+        found.append(
+            f"{hardware.devices} devices are assumed to share everything evenly, without any cost of communication."
+        )
     return [*found, *hardware.notes]

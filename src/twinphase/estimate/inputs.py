@@ -14,7 +14,7 @@ from twinphase.phases.report import Units
 
 __all__ = ["DTYPES", "Hardware", "Scenario", "bytes_per_weight", "datasheet_hardware", "units_for", "weight_bytes"]
 
-# Bytes of a value; 4-bit formats keep scales too, which GGUF's types count and "int4" leaves out.
+# Bytes per value. Real 4-bit formats keep scales too: GGUF's types count them, "int4" does not.
 DTYPES: Mapping[str, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
 _MEASURED_UNITS = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}  # as Ceilings names them
 
@@ -26,11 +26,11 @@ class Hardware:
     Attributes:
         name: for the reader.
         kind: "datasheet", "measured here" or "given".
-        peaks: operations a second by precision, of one device; one that is missing is unknown.
-        bandwidth: bytes a second, of one device; None is unknown. Not used with `ceilings`.
-        memory: bytes, of one device; None is unknown.
-        devices: how many share every layer evenly, at no cost of communication.
-        ceilings: of this machine, whose bandwidth depends on how much is read a step.
+        peaks: operations per second of one device, by precision; a missing one is unknown.
+        bandwidth: bytes per second of one device; None is unknown, or given by `ceilings`.
+        memory: bytes of one device; None is unknown.
+        devices: how many share every layer evenly, without any cost of communication.
+        ceilings: of this machine, whose bandwidth depends on how much a step reads.
         notes: what a reader should know.
     """
 
@@ -44,14 +44,14 @@ class Hardware:
     notes: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float | None:
-        """Operations a second of all devices; None if unknown."""
+        """Operations per second of all devices; None if unknown."""
         if precision in self.peaks:
             return self.peaks[precision] * self.devices
         measured = self.ceilings.peak(_MEASURED_UNITS.get(precision, "")) if self.ceilings else None
         return measured * self.devices if measured else None
 
     def read_bandwidth(self, working_set: float) -> float | None:
-        """Bytes a second of all devices, for steps that go through `working_set` bytes; None if unknown."""
+        """Bytes per second of all devices, for steps that read `working_set` bytes; None if unknown."""
         one = self.bandwidth
         if one is None and self.ceilings is not None:
             one = self.ceilings.read_bandwidth(working_set / self.devices)
@@ -59,7 +59,6 @@ class Hardware:
 
     @property
     def capacity(self) -> float | None:
-        """Bytes of memory of all devices."""
         return self.memory * self.devices if self.memory is not None else None
 
 
@@ -68,12 +67,12 @@ class Scenario:
     """What is asked of the model, and how well the hardware is assumed to be used.
 
     Attributes:
-        prompt_tokens: of a request, none of them cached.
-        output_tokens: of a request; the first one comes out of prefill.
+        prompt_tokens: per request, none of them cached.
+        output_tokens: per request; the first one comes out of prefill.
         batch_size: sequences that decode together, all at the same position.
-        units: precision of the arithmetic of linear layers and of attention's two products.
+        units: precision of the arithmetic, of the linear layers and of attention's two products.
         dtype: how weights are stored; "" as in the model's file.
-        kv_head_bytes: of the key and value of one token in one KV head of one layer: 2 d b by the formula.
+        kv_head_bytes: key and value of one token in one KV head of one layer: 2 d b by the formula.
         mfu: assumed fraction of the peak.
         mbu: assumed fraction of the bandwidth.
         price_per_hour: of all devices together; None is unknown.
@@ -104,15 +103,11 @@ class Scenario:
 
 
 def datasheet_hardware(name: str) -> Hardware:
-    """A product's published peaks.
-
-    Raises:
-        InvalidRequestError: no such product, or several; the message names them.
-    """
+    """A product's published peaks; raises as `find_datasheet` does."""
     sheet = find_datasheet(name, "Use this, --flops with --bandwidth, or")
     computed = [f"{figure} = {formula}" for figure, formula in sheet.computed.items()]
     titles = "; ".join(dict.fromkeys(source.title for source in sheet.sources))
-    notes = [f"Datasheet figures, from: {titles}. `--list-hardware` has the addresses."]
+    notes = [f"Datasheet figures from: {titles}. `--list-hardware` has the addresses."]
     notes += [f"Computed, not published: {'; '.join(computed)}."] if computed else []
     notes += [sheet.note] if sheet.note else []
     return Hardware(sheet.title, "datasheet", sheet.peaks, sheet.bandwidth, sheet.memory, notes=tuple(notes))
@@ -121,8 +116,8 @@ def datasheet_hardware(name: str) -> Hardware:
 def units_for(dtype: str) -> Units:
     """The precision of the arithmetic, by how the weights are stored.
 
-    Weights of 16 bits and more are multiplied as they are, fp8 and int8 ones too (activations then have 8 bits as
-    well); narrower ones are widened to bf16 first. Attention works in 16 bits or more.
+    Weights of 8 bits (with 8-bit activations) and more are multiplied as they are; narrower ones are widened to bf16
+    first. Attention works in 16 bits or more.
     """
     linear = dtype.lower() if dtype.lower() in ("fp32", "fp16", "bf16", "fp8", "int8") else "bf16"
     linear = {"f32": "fp32", "f16": "fp16"}.get(dtype.lower(), linear)
@@ -131,7 +126,7 @@ def units_for(dtype: str) -> Units:
 
 
 def bytes_per_weight(dtype: str) -> float:
-    """Bytes that a weight takes: of "fp16" and the like, or of a GGUF type, its scales included.
+    """Bytes per weight of "fp16" and the like, or of a GGUF type, its scales included.
 
     Raises:
         InvalidRequestError: another name; the message lists all.
@@ -147,10 +142,10 @@ def bytes_per_weight(dtype: str) -> float:
 
 
 def weight_bytes(shape: DecoderShape, dtype: str) -> StoredBytes:
-    """Bytes of the weights: as they lie in the file, or each weight in `dtype`.
+    """Bytes of the weights: as in the file, or with every weight in `dtype`.
 
     Raises:
-        InvalidRequestError: no dtype is given, and the file does not say.
+        InvalidRequestError: neither `dtype` nor the file says how they are stored.
     """
     if not dtype and shape.stored is not None:
         return shape.stored

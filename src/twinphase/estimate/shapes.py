@@ -1,28 +1,33 @@
-"""Shapes of decoders for estimates: from the list of known models, a Hugging Face config.json, or a GGUF header.
+"""The shape of a decoder, and how a Hugging Face config.json gives one.
 
-Reads only what the formulas of `estimate.py` need, for more architectures than the engine runs. What a file does not
-say is an error that names the field, never a guess; a field that the model's published configuration class itself gives
-a default has that default. Not for reading a GGUF header (`gguf_shapes.py`) nor for running a model
-(`models/config.py`).
+Reads only what the formulas of `estimate.py` need, for more architectures than the engine runs. A missing field is an
+error that names it, never a guess, unless the model's published configuration class itself has a default for it. Not
+for GGUF headers (`gguf_shapes.py`), names (`known_models.py`) or running a model (`models/config.py`).
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinphase.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
-from twinphase.estimate.known_models import KNOWN_MODELS
+from twinphase.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["DecoderShape", "Fields", "StoredBytes", "from_hf_config", "read_shape"]
+__all__ = [
+    "CONFIG_FIX",
+    "DecoderShape",
+    "Fields",
+    "StoredBytes",
+    "alternating_windows",
+    "from_hf_config",
+    "read_config",
+]
 
-_FIX = "Give the config.json of a model of this family as it was published."
-_LARGEST = 10**9  # of any field; more is a damaged file
-_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+CONFIG_FIX = "Give the config.json of a model of this family as it was published."
+LARGEST_NUMBER = 10**9  # of any field; more is a damaged file
+HF_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -47,23 +52,23 @@ class DecoderShape:
     """What the formulas need of a decoder.
 
     Attributes:
-        name: as it was asked for.
-        source: where its numbers stand.
-        architecture: its family, by the file's name for it.
-        hidden_size: width.
+        name: as the user gave it.
+        source: where its numbers come from.
+        architecture: its family, as the file names it.
+        hidden_size: h.
         num_layers: L.
         num_heads: H, query heads.
         num_kv_heads: H_kv.
         head_dim: d.
-        vocab_size: rows of the embedding.
-        layer_parameters: weights of the layers' matrices that every row goes through, routers and shared experts too.
+        vocab_size: V, rows of the embedding.
+        layer_parameters: weights of the matrices in all layers that every row uses, with routers and shared experts.
         expert_parameters: weights of all experts of all layers; 0 in a dense model.
-        num_experts: of a layer; 0 in a dense model.
-        experts_per_token: of them, those that a row goes through.
+        num_experts: per layer; 0 in a dense model.
+        experts_per_token: how many of a layer's experts a row uses.
         other_parameters: norms and biases.
         tied: whether the output head is the embedding.
-        windows: of each layer, the tokens that it attends to at most; None is all.
-        context_length: longest sequence it was made for; None if the file does not say.
+        windows: for each layer, how many tokens it attends to at most; None is all.
+        context_length: longest sequence that the model was made for; None if the file does not say.
         dtype: how its weights are stored: "fp16", "bf16", "fp32", a GGUF type; "" if the file does not say.
         stored: bytes in the file; None for a configuration without weights.
     """
@@ -90,12 +95,11 @@ class DecoderShape:
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the output head."""
         return self.vocab_size * self.hidden_size
 
     @property
     def linear_parameters(self) -> int:
-        """P: weights of the layers' matrices that one row goes through, its experts alone."""
+        """P: weights of the layers' matrices that one row uses, of the experts only its own."""
         if not self.num_experts:
             return self.layer_parameters
         return self.layer_parameters + self.expert_parameters * self.experts_per_token // self.num_experts
@@ -103,71 +107,25 @@ class DecoderShape:
     @property
     def total_parameters(self) -> int:
         """All weights, as model cards count them."""
-        head = 0 if self.tied else self.head_parameters
-        embedding = self.head_parameters
-        return self.layer_parameters + self.expert_parameters + self.other_parameters + embedding + head
+        embeddings = self.head_parameters if self.tied else 2 * self.head_parameters
+        return self.layer_parameters + self.expert_parameters + self.other_parameters + embeddings
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token goes through, its embedding's matrix counted as model cards do."""
+        """Weights that one token uses, the whole embedding matrix included, as model cards count."""
         return self.total_parameters - (self.layer_parameters + self.expert_parameters - self.linear_parameters)
-
-
-def read_shape(name: str) -> DecoderShape:
-    """The shape of a model: a known name, a GGUF file, a config.json or its folder, or a model in the cache.
-
-    Nothing is downloaded.
-
-    Raises:
-        ModelNotFoundError: nothing by that name; the message has close matches.
-        CheckpointError: a damaged file, or one without a field, which the message names.
-        UnsupportedModelError: an architecture whose shape is not known here.
-    """
-    by_repo = {known.repo.lower(): key for key, known in KNOWN_MODELS.items()}
-    from twinphase.estimate.gguf_shapes import from_gguf  # which imports the array library, and this module
-
-    key = by_repo.get(name.lower().removeprefix("hf:"), name.lower())
-    if key in KNOWN_MODELS:
-        known = KNOWN_MODELS[key]
-        return from_hf_config(known.config, key, known.source)
-    path = Path(name).expanduser()
-    try:
-        if name and path.is_dir() and (path / "config.json").is_file():
-            return _read_config(path / "config.json", name)
-        if name and path.is_file():
-            return _read_config(path, name) if path.suffix.lower() == ".json" else from_gguf(path, name)
-    except (OSError, ValueError):  # too long for a path, or with a null byte
-        pass
-    return _from_cache(name)
-
-
-def _from_cache(name: str) -> DecoderShape:
-    from twinphase.estimate.gguf_shapes import from_gguf
-    from twinphase.weights.hub import cached_model
-
-    try:
-        path = cached_model(name)
-    except ModelNotFoundError as error:
-        close = difflib.get_close_matches(name.lower(), KNOWN_MODELS, n=4, cutoff=0.5)
-        hint = f"Did you mean {' or '.join(close)}? " if close else ""
-        raise ModelNotFoundError(
-            error.cause, f"{hint}`twinphase estimate --list-models` has the names; a config.json or a .gguf does too."
-        ) from None
-    if path is None:
-        raise ModelNotFoundError(f"{name} is not in the cache.", f"`twinphase pull {name}` fetches it.")
-    return from_gguf(path, name)
 
 
 @dataclass(frozen=True)
 class _Family:
-    """What a family's configuration class says where config.json is silent, and what its layers have.
+    """The defaults of a family's configuration class, and what its layers have.
 
     Attributes:
         tied: default of tie_word_embeddings.
-        derived_head: head_dim is hidden_size / num_attention_heads where it is not given.
-        all_heads: num_key_value_heads is num_attention_heads where it is not given.
-        norms: of a layer, in vectors of the hidden size.
-        head_norms: of a layer, in vectors of the head size.
+        derived_head: head_dim defaults to hidden_size / num_attention_heads.
+        all_heads: num_key_value_heads defaults to num_attention_heads.
+        norms: vectors of the hidden size per layer.
+        head_norms: vectors of the head size per layer.
         qkv_bias: whether queries, keys and values always have a bias.
         windows: which layers have one: "none", "all", "qwen", "alternate", "pattern".
     """
@@ -182,7 +140,7 @@ class _Family:
 
 
 _QWEN3 = _Family(derived_head=False, head_norms=2, windows="qwen")
-_FAMILIES = {
+FAMILIES = {
     "llama": _Family(all_heads=True),
     "mistral": _Family(windows="all"),
     "mixtral": _Family(windows="all"),
@@ -197,43 +155,42 @@ _FAMILIES = {
 }
 
 
-def _read_config(path: Path, name: str) -> DecoderShape:
+def read_config(path: Path, name: str) -> DecoderShape:
+    """The shape that a config.json file gives; raises as `from_hf_config` does."""
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no readable JSON: {error}.", _FIX) from None
+        raise CheckpointError(f"{path} is not readable JSON: {error}.", CONFIG_FIX) from None
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is no JSON object.", _FIX)
+        raise CheckpointError(f"{path} is not a JSON object.", CONFIG_FIX)
     if isinstance(config.get("text_config"), dict):  # of a model that also sees
         config = {**config["text_config"], **{k: config[k] for k in ("torch_dtype", "dtype") if k in config}}
     return from_hf_config(config, name, str(path))
 
 
 class Fields:
-    """Typed reads of a config.json; each failure names the field."""
+    """Typed reads of a configuration; each failure names the field."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         self._config, self._name = config, name
 
     def number(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number from `least` on; `default`, if there is one, where the field is missing or null."""
+        """An integer of at least `least`; `default`, if there is one, where the field is missing or null."""
         value = self._config.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_NUMBER:
             what = "has no" if value is None else f"has {value!r} as"
-            raise CheckpointError(f"The configuration of {self._name} {what} {key}.", _FIX)
+            raise CheckpointError(f"The configuration of {self._name} {what} {key}.", CONFIG_FIX)
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false; `default` where the field is missing."""
         value = self._config.get(key, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"The configuration of {self._name} has {value!r} as {key}.", _FIX)
+            raise CheckpointError(f"The configuration of {self._name} has {value!r} as {key}.", CONFIG_FIX)
         return value
 
     def get(self, key: str) -> Any:
-        """Whatever the field holds; None where it is missing."""
         return self._config.get(key)
 
 
@@ -245,18 +202,18 @@ def from_hf_config(config: Mapping[str, Any], name: str, source: str) -> Decoder
         UnsupportedModelError: another family, or a layout of experts that is not known here.
     """
     fields, model_type = Fields(config, name), config.get("model_type")
-    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedModelError(
             f"The architecture {model_type!r} (model_type) of {name} is not known here.",
-            f"Known are: {', '.join(_FAMILIES)}.",
+            f"Known are: {', '.join(FAMILIES)}.",
         )
     hidden, layers = fields.number("hidden_size"), fields.number("num_hidden_layers")
     heads = fields.number("num_attention_heads")
     kv_heads = fields.number("num_key_value_heads", heads if family.all_heads else None)
     head_dim = fields.number("head_dim", hidden // heads if family.derived_head else None)
     if heads % kv_heads:
-        raise CheckpointError(f"{name}: {heads} heads do not divide by {kv_heads} num_key_value_heads.", _FIX)
+        raise CheckpointError(f"{name}: {heads} heads are not divisible by {kv_heads} num_key_value_heads.", CONFIG_FIX)
     dense, experts, count, chosen = _feed_forward(fields, str(model_type), hidden, name)
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     biases = (heads + 2 * kv_heads) * head_dim if family.qkv_bias or fields.flag("attention_bias", False) else 0
@@ -287,18 +244,18 @@ def from_hf_config(config: Mapping[str, Any], name: str, source: str) -> Decoder
 
 def _dtype(fields: Fields) -> str:
     name = fields.get("dtype") or fields.get("torch_dtype")
-    return _DTYPES.get(name, "") if isinstance(name, str) else ""
+    return HF_DTYPES.get(name, "") if isinstance(name, str) else ""
 
 
 def _feed_forward(fields: Fields, model_type: str, hidden: int, name: str) -> tuple[int, int, int, int]:
-    """Weights of a layer that every row goes through, and of its experts; how many experts, and how many a row uses."""
+    """Per layer: weights that every row uses, weights of all experts, number of experts, experts that a row uses."""
     if model_type == "mixtral":
         count, size = fields.number("num_local_experts"), fields.number("intermediate_size")
         shared = 0
     elif model_type in ("qwen2_moe", "qwen3_moe"):
         if fields.number("decoder_sparse_step") != 1 or fields.get("mlp_only_layers"):
             raise UnsupportedModelError(
-                f"{name} has experts in some layers only (decoder_sparse_step, mlp_only_layers).",
+                f"{name} has experts in only some layers (decoder_sparse_step, mlp_only_layers).",
                 "Use a model with experts in every layer.",
             )
         count, size = fields.number("num_experts"), fields.number("moe_intermediate_size")
@@ -307,19 +264,20 @@ def _feed_forward(fields: Fields, model_type: str, hidden: int, name: str) -> tu
         return 3 * hidden * fields.number("intermediate_size"), 0, 0, 0
     chosen = fields.number("num_experts_per_tok")
     if chosen > count:
-        raise CheckpointError(f"{name}: num_experts_per_tok is {chosen} of {count} experts.", _FIX)
+        raise CheckpointError(f"{name}: num_experts_per_tok is {chosen}, but there are {count} experts.", CONFIG_FIX)
     router = hidden * count + (hidden if shared else 0)  # the shared expert has a gate of its own
     return router + 3 * hidden * shared, count * 3 * hidden * size, count, chosen
 
 
 def _hf_windows(fields: Fields, family: _Family, layers: int, name: str) -> tuple[int | None, ...]:
-    """Of each layer its sliding window, by the rule of the family's class, or by `layer_types` where it is given."""
+    """Each layer's sliding window, by `layer_types` where that is given, else by the rule of the family's class."""
     if family.windows == "none" or (family.windows == "qwen" and not fields.flag("use_sliding_window", False)):
         return (None,) * layers
     types = fields.get("layer_types")
     if types is not None:
-        if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
-            raise UnsupportedModelError(f"The layer_types of {name} are not known here.", _FIX)
+        known = isinstance(types, list) and all(kind in ("full_attention", "sliding_attention") for kind in types)
+        if not known or len(types) != layers:
+            raise UnsupportedModelError(f"The layer_types of {name} are not known here.", CONFIG_FIX)
         window = fields.number("sliding_window") if "sliding_attention" in types else None
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if family.windows == "all":  # null is no window
@@ -330,4 +288,9 @@ def _hf_windows(fields: Fields, family: _Family, layers: int, name: str) -> tupl
         first = fields.number("max_window_layers", least=0)
         return tuple(window if i >= first else None for i in range(layers))
     every = 2 if family.windows == "alternate" else fields.number("sliding_window_pattern", 6)  # as its class
-    return tuple(window if (i + 1) % every else None for i in range(layers))
+    return alternating_windows(window, every, layers)
+
+
+def alternating_windows(window: int, every: int, layers: int) -> tuple[int | None, ...]:
+    """The window in all layers but each `every`-th one; 0 is all layers."""
+    return tuple(window if not every or (i + 1) % every else None for i in range(layers))
