@@ -79,7 +79,8 @@ class Engine:
 
     def explain(self, life: Life) -> Explanation:
         """By the engine itself."""
-        return self.llm._loaded.explain(*life)
+        request, timeline = life
+        return self.llm._loaded.explain(request.counts(), timeline)
 
     def causes(self, life: Life, phase: str) -> list[str]:
         """Names of the causes of one symptom, first the largest."""

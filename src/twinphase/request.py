@@ -22,6 +22,7 @@ __all__ = [
     "MissReason",
     "PrefixMiss",
     "Request",
+    "RequestCounts",
     "RequestStatus",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -318,6 +319,36 @@ class Constraint(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RequestCounts:
+    """A request in numbers, without its tokens: for whoever explains, lists or reports it.
+
+    Attributes:
+        request_id: of the request.
+        num_prompt_tokens, num_output_tokens: its lengths so far.
+        num_cached_tokens: prompt tokens that the prefix cache held.
+        prefix_miss: why it did not hold more.
+        num_preemptions: how often the request lost its KV to others.
+        num_recomputed_tokens: tokens computed once more after that.
+        error: one line, when it failed.
+        sampling_params: what it asked for; None where that is not known.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    prefix_miss: PrefixMiss | None = None
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    error: str | None = None
+    sampling_params: SamplingParams | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
 @dataclass(eq=False)
 class Request:
     """One request and how far it has come.
@@ -380,6 +411,20 @@ class Request:
         ):
             _reject("cache_salt", salt if isinstance(salt, str) and len(salt) < 40 else type(salt).__name__,
                     f"a text of 1 to {MAX_SALT_BYTES} bytes, or none")  # fmt: skip
+
+    def counts(self) -> RequestCounts:
+        """This request in numbers, as far as it has come."""
+        return RequestCounts(
+            self.request_id,
+            len(self.prompt_token_ids),
+            len(self.output_token_ids),
+            self.num_cached_tokens,
+            self.prefix_miss,
+            self.num_preemptions,
+            self.num_recomputed_tokens,
+            self.error,
+            self.sampling_params,
+        )
 
     @property
     def num_tokens(self) -> int:

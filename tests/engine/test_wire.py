@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinphase.engine.messages import Add, End, Finished, FromEngine, News, Outcome, StepNews, ToEngine
+from twinphase.engine.messages import Add, End, Finished, FromEngine, News, StepNews, ToEngine
 from twinphase.engine.wire import Decoder, encode
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, MissReason, PrefixMiss, SamplingParams
+from twinphase.request import FinishReason, MissReason, PrefixMiss, RequestCounts, SamplingParams
 
 ADD = Add("a", [1, 2], SamplingParams(logit_bias={3: 1.0}, stop=["x"], max_tokens=None), 1.0, 2.0, cache_salt="s")
 
@@ -15,8 +15,8 @@ def news():
     timeline = RequestTimeline(1.0)
     timeline.mark(IntervalKind.QUEUE, 2.5, reason="seats")
     timeline.hand_over_tokens(2, 3.0)
-    outcome = Outcome(3, PrefixMiss(MissReason.DIVERGED, 3), 1, 4)
-    return StepNews([News("a", [7], 9, 3, finished=Finished(FinishReason.STOP, outcome, timeline, (0.1, 0.2)))])
+    counts = RequestCounts("a", 9, 1, 3, PrefixMiss(MissReason.DIVERGED, 3), 1, 4)
+    return StepNews([News("a", [7], 9, 3, finished=Finished(FinishReason.STOP, counts, timeline, (0.1, 0.2)))])
 
 
 @settings(deadline=None)

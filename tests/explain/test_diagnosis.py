@@ -4,7 +4,7 @@
 """
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from twinphase.phases.hardware import Ceilings
 from twinphase.phases.report import Units
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost, ModelShape
-from twinphase.request import MissReason, PrefixMiss, Request, SamplingParams
+from twinphase.request import MissReason, PrefixMiss, RequestCounts, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(1000, 500, 600, 300, 2, 4, 2, 64, kv_token_bytes=800)
@@ -43,8 +43,7 @@ def evidence(pieces, first=None, miss=None, **fields):
         timeline.mark(kind, timeline.end + seconds, index + 10)
     if first is not None:
         timeline.token_times = [first, timeline.end]
-    request = Request("me", [1] * 100, SamplingParams())
-    request.output_token_ids, request.prefix_miss = [1, 1], miss
+    request = RequestCounts("me", 100, 2, prefix_miss=miss)
     return Evidence(request, timeline, fields.pop("machine", machine()), **fields)
 
 
@@ -55,9 +54,7 @@ def decoded(bytes_=0, linear=10, seconds=1.0, **inside):
     record = StepRecord(10, 0.1, 0.1 + seconds, 0, 1, Cost(), Cost(linear, 0, bytes_), (), 1, 0.0, **inside)
     timeline.add_decode(record, 1, seconds, seconds)
     timeline.hand_over_tokens(1, timeline.end)
-    request = Request("me", [1] * 100, SamplingParams())
-    request.output_token_ids = [1, 1]
-    return request, timeline
+    return RequestCounts("me", 100, 2), timeline
 
 
 def causes(found, phase):
@@ -158,15 +155,14 @@ def test_threads_claim_what_they_leave_idle_at_most_and_silence_nothing():
 
 def stalled(steps, mixed):
     """Decodes bound by memory, in some of which others' prompts were computed."""
-    request, timeline = decoded(450_000, seconds=0.5)
-    request.output_token_ids = [1] * (steps + 1)
+    _, timeline = decoded(450_000, seconds=0.5)
     for index in range(steps - 1):
         prefill, ids = (Cost(900_000, 0, 10), ("other",)) if index < mixed else (Cost(), ())
         at, seconds = timeline.end, 1.5 if ids else 0.5
         record = StepRecord(11 + index, at, at + seconds, 500, 1, prefill, Cost(10, 0, 450_000), ids, 1)
         timeline.add_decode(record, 1, 0.5, 0.5)
         timeline.hand_over_tokens(1, timeline.end)
-    return request, timeline
+    return RequestCounts("me", 100, steps + 1), timeline
 
 
 def test_others_prompts_in_its_steps_are_no_work_of_its_decode():
@@ -181,7 +177,7 @@ def test_a_prompt_read_beside_many_decodes_has_no_known_bound():
         timeline = RequestTimeline(0.0)
         work = Cost(900_000, 0, 10), Cost(10, 0, 900_000) if decodes else Cost()
         timeline.add_prefill(StepRecord(9, 0.0, 1.0, 100, decodes, *work, ("me",), decodes), 100, 0.5)
-        return explain(Request("me", [1] * 100, SamplingParams()), timeline, machine()).bounds["prefill"]
+        return explain(RequestCounts("me", 100), timeline, machine()).bounds["prefill"]
 
     assert [prefilled(decodes) for decodes in (0, 11)] == ["compute", "unknown"]
 
@@ -190,8 +186,8 @@ def test_no_lever_for_what_a_greedy_request_did_not_ask_for():
     request, timeline = decoded(executed=1.0, sampling=0.8)
     advised = []
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logprobs=5), SamplingParams()):
-        request.sampling_params = params
-        (found,) = (one for one in explain(request, timeline, machine()).diagnoses if one.cause == "sampling")
+        asked = replace(request, sampling_params=params)
+        (found,) = (one for one in explain(asked, timeline, machine()).diagnoses if one.cause == "sampling")
         advised.append(found.lever and (found.lever.advice, found.lever.saved_seconds))
     assert advised[0] is None and "logprobs" in advised[1][0] and "sampled values" in advised[2][0]
     assert advised[1][1] is advised[2][1] is None  # greedy decoding too has to choose
@@ -204,7 +200,7 @@ def test_loading_is_in_no_gain():
 
 
 def test_a_prompt_in_the_first_steps_is_one_of_the_first():
-    request, timeline = Request("me", [1] * 100, SamplingParams()), RequestTimeline(0.0)
+    request, timeline = RequestCounts("me", 100), RequestTimeline(0.0)
     timeline.add_prefill(StepRecord(3, 0.0, 9.0, 100, 0, Cost(), Cost(), ("me",)), 100, 9.0)
     (found,) = (one for one in explain(request, timeline, machine()).diagnoses if one.cause == "cold_start")
     assert "one of the engine's first prompts" in found.evidence
@@ -246,7 +242,7 @@ def test_who_only_waited_for_a_seat_would_not_have_waited():
     timeline.queue_until(3.5, "")  # the engine looks at it
     timeline.mark(IntervalKind.PREFILL, 4.0, 1)
     timeline.hand_over_tokens(1, 4.0)
-    found = explain(Request("me", [1] * 100, SamplingParams()), timeline, machine()).alone
+    found = explain(RequestCounts("me", 100), timeline, machine()).alone
     assert (found.verdict, found.seconds, found.ttft) == ("predicted", pytest.approx(1.0), pytest.approx(1.0))
 
 

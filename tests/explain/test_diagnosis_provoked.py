@@ -212,7 +212,9 @@ def decode_of(engine, length, busy):
     Script(engine.engine, seconds)
     life = engine.serve(engine.prompt(length), 20)
     units = Units("float32", "float32", "float32")
-    found = explain(*life, Machine(engine.llm.config, shape, engine.engine.cost_model, ceilings, units))
+    found = explain(
+        life[0].counts(), life[1], Machine(engine.llm.config, shape, engine.engine.cost_model, ceilings, units)
+    )
     return [one for one in found.diagnoses if one.phase == "decode"]
 
 

@@ -8,7 +8,7 @@ from twinphase.phases.hardware import Ceilings
 from twinphase.phases.report import Units
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost, ModelShape
-from twinphase.request import MissReason, PrefixMiss, Request, SamplingParams
+from twinphase.request import MissReason, PrefixMiss, RequestCounts
 
 SHAPE = ModelShape(1000, 500, 600, 300, 2, 4, 2, 64, kv_token_bytes=2 * 2 * (64 + 4 + 128))
 PRICES = (2e-3, 1e-4, 5e-4, 1e-4, 1e-8, 1e-6, 1e-5)
@@ -23,10 +23,7 @@ def make_machine(**config):
 
 
 def make_request(**fields):
-    request = Request("me", [1] * 100, SamplingParams(max_tokens=20))
-    for name, value in fields.items():
-        setattr(request, name, value)
-    return request
+    return RequestCounts(**{"request_id": "me", "num_prompt_tokens": 100, **fields})
 
 
 def step(index, start, end, prefill_tokens=0, ids=(), decode=NONE, prefill=NONE):
@@ -108,12 +105,12 @@ def test_the_lever_of_most_of_the_time_stands_before_that_of_less():
 
 
 def test_a_lone_decode_with_a_long_context_is_told_of_the_small_cache():
-    found = explain(make_request(prompt_token_ids=[1] * 5000), lived(), make_machine())
+    found = explain(make_request(num_prompt_tokens=5000), lived(), make_machine())
     (lever,) = (lever for lever in found.levers if lever.flag == "--kv-cache-dtype")
     assert "69%" in lever.advice  # (64 + 4) * 2 of 64 + 4 + 128 bytes
     spent = found.waterfall.bars[-1].seconds
     assert lever.saved_seconds == pytest.approx((1 - 136 / 196) * spent)  # the model's 50 ms are more than it took
-    found = explain(make_request(prompt_token_ids=[1] * 5000), lived(), make_machine(kv_cache_dtype="int8"))
+    found = explain(make_request(num_prompt_tokens=5000), lived(), make_machine(kv_cache_dtype="int8"))
     assert "--kv-cache-dtype" not in [lever.flag for lever in found.levers]
 
 

@@ -31,7 +31,6 @@ from twinphase.engine.messages import (
     Loading,
     LookAt,
     News,
-    Outcome,
     Ready,
     Refused,
     Seen,
@@ -45,7 +44,7 @@ from twinphase.engine.text import ModelText, Prompt, is_plain
 from twinphase.errors import EngineDeadError, EngineUnavailableError, RequestNotFoundError
 from twinphase.explain.explanation import Explanation
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, Request, SamplingParams
+from twinphase.request import FinishReason, Request, RequestCounts, SamplingParams
 
 if TYPE_CHECKING:
     from twinphase.tokenizer.prompt_parts import Run
@@ -244,26 +243,25 @@ class AsyncEngine:
 
     async def explain(self, stream: RequestStream) -> Explanation:
         """Why a request took as long as it did; see `LLM.explain`."""
-        request, finished = stream.transcript.request, stream.transcript.finished
-        timeline = stream.transcript.timeline if finished else None
-        return (await self.look(request, timeline))[1]
+        transcript = stream.transcript
+        timeline = transcript.timeline if transcript.finished else None
+        return (await self.look(transcript.request.counts(), timeline))[1]
 
-    async def look(self, request: Request, timeline: RequestTimeline | None) -> tuple[RequestTimeline, Explanation]:
+    async def look(
+        self, request: RequestCounts, timeline: RequestTimeline | None
+    ) -> tuple[RequestTimeline, Explanation]:
         """Timeline and explanation of a request, by the engine.
 
         Args:
-            request: as its transcript has it.
+            request: its numbers, where it has finished; otherwise only its id is looked at.
             timeline: of a finished request; None for one that goes on.
 
         Raises:
             RequestNotFoundError: no timeline was given, and the engine does not know the request.
             EngineUnavailableError: the engine is not there to be asked.
         """
-        lengths = len(request.prompt_token_ids), len(request.output_token_ids)
         number = f"look-{next(self._numbers)}"
-        seen: Seen = await self._ask(
-            number, LookAt(number, request.request_id, timeline, *lengths, Outcome.of(request))
-        )
+        seen: Seen = await self._ask(number, LookAt(number, request.request_id, timeline, request))
         if seen.timeline is None or seen.explanation is None:
             raise _not_found(request.request_id)
         return seen.timeline, seen.explanation

@@ -131,7 +131,7 @@ class LLM:
         """
         if output.request is None:
             raise ValueError("the output does not carry its request")
-        return self._loaded.explain(output.request, output.metrics, names=True)  # all are this caller's
+        return self._loaded.explain(output.request.counts(), output.metrics, names=True)  # all are this caller's
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamUpdate]:
         """Complete one prompt and yield what each step brought.

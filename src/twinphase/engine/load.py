@@ -23,7 +23,7 @@ from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, s
 from twinphase.phases.report import Units
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
-from twinphase.request import Request, SamplingParams
+from twinphase.request import Request, RequestCounts, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
@@ -93,7 +93,7 @@ class LoadedEngine:
         kv_cache = engine.scheduler.kv_cache
         kv_cache.num_queried_tokens = kv_cache.num_hit_tokens = 0
 
-    def explain(self, request: Request, timeline: RequestTimeline, *, names: bool = False) -> Explanation:
+    def explain(self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False) -> Explanation:
         """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
         engine, units = self.engine, compute_units(self.checkpoint, self.config)
         best = best_isa(self.config)

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from twinphase.batch import StepWork
@@ -27,7 +27,6 @@ from twinphase.engine.messages import (
     FromEngine,
     LookAt,
     News,
-    Outcome,
     Refused,
     Seen,
     StepNews,
@@ -37,7 +36,7 @@ from twinphase.engine.messages import (
 )
 from twinphase.errors import TwinphaseError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import Request, SamplingParams
+from twinphase.request import Request, RequestCounts
 
 if TYPE_CHECKING:
     from twinphase.request import Constraint
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["EngineLoop", "engine_facts", "refusal"]
 
 GRAMMAR_THREADS = 2
-_NO_PARAMS = SamplingParams(temperature=0.0)  # not known: nothing is said of what it asked for
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ class EngineLoop:
         engine.finish(message.request_id, message.reason)
         timeline.compact()
         num_prefilled = min(request.most_computed_tokens, len(request.prompt_token_ids))
-        finished = Finished(message.reason, Outcome.of(request), timeline, engine.cost_model.prices)
+        finished = Finished(message.reason, _counts(request), timeline, engine.cost_model.prices)
         news = News(message.request_id, [], num_prefilled, request.num_cached_tokens, finished=finished)
         self._send(StepNews([news]))
 
@@ -196,17 +194,14 @@ class EngineLoop:
             self._send(Refused(message.number, "TwinphaseError", f"It could not be explained: {error}.", ""))
 
     def _seen(self, engine: Engine, message: LookAt) -> Seen:
-        if message.timeline is not None:
-            request = Request(message.request_id, [0] * message.num_prompt_tokens, _NO_PARAMS)
-            request.output_token_ids = [0] * message.num_output_tokens
-            message.outcome.put_into(request)
-            return Seen(message.number, message.timeline, self.loaded.explain(request, message.timeline))
+        if message.timeline is not None and message.counts is not None:
+            return Seen(message.number, message.timeline, self.loaded.explain(message.counts, message.timeline))
         known = engine.scheduler.get(message.request_id)
         if known is None:
             return Seen(message.number, None, None)
         timeline = engine.timelines[message.request_id].copy()
         timeline.compact()
-        return Seen(message.number, timeline, self.loaded.explain(known, timeline))
+        return Seen(message.number, timeline, self.loaded.explain(known.counts(), timeline))
 
     def _news(self, engine: Engine, result: StepResult) -> list[News]:
         finished = {request.request_id: request for request in result.finished}
@@ -223,11 +218,16 @@ class EngineLoop:
             if name in finished and request.finish_reason is not None:
                 timeline = self._timelines.pop(name)
                 timeline.compact()
-                end = Finished(request.finish_reason, Outcome.of(request), timeline, engine.cost_model.prices)
+                end = Finished(request.finish_reason, _counts(request), timeline, engine.cost_model.prices)
             tokens = result.output.token_ids.get(name, [])
             logprobs = result.output.logprobs.get(name, [])
             news.append(News(name, tokens, num_prefilled, request.num_cached_tokens, logprobs, end))
         return news
+
+
+def _counts(request: Request) -> RequestCounts:
+    """What became of a request; what it asked for, the front end knows."""
+    return replace(request.counts(), sampling_params=None)
 
 
 def refusal(request_id: str, error: TwinphaseError) -> Refused:

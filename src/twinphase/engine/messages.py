@@ -18,7 +18,7 @@ from twinphase.explain.explanation import Explanation
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
-from twinphase.request import FinishReason, PrefixMiss, Request, SamplingParams
+from twinphase.request import FinishReason, RequestCounts, SamplingParams
 
 __all__ = [
     "Accepted",
@@ -31,7 +31,6 @@ __all__ = [
     "Loading",
     "LookAt",
     "News",
-    "Outcome",
     "Ready",
     "Refused",
     "Seen",
@@ -40,34 +39,6 @@ __all__ = [
     "Stop",
     "ToEngine",
 ]
-
-
-class Outcome(msgspec.Struct, array_like=True, frozen=True):
-    """What became of a request besides its tokens.
-
-    Attributes:
-        num_cached_tokens: prompt tokens that the prefix cache held.
-        prefix_miss: why it did not hold more.
-        num_preemptions: how often the request lost its KV to others.
-        num_recomputed_tokens: tokens computed once more after that.
-        error: one line, when it failed.
-    """
-
-    num_cached_tokens: int = 0
-    prefix_miss: PrefixMiss | None = None
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    error: str | None = None
-
-    @classmethod
-    def of(cls, request: Request) -> Outcome:
-        """What became of it so far."""
-        return cls(**{name: getattr(request, name) for name in cls.__struct_fields__})
-
-    def put_into(self, request: Request) -> None:
-        """Let another object for the same request say the same."""
-        for name in self.__struct_fields__:
-            setattr(request, name, getattr(self, name))
 
 
 # To the engine.
@@ -106,16 +77,13 @@ class LookAt(msgspec.Struct, tag=True, frozen=True):
     """Explain a request; answered by `Seen` with the same number.
 
     Attributes:
-        timeline: of a finished request; None for one that the engine has.
-        num_prompt_tokens, num_output_tokens: its lengths; so too for the rest, of a finished one.
+        timeline, counts: of a finished request; None for one that the engine has.
     """
 
     number: str
     request_id: str
     timeline: RequestTimeline | None = None
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    outcome: Outcome = Outcome()
+    counts: RequestCounts | None = None
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -188,7 +156,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """The engine has let go of a request; `prices` are the cost model's of that moment."""
 
     reason: FinishReason
-    outcome: Outcome
+    counts: RequestCounts
     timeline: RequestTimeline
     prices: tuple[float, ...] = ()
 

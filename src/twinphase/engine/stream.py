@@ -128,7 +128,8 @@ class RequestStream:
     def _take_outcome(self, finished: Finished) -> None:
         request = self.transcript.request
         request.finish_reason = FinishReason.STOP if self._stopped else finished.reason
-        finished.outcome.put_into(request)
+        for name in ("num_cached_tokens", "prefix_miss", "num_preemptions", "num_recomputed_tokens", "error"):
+            setattr(request, name, getattr(finished.counts, name))
         self.transcript.timeline, self.prices = finished.timeline, finished.prices
 
     def _hand_over(self) -> None:

@@ -54,7 +54,7 @@ def had_it_run_alone(evidence: Evidence) -> Alone | None:
     prefill = evidence.prefill_alone()
     if prefill is None or evidence.machine is None:
         return None
-    num_decoded = max(0, len(evidence.request.output_token_ids) - 1)
+    num_decoded = max(0, evidence.request.num_output_tokens - 1)
     # A step's time is linear in its context, so that the mean context gives the mean time.
     decode = num_decoded * (evidence.decode_step_at(evidence.num_prompt + (num_decoded + 1) / 2) or 0.0)
     first, later = evidence.first, evidence.later

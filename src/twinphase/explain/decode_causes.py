@@ -14,6 +14,7 @@ from twinphase.explain.levers import ABOUT, WORTH_NAMING, Lever, duration, more_
 from twinphase.explain.prefill_causes import Found, Rule, contended, part
 from twinphase.phases.timeline import IntervalKind
 from twinphase.phases.work import kv_bytes_per_token
+from twinphase.request import SamplingParams
 
 __all__ = ["DECODE_RULES"]
 
@@ -172,13 +173,13 @@ def _sampling(evidence: Evidence) -> Found | None:
     seconds, request = _parts(evidence).sampled, evidence.request
     if seconds <= 0:
         return None
-    params = request.sampling_params
+    params = request.sampling_params or SamplingParams(temperature=0.0)  # not known: nothing is said of it
     wanted = {
         "sampled values": not params.greedy,
         "logprobs": params.logprobs is not None,
         "penalties": params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0,
         "a logit bias": bool(params.logit_bias),
-        "a grammar": params.structured_outputs is not None or request.constraint is not None,
+        "a grammar": params.structured_outputs is not None or params.thinking_token_budget is not None,
     }
     asked = [name for name, there in wanted.items() if there]
     lever = None

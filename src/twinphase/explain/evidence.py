@@ -17,7 +17,7 @@ from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficien
 from twinphase.phases.report import Units, flops_by_unit
 from twinphase.phases.timeline import Interval, IntervalKind, PhaseTotals, RequestTimeline
 from twinphase.phases.work import ModelShape
-from twinphase.request import Request
+from twinphase.request import RequestCounts
 
 __all__ = ["Efficiency", "Evidence", "Machine"]
 
@@ -66,7 +66,7 @@ class Evidence:
     """A request, its timeline, and what it ran on.
 
     Attributes:
-        request: its lengths, prefix miss and preemptions; the token ids need not be the real ones.
+        request: its lengths, prefix miss and preemptions.
         timeline: of it.
         machine: None for a saved ledger: then nothing can be predicted.
         before: seconds by name of what came before it arrived, such as loading the model.
@@ -75,7 +75,7 @@ class Evidence:
         names: other requests may be called by their ids: they belong to who asks.
     """
 
-    request: Request
+    request: RequestCounts
     timeline: RequestTimeline
     machine: Machine | None = None
     before: Mapping[str, float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Evidence:
     @property
     def num_prompt(self) -> int:
         """Prompt tokens."""
-        return len(self.request.prompt_token_ids)
+        return self.request.num_prompt_tokens
 
     @property
     def num_computed(self) -> int:
@@ -118,7 +118,7 @@ class Evidence:
     @property
     def mean_context(self) -> float:
         """Tokens before a decode step, in the mean over them."""
-        return self.num_prompt + len(self.request.output_token_ids) / 2
+        return self.num_prompt + self.request.num_output_tokens / 2
 
     @property
     def decode_steps(self) -> int:

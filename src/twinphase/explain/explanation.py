@@ -17,7 +17,7 @@ from twinphase.explain.waterfall import Waterfall, waterfall
 from twinphase.phases.cost import CostError
 from twinphase.phases.report import FORMULAS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import Request
+from twinphase.request import RequestCounts
 
 __all__ = ["Alone", "Explanation", "Lever", "Machine", "explain", "explain_evidence"]
 
@@ -59,7 +59,7 @@ class Explanation:
         return {**asdict(self), "dominant": self.dominant.value, "formulas": FORMULAS}
 
 
-def explain(request: Request, timeline: RequestTimeline, machine: Machine, *, names: bool = False) -> Explanation:
+def explain(request: RequestCounts, timeline: RequestTimeline, machine: Machine, *, names: bool = False) -> Explanation:
     """Explain a request that has finished, or has come as far as its timeline tells.
 
     Args:

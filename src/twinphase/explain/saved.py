@@ -16,7 +16,7 @@ from twinphase.errors import TwinphaseError
 from twinphase.explain.evidence import Efficiency, Evidence
 from twinphase.explain.waterfall import ROUNDING, TOLERANCE, WaterfallError
 from twinphase.phases.timeline import Interval, IntervalKind, PhaseTotals, RequestTimeline
-from twinphase.request import MissReason, PrefixMiss, Request, SamplingParams
+from twinphase.request import MissReason, PrefixMiss, RequestCounts
 
 __all__ = ["ACCEPTED", "SavedLedgerError", "read_ledger"]
 
@@ -111,20 +111,21 @@ def _check_moments(moments: list[float], end: float) -> None:
             raise ValueError(f"a token came at {1e3 * before:.3f} ms, what follows it at {1e3 * after:.3f} ms")
 
 
-def _request(name: Any, num_prompt: int, num_output: int, facts: Mapping[str, Any]) -> Request:
-    """A request whose tokens are not known, only how many there were."""
-    request = Request(str(name or "saved"), [0] * num_prompt, SamplingParams(temperature=0.0))
-    request.output_token_ids = [0] * num_output
-    request.num_cached_tokens = min(num_prompt, _count(facts.get("num_cached_tokens", 0)))
-    request.num_preemptions = _count(facts.get("num_preemptions", 0))
-    request.num_recomputed_tokens = _count(facts.get("num_recomputed_tokens", 0))
+def _request(name: Any, num_prompt: int, num_output: int, facts: Mapping[str, Any]) -> RequestCounts:
     miss = facts.get("prefix_miss")
     if miss is not None:
-        part = miss.get("part") or ""
-        request.prefix_miss = PrefixMiss(
-            MissReason(miss["reason"]), _count(miss["token_index"]), str(part), _count(miss.get("num_known", 0))
-        )
-    return request
+        part = str(miss.get("part") or "")
+        num_known = _count(miss.get("num_known", 0))
+        miss = PrefixMiss(MissReason(miss["reason"]), _count(miss["token_index"]), part, num_known)
+    return RequestCounts(
+        str(name or "saved"),
+        num_prompt,
+        num_output,
+        num_cached_tokens=min(num_prompt, _count(facts.get("num_cached_tokens", 0))),
+        prefix_miss=miss,
+        num_preemptions=_count(facts.get("num_preemptions", 0)),
+        num_recomputed_tokens=_count(facts.get("num_recomputed_tokens", 0)),
+    )
 
 
 def _check_sum(timeline: RequestTimeline, whole: float) -> None:

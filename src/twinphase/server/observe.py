@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from twinphase.engine.messages import Outcome
 from twinphase.errors import RequestNotFoundError
 from twinphase.explain.explanation import Explanation
 from twinphase.explain.prompt_parts import divide, part_at
@@ -22,7 +21,7 @@ from twinphase.phases.cost import CostModel
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.phases.work import ModelShape
-from twinphase.request import Request, SamplingParams
+from twinphase.request import RequestCounts
 from twinphase.server.answers import Choice
 from twinphase.server.jobs import Job
 from twinphase.tokenizer.prompt_parts import PromptPart
@@ -99,42 +98,35 @@ class Kept:
 
     Attributes:
         tenant: who may see it.
-        num_prompt_tokens, num_output_tokens: its lengths.
-        outcome: what became of it.
+        counts: its lengths, and what became of it.
         packed: its timeline.
         summary: what a list says of it.
     """
 
     tenant: str
-    num_prompt_tokens: int
-    num_output_tokens: int
-    outcome: Outcome
+    counts: RequestCounts
     packed: bytes
     summary: dict[str, Any]
 
     @classmethod
-    def of(cls, tenant: str, request: Request, timeline: RequestTimeline) -> Kept:
+    def of(cls, tenant: str, counts: RequestCounts, timeline: RequestTimeline) -> Kept:
         """Of a request that has finished."""
-        lengths = len(request.prompt_token_ids), len(request.output_token_ids)
         totals = timeline.totals()
         summary = {
-            "id": request.request_id,
+            "id": counts.request_id,
             "finished": True,
-            "prompt_tokens": lengths[0],
-            "output_tokens": lengths[1],
+            "prompt_tokens": counts.num_prompt_tokens,
+            "output_tokens": counts.num_output_tokens,
             "e2e_ms": _ms(timeline.end - timeline.arrival),
             "ttft_ms": _ms(timeline.ttft),
             "tpot_ms": _ms(timeline.tpot),
             "dominant": max(totals, key=lambda kind: totals[kind]),
         }
-        return cls(tenant, *lengths, Outcome.of(request), msgspec.msgpack.encode(timeline), summary)
+        counts = replace(counts, sampling_params=None)  # may hold a large grammar
+        return cls(tenant, counts, msgspec.msgpack.encode(timeline), summary)
 
-    def unpack(self, request_id: str) -> tuple[Request, RequestTimeline]:
-        """The request, with nothing for its tokens, and its timeline."""
-        request = Request(request_id, [0] * self.num_prompt_tokens, SamplingParams(temperature=0.0))
-        request.output_token_ids = [0] * self.num_output_tokens
-        self.outcome.put_into(request)
-        return request, msgspec.msgpack.decode(self.packed, type=RequestTimeline)
+    def timeline(self) -> RequestTimeline:
+        return msgspec.msgpack.decode(self.packed, type=RequestTimeline)
 
 
 class Timelines:
@@ -161,7 +153,7 @@ class Timelines:
         if miss is not None and part is not None:
             transcript.request.prefix_miss = replace(miss, part=part.kind)
         timeline.mark(IntervalKind.SEND, max(perf_counter(), timeline.end))
-        self._finished[choice.stream.request_id] = Kept.of(tenant, transcript.request, timeline)
+        self._finished[choice.stream.request_id] = Kept.of(tenant, transcript.request.counts(), timeline)
         while len(self._finished) > self._limit:
             self._finished.popitem(last=False)
 
@@ -173,7 +165,7 @@ class Timelines:
         own = (kept.summary for kept in reversed(self._finished.values()) if kept.tenant == tenant)
         return [*running, *islice(own, LISTED)]
 
-    def find(self, tenant: str, request_id: str) -> tuple[Request, RequestTimeline | None]:
+    def find(self, tenant: str, request_id: str) -> tuple[RequestCounts, RequestTimeline | None]:
         """A request of that tenant, with its timeline if it has finished.
 
         Raises:
@@ -182,15 +174,15 @@ class Timelines:
         for name in (request_id, f"{request_id}-0"):  # a reply of several answers: the first
             kept, running = self._finished.get(name), self._running.get(name)
             if kept is not None and kept.tenant == tenant:
-                return kept.unpack(name)
+                return kept.counts, kept.timeline()
             if running is not None and running[0] == tenant:
-                return running[1].stream.transcript.request, None
+                return running[1].stream.transcript.request.counts(), None
         raise RequestNotFoundError(
             f"No request {request_id[:80]!r} is known.", f"The last {self._limit} finished ones are kept."
         )
 
 
-def timeline_json(request: Request, timeline: RequestTimeline, finished: bool) -> dict[str, Any]:
+def timeline_json(request: RequestCounts, timeline: RequestTimeline, finished: bool) -> dict[str, Any]:
     """A timeline as plain values; times in milliseconds from the request's arrival."""
 
     def since(moment: float) -> float:
@@ -214,9 +206,9 @@ def timeline_json(request: Request, timeline: RequestTimeline, finished: bool) -
         "id": request.request_id,
         "finished": finished,
         "request": {
-            "num_prompt_tokens": len(request.prompt_token_ids),
-            "num_output_tokens": len(request.output_token_ids),
-            **{name: msgspec.to_builtins(getattr(request, name)) for name in Outcome.__struct_fields__},
+            name: value
+            for name, value in msgspec.to_builtins(request).items()
+            if name not in ("request_id", "sampling_params")
         },
         "e2e_ms": since(timeline.end),
         "ttft_ms": _ms(timeline.ttft),
