@@ -5,7 +5,6 @@ Holds ids and numbers only: no text, no arrays, no engine.
 
 from __future__ import annotations
 
-import enum
 import json
 import math
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from twinphase.errors import InvalidRequestError
+from twinphase.outcome import FinishReason, MissReason, PrefixMiss, RequestStatus
 
 __all__ = [
     "CONSTRAINT_FAILURE",
@@ -36,49 +36,6 @@ MAX_GRAMMAR_SIZE = 65536  # bytes, or characters of JSON
 MAX_JSON_DEPTH = 32
 MAX_CHOICES = 1024
 CONSTRAINT_FAILURE = "The structured output ends"  # how the error of a request begins whose own grammar failed it
-
-
-class RequestStatus(enum.Enum):
-    """Where a request is in its life."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    PREEMPTED = "preempted"
-    FINISHED = "finished"
-
-
-class FinishReason(enum.StrEnum):
-    """Why a request finished, in the words of OpenAI's API (abort and error are ours, as in vLLM)."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
-
-
-class MissReason(enum.StrEnum):
-    """Why the prefix cache did not hold more of a prompt. A reason never tells of another salt's content."""
-
-    DIVERGED = "diverged"  # a cached prompt goes on with other tokens
-    BLOCK_GRANULARITY = "block_granularity"  # what is left is shorter than a block
-    SALT = "salt"  # nothing is cached under this request's `cache_salt`, and nothing is shared across salts
-    EVICTED = "evicted"  # it was there, and its blocks were needed for others
-    NEVER_SEEN = "never_seen"  # in no full block
-    DISABLED = "disabled"
-
-
-@dataclass(frozen=True)
-class PrefixMiss:
-    """The first prompt token that had to be computed although a longer cached prefix would have spared it, and why.
-
-    `part` is the kind of prompt part it lies in ("system", "question", ...), where a front end knows the parts.
-    `num_known` tokens from there on are known to have been computed before: of an evicted prefix only.
-    """
-
-    reason: MissReason
-    token_index: int
-    part: str = ""
-    num_known: int = 0
 
 
 def _reject(name: str, value: object, allowed: str) -> NoReturn:
@@ -415,16 +372,9 @@ class Request:
     def counts(self) -> RequestCounts:
         """This request in numbers, as far as it has come."""
         return RequestCounts(
-            self.request_id,
-            len(self.prompt_token_ids),
-            len(self.output_token_ids),
-            self.num_cached_tokens,
-            self.prefix_miss,
-            self.num_preemptions,
-            self.num_recomputed_tokens,
-            self.error,
-            self.sampling_params,
-        )
+            self.request_id, len(self.prompt_token_ids), len(self.output_token_ids), self.num_cached_tokens,
+            self.prefix_miss, self.num_preemptions, self.num_recomputed_tokens, self.error, self.sampling_params,
+        )  # fmt: skip
 
     @property
     def num_tokens(self) -> int:

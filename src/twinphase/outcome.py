@@ -1,0 +1,51 @@
+"""What becomes of a request: its status, why it finished, why the prefix cache did not hold more of its prompt."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["FinishReason", "MissReason", "PrefixMiss", "RequestStatus"]
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request finished, in the words of OpenAI's API (abort and error are ours, as in vLLM)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class MissReason(enum.StrEnum):
+    """Why the prefix cache did not hold more of a prompt. A reason never tells of another salt's content."""
+
+    DIVERGED = "diverged"  # a cached prompt goes on with other tokens
+    BLOCK_GRANULARITY = "block_granularity"  # what is left is shorter than a block
+    SALT = "salt"  # nothing is cached under this request's `cache_salt`, and nothing is shared across salts
+    EVICTED = "evicted"  # it was there, and its blocks were needed for others
+    NEVER_SEEN = "never_seen"  # in no full block
+    DISABLED = "disabled"
+
+
+@dataclass(frozen=True)
+class PrefixMiss:
+    """The first prompt token that had to be computed although a longer cached prefix would have spared it, and why.
+
+    `part` is the kind of prompt part it lies in ("system", "question", ...), where a front end knows the parts.
+    `num_known` tokens from there on are known to have been computed before: of an evicted prefix only.
+    """
+
+    reason: MissReason
+    token_index: int
+    part: str = ""
+    num_known: int = 0
