@@ -7,7 +7,7 @@ import pytest
 
 from twinphase.bench.statistics import has_percentile, median_interval, percentile, summary
 from twinphase.bench.sweep.plan import Place
-from twinphase.bench.sweep.run import Measurement
+from twinphase.bench.sweep.run import Visit
 from twinphase.bench.targets.target import PrefillSample
 
 
@@ -28,7 +28,7 @@ def test_tails_are_values_that_occurred():
 def test_two_prefills_in_a_row_count_as_their_mean():
     """The lower one would make prompts that are measured twice faster than those measured once or thrice."""
     samples = (PrefillSample(100, 0.03), PrefillSample(100, 0.05))
-    one = Measurement(Place("prefill", 100), 0, 0.0, samples, None, disturbed=False, kept=True)
+    one = Visit(Place("prefill", 100), 0, 0.0, samples, None, disturbed=False, kept=True)
     assert one.seconds == pytest.approx(0.04)
 
 

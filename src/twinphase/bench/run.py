@@ -14,7 +14,7 @@ from twinphase.bench.conditions import conditions
 from twinphase.bench.report.report import Metric, Report, Section, Status, Verdict
 from twinphase.bench.sweep.plan import UNKNOWN_CONTEXT, make_plan
 from twinphase.bench.sweep.report import sweep_data, sweep_metrics, sweep_noise, sweep_sections
-from twinphase.bench.sweep.run import Progress, SweepResult, calibrate, sweep
+from twinphase.bench.sweep.run import PhaseSweep, Progress, calibrate, sweep
 from twinphase.bench.sweep.verdicts import sweep_verdicts
 from twinphase.bench.targets.claims import claims_section
 from twinphase.bench.targets.phases_of_url import PhasesOfUrl
@@ -60,7 +60,7 @@ class Parts:
     flags: Mapping[str, object] = field(default_factory=dict)
 
 
-def run_sweep(target: Target, options: SweepOptions, progress: Progress) -> SweepResult:
+def run_sweep(target: Target, options: SweepOptions, progress: Progress) -> PhaseSweep:
     """Warm up, plan by the target's pace, and measure."""
     facts = target.facts
     server = facts.kind == "openai"
@@ -84,7 +84,7 @@ def run_sweep(target: Target, options: SweepOptions, progress: Progress) -> Swee
     return sweep(target, plan, progress, watch_others=not server)
 
 
-def sweep_parts(result: SweepResult) -> Parts:
+def sweep_parts(result: PhaseSweep) -> Parts:
     """For the report."""
     plan = result.plan
     batches = sorted({place.batch for place in plan.places})

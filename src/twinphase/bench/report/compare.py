@@ -7,13 +7,12 @@ measuring, nor for judging why.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,6 @@ INCIDENTAL = (
 )
 NEARLY = {"prompts": 0.02}  # conditions that are measured: numbers so close, as a share, are the same
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
-# Of loads in older results, one value a request of one run: they wait in one queue and depend on each other, and
-# nothing is known of other runs.
-OF_ONE_RUN = ("ttft_seconds", "tpot_seconds", "itl_seconds", "e2e_seconds")
 SPEEDS = ("s", "ms", "us", "µs", "tok/s", "req/s")
 SAME, CANNOT = "no difference shown", "unknown"
 SEARCHED = re.compile(r"\[(?:rate|concurrency)=|^capacity_")  # found by --saturate, which takes no --repetitions
@@ -61,10 +57,8 @@ class Comparison:
         counts: finite values of A and of B.
         ratio: median of B / median of A, also where nothing is known of its error; NaN where it has no meaning.
         interval: of the ratio; None where it cannot be told.
-        chance: of a difference as large if the two did not differ (Mann-Whitney); NaN where it cannot be told.
         verdict: "faster", "slower" (or "better", "worse", where it is no time or rate), `SAME` or `CANNOT`: of B.
         reason: why it cannot be told.
-        corrected: whether it still differs when all comparisons of the report together are to err with 5 %.
     """
 
     metric: Metric
@@ -73,10 +67,8 @@ class Comparison:
     counts: tuple[int, int]
     ratio: float
     interval: Interval | None
-    chance: float
     verdict: str
     reason: str = ""
-    corrected: bool = False
 
 
 def compare(a: Path, b: Path) -> Report:
@@ -101,7 +93,7 @@ def compare_reports(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -
     shared = [name for name in ours if name in theirs and _alike(ours[name], theirs[name])]
     if not shared:
         raise ResultError(f"{names[0]} and {names[1]} have no metric in common.", "Compare two runs of one command.")
-    found = _corrected([_compared(a.kind, ours[name], theirs[name]) for name in shared])
+    found = [_compared(a.kind, ours[name], theirs[name]) for name in shared]
     differing = [*_redefined(found), *_differing(a.conditions, b.conditions)]
     apart_keys = {key for key, _, _ in differing}
     same = {key: value for key, value in a.conditions.items() if key not in apart_keys}
@@ -133,21 +125,18 @@ def _compared(kind: str, a: Metric, b: Metric) -> Comparison:
     medians = tuple(statistics.median(side) if side else math.nan for side in values)
     ratio = medians[1] / medians[0] if min(map(min, filter(None, values)), default=0.0) > 0 else math.nan
     reason = ""
-    if kind == "bench" and a.name.partition("[")[0] in OF_ONE_RUN:
-        reason = "the requests of one run depend on each other: repeat the load (--repetitions 5)"
-    elif min(counts) < FEWEST:
+    if min(counts) < FEWEST:
         reason = _too_few(kind, a.name, counts)
     elif min(map(min, values)) <= 0:
         reason = "a ratio needs values above 0"
     if reason:
-        return Comparison(a, b.definition, (medians[0], medians[1]), counts, ratio, None, math.nan, CANNOT, reason)
+        return Comparison(a, b.definition, (medians[0], medians[1]), counts, ratio, None, CANNOT, reason)
     interval, verdict = _interval(values[0], values[1]), SAME
     if not interval.low <= 1 <= interval.high:
         good = (ratio < 1) == (a.better == "lower")
         words = ("faster", "slower") if a.unit in SPEEDS else ("better", "worse")
         verdict = words[0] if good else words[1]
-    chance = float(require("scipy.stats").mannwhitneyu(*values).pvalue)
-    return Comparison(a, b.definition, (medians[0], medians[1]), counts, ratio, interval, chance, verdict)
+    return Comparison(a, b.definition, (medians[0], medians[1]), counts, ratio, interval, verdict)
 
 
 def _too_few(kind: str, name: str, counts: tuple[int, int]) -> str:
@@ -171,20 +160,6 @@ def _interval(a: Sequence[float], b: Sequence[float]) -> Interval:
     found = stats.bootstrap(samples, ratio, random_state=SEED, confidence_level=CONFIDENCE, **options)
     low, high = found.confidence_interval
     return Interval(float(low), float(high), CONFIDENCE)
-
-
-def _corrected(found: Sequence[Comparison]) -> list[Comparison]:
-    """Mark what differs though all are asked at once (Holm 1979), by rank tests and not by the bootstrap.
-
-    A bootstrap of five values knows nothing of the far tails that a correction needs; the rank test is exact, and
-    says by itself that so few values cannot survive many comparisons.
-    """
-    told = sorted((item for item in found if item.interval), key=lambda item: item.chance)
-    passing = list(
-        itertools.takewhile(lambda pair: pair[1].chance <= (1 - CONFIDENCE) / (len(told) - pair[0]), enumerate(told))
-    )
-    names = {item.metric.name for _, item in passing if item.verdict != SAME}
-    return [replace(item, corrected=item.metric.name in names) for item in found]
 
 
 def _redefined(found: Sequence[Comparison]) -> list[tuple[str, str, str]]:
@@ -248,8 +223,7 @@ def _findings(found: Sequence[Comparison]) -> Iterable[Verdict]:
         by_chance = (1 - CONFIDENCE) * len(told)
         yield Verdict(
             Status.INFO,
-            f"Of {len(told)} comparisons about {by_chance:.1f} would differ by chance alone if nothing did; "
-            f"{sum(item.corrected for item in told)} of the {len(differ)} that differ still do once that is corrected.",
+            f"Of {len(told)} comparisons about {by_chance:.1f} would show a difference by chance alone.",
         )
 
 
@@ -290,23 +264,15 @@ def _table(title: str, items: Sequence[Comparison]) -> Table:
             "95 % interval", "of B / A: both sides' values drawn anew, 9,999 times; supposes that they are independent"
         ),
         Column("B is", "by whether the interval has 1 in it"),
-        Column(
-            "corrected",
-            "whether it still differs when all comparisons together are to err with 5 % (Mann-Whitney, Holm)",
-        ),
     )
     several = len({item.reason for item in items}) > 1  # one reason for all is above the table
     rows = (
         (item.metric.name, *(_value(median, item.metric.unit) for median in item.medians))
         + (f"{item.counts[0]}, {item.counts[1]}", _factor(item.ratio), _span(item))
-        + (item.verdict + (f": {item.reason}" if item.reason and several else ""), _survives(item))
+        + (item.verdict + (f": {item.reason}" if item.reason and several else ""),)
         for item in items
     )
     return Table(title, columns, tuple(rows))
-
-
-def _survives(item: Comparison) -> str:
-    return ("yes" if item.corrected else "no") if item.verdict not in (SAME, CANNOT) else "-"
 
 
 def _value(value: float, unit: str) -> str:

@@ -1,12 +1,12 @@
 """Where a phase sweep measures: prompt lengths, positions and batch sizes, and how much of it a time limit allows.
 
-Not for measuring (`phase_sweep.py`).
+Not for measuring (`run.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 __all__ = ["ENOUGH_SECONDS", "UNKNOWN_CONTEXT", "Pace", "Place", "Plan", "make_plan"]
 
@@ -16,12 +16,9 @@ POWERS = tuple(2**k for k in range(5, 24))
 UNKNOWN_CONTEXT = 2048  # tokens planned for where the target does not say what it holds
 QUICK_LENGTH = 1024
 DECODE_TOKENS = 24
-BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate, before places are visited again
-FILLED_SHARE = 0.95  # and with that
-MARGIN = 1.3  # of the estimate: attention grows with the prompt, and what is disturbed is repeated
+BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate
+MARGIN = 1.3  # of the estimate: attention grows with the prompt, and disturbed measurements are repeated
 FEWEST_TOKENS = 128  # a plan is not shortened below
-MOST_VISITS = 3  # of a place in one round
-VISITS_SHARE = 0.35  # of the first visits' time, that all others may take
 
 
 @dataclass(frozen=True)
@@ -33,15 +30,12 @@ class Place:
         length: prompt tokens; in decode, those before the first decoded one.
         batch: sequences that decode together; 1 in prefill.
         held_out: not given to the fit, which must predict it.
-        visits: measurements of it in each round, each at a moment of its own: a machine's pace drifts, so that
-            repetitions in a row tell little, and what takes little time can be come back to.
     """
 
     phase: str
     length: int
     batch: int = 1
     held_out: bool = False
-    visits: int = 1
 
     def __str__(self) -> str:
         at = f"{self.length:,} tokens"
@@ -54,9 +48,9 @@ class Plan:
 
     Attributes:
         places: prefill first, from short to long.
-        repetitions: rounds over all of them, in each of which a place is measured as often as it has visits.
+        repetitions: rounds over all of them.
         decode_tokens: steps of one decode measurement.
-        max_seconds: of the rounds; None is no limit.
+        max_seconds: limit of the rounds; None for no limit.
         seed: of the order.
         wanted_length: the longest prompt + output that was to be measured; the time limit may have allowed less.
     """
@@ -76,42 +70,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Pace:
-    """About how fast a target is, to plan by: seconds a prompt token, and a decode step."""
+    """Roughly how fast a target is, to plan by: seconds per prompt token, and per decode step."""
 
     token: float
     step: float
 
     def estimate(self, plan: Plan) -> float:
-        """Seconds that a plan takes, about."""
-        return sum(place.visits * self.visit(plan, place) for place in plan.places)
+        """Seconds that a plan takes, roughly."""
+        return MARGIN * plan.repetitions * sum(self._visit(plan, place) for place in plan.places)
 
-    def visit(self, plan: Plan, place: Place) -> float:
-        """Seconds that one visit in each round takes, about."""
+    def _visit(self, plan: Plan, place: Place) -> float:
         # A short prefill is repeated in a row.
         more = plan.decode_tokens * self.step if place.phase == "decode" else ENOUGH_SECONDS
-        return MARGIN * plan.repetitions * (place.length * place.batch * self.token + more)
-
-    def with_visits(self, plan: Plan) -> Plan:
-        """The plan, in which those places that take least time are visited several times a round.
-
-        That takes a part of the first visits' time at most, and no more than the time limit leaves.
-        """
-        costs = {place: self.visit(plan, place) for place in plan.places}
-        left = VISITS_SHARE * sum(costs.values())
-        if plan.max_seconds is not None:
-            left = min(left, FILLED_SHARE * plan.max_seconds - sum(costs.values()))
-        visits = {}
-        for place in sorted(plan.places, key=lambda place: costs[place]):
-            visits[place] = 1 + min(MOST_VISITS - 1, max(0, int(left / costs[place])))
-            left -= (visits[place] - 1) * costs[place]
-        return replace(plan, places=tuple(replace(place, visits=visits[place]) for place in plan.places))
-
-
-def _spaced(low: int, high: int, count: int) -> list[int]:
-    """`count` whole numbers from low to high, equally far apart by ratio."""
-    if high <= low or count < 2:
-        return [low]
-    return sorted({round(low * (high / low) ** (index / (count - 1))) for index in range(count)})
+        return place.length * place.batch * self.token + more
 
 
 def make_plan(
@@ -129,14 +100,12 @@ def make_plan(
 
     Args:
         context_length: longest prompt + output; None (unknown) plans up to `UNKNOWN_CONTEXT`.
-        batches: sequences at once; of each neighbouring pair with room between them one size is added and held out.
-            One batch is held out behind a long prompt, where batches are not fitted: outside the law's range.
+        batches: sequences at once; between neighbouring sizes with room between them one size is held out.
         quick: fewer places, three repetitions, shorter prompts: a look in about a minute, not a result.
-        repetitions: five unless told; three if `quick`.
+        repetitions: five unless given; three if `quick`.
         max_seconds: limit of the sweep.
-        max_length: longest prompt + output to measure; the context's end unless told.
-        pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`; what is short is
-            then measured several times a round, if there is more than one.
+        max_length: longest prompt + output to measure; the end of the context unless given.
+        pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`.
         seed: of the order.
     """
     wanted = min(context_length or UNKNOWN_CONTEXT, max_length or (QUICK_LENGTH if quick else 1 << 40))
@@ -145,11 +114,9 @@ def make_plan(
     while True:
         places, tokens = _places(length, batches, quick)
         plan = Plan(places, rounds, tokens, max_seconds, seed, wanted)
-        if pace is None:
-            return plan
-        fits = max_seconds is None or pace.estimate(plan) <= BUDGET_SHARE * max_seconds
+        fits = pace is None or max_seconds is None or pace.estimate(plan) <= BUDGET_SHARE * max_seconds
         if fits or length <= FEWEST_TOKENS:
-            return pace.with_visits(plan) if rounds > 1 else plan  # who asks for one round wants one look
+            return plan
         length = max(FEWEST_TOKENS, length * 9 // 10)
 
 
@@ -165,12 +132,11 @@ def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Pla
     far = [n for n in powers[2 if quick else 0 :: 2] if n > low]
     grid = [(p, 1, False) for p in (low, *far, middle, longest)]
     grid += [(p, 1, True) for p in _between([low, *far, middle, longest])[-2:]]
-    # Batches behind short prompts only: they are read anew for every repetition, each of them.
+    # Batches behind short prompts only: each sequence's prompt is read anew for every repetition.
     near = sorted({low, min(middle, 512), *(() if quick else (min(middle, 1024),))})
     between = [(a + b) // 2 for a, b in zip(sizes, sizes[1:], strict=False) if b - a > 1]
     grid += [(p, b, False) for b in sizes if b > 1 for p in near]
     grid += [(p, b, True) for b in between[-2:] for p in near[:2]]
-    grid += [(p, b, True) for b in [b for b in sizes if b > 1][:1] for p in _far(max(near), longest)]
     seen: dict[tuple[int, int], bool] = {}
     for p, b, out in grid:
         seen.setdefault((p, b), out)
@@ -178,16 +144,13 @@ def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Pla
     return tuple(places), tokens
 
 
-def _far(near: int, longest: int) -> list[int]:
-    """A position twice as far as batches are fitted, for one that is held out: what the law says is extrapolated."""
-    return [2 * near] if near >= 16 and 2 * near <= longest else []
-
-
 def _lengths(longest: int, quick: bool) -> list[tuple[int, bool]]:
     """Prompt lengths, and whether each is held out; powers of two, so that sweeps of other lengths share them."""
     powers = [n for n in (16, *POWERS) if n < 0.75 * longest][quick:]
     if len(powers) < 4:
-        spaced = _spaced(min(SHORTEST_PROMPT, longest), longest, 8 if quick else 12)
+        count = 8 if quick else 12
+        shortest = min(SHORTEST_PROMPT, longest)
+        spaced = sorted({round(shortest * (longest / shortest) ** (i / (count - 1))) for i in range(count)})
         return [(n, 0 < i < len(spaced) - 1 and i % 3 == 2) for i, n in enumerate(spaced)]
     held = [n * 3 // 2 for n in powers[quick::2] if n * 3 // 2 < longest]
     return sorted([(n, False) for n in (SHORTEST_PROMPT, *powers, longest)] + [(n, True) for n in held])

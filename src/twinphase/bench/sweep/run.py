@@ -1,8 +1,7 @@
 """The phase sweep: prefill time against prompt length, decode time against position and batch, each point repeated.
 
-Rounds of all points in an order drawn anew each time, so that a machine that gets slower or faster meanwhile does not
-look like a law. Some points are held out of the fits, which must predict them. Not for what it means
-(`bench_report.py`), nor for load (`load.py`).
+Rounds over all points in an order drawn anew each time, so that a machine that slows down meanwhile does not look like
+a law. Some points are held out of the fits, which must predict them. Not for what it means (`verdicts.py`).
 """
 
 from __future__ import annotations
@@ -11,26 +10,25 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 from twinphase.bench.conditions import Bystanders
-from twinphase.bench.sweep.fit import DECODE_LAWS, PREFILL_LAW, Fit, Point, Prediction, best_fit, fit
+from twinphase.bench.sweep.fit import Fit, SweepPoint, fit_decode, fit_prefill
 from twinphase.bench.sweep.plan import ENOUGH_SECONDS, UNKNOWN_CONTEXT, Pace, Place, Plan
 from twinphase.bench.targets.target import DecodeSample, PrefillSample, Target, TargetFacts
 from twinphase.errors import TwinphaseError
 
-__all__ = ["HeldOut", "Measurement", "SweepError", "SweepResult", "calibrate", "sweep"]
+__all__ = ["HeldOut", "PhaseSweep", "SweepError", "Visit", "calibrate", "sweep"]
 
 QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
 FEWEST_TICKS = 2  # of the kernel's clock: one alone may have been anything
 CLOCK_TICK = 0.01  # seconds
-FEWEST_QUIET = 3  # repetitions: fewer tell nothing of their noise
 RETRIES = 2  # of a disturbed measurement
-HOPE_AFTER, HOPE_SHARE = 10, 0.5  # measurements, and the share that stayed disturbed above which retries are no use
+BUSY_AFTER, BUSY_SHARE = 10, 0.5  # measurements, and the disturbed share of them above which retrying is pointless
 MOST_IN_A_ROW = 8
-ROOM = 16  # tokens behind a warm-up's prompt
-WARM_UP = ((40, 1), (200, 2), (200, 1))
+WARM_UP_OUTPUT = 16  # tokens that must fit behind a warm-up's prompt
+WARM_UP = ((40, 1), (200, 2), (200, 1))  # (prompt tokens, batch)
 
 Progress = Callable[[str, int, int], None]
 
@@ -40,12 +38,12 @@ class SweepError(TwinphaseError):
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """One visit to one place.
+class Visit:
+    """One measurement of one place.
 
     Attributes:
         place: where.
-        round: which, from 0; a place may be measured several times in one.
+        round: which, from 0.
         began: seconds since the sweep began.
         samples: what the target gave: several for a short prefill.
         foreign_cores: cores' worth of CPU time that others used meanwhile; None where it cannot be told.
@@ -80,32 +78,27 @@ class Measurement:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A point that the fit has not seen, and what it said of it."""
+    """A point that the fit has not seen: seconds predicted there, and seconds measured."""
 
     place: Place
     x: tuple[float, float]
-    predicted: Prediction
+    predicted: float
     measured: float
 
     @property
     def error(self) -> float:
         """(predicted - measured) / measured."""
-        return (self.predicted.value - self.measured) / self.measured
-
-    @property
-    def inside(self) -> bool:
-        """Whether it lies within the claimed interval."""
-        return self.predicted.holds(self.measured)
+        return self.predicted / self.measured - 1
 
 
 @dataclass
-class SweepResult:
-    """Everything measured, and the fits.
+class PhaseSweep:
+    """Everything that a sweep measured, and the fits.
 
     Attributes:
         facts: of the target.
         plan: what was to be measured.
-        measurements: all, replaced ones too, in the order in which they were made.
+        visits: all, replaced ones too, in the order in which they were made.
         failures: why a place could not be measured.
         seconds: the sweep took.
         stopped: why it ended before all rounds were done; "" if it did not.
@@ -113,61 +106,51 @@ class SweepResult:
 
     facts: TargetFacts
     plan: Plan
-    measurements: list[Measurement] = field(default_factory=list)
+    visits: list[Visit] = field(default_factory=list)
     failures: dict[Place, str] = field(default_factory=dict)
     seconds: float = 0.0
     stopped: str = ""
-    _fits: dict[tuple[str, int], Fit | None] = field(default_factory=dict, repr=False)  # of so many measurements
 
-    def disturbed_share(self, fewest: int = HOPE_AFTER) -> float:
-        """Share of the measurements that others disturbed in spite of retries; 0 below so many."""
-        kept = [one for one in self.measurements if one.kept]
-        return sum(one.disturbed for one in kept) / len(kept) if len(kept) >= fewest else 0.0
+    def kept(self, place: Place | None = None) -> list[Visit]:
+        """The measurements that count, of one place or of all."""
+        return [one for one in self.visits if one.kept and place in (None, one.place)]
 
-    def used(self, place: Place) -> list[Measurement]:
-        """The repetitions that count: the undisturbed ones if they are three, and half of them at least, otherwise all.
+    @property
+    def disturbed_share(self) -> float:
+        """Share of the measurements that others disturbed in spite of retries."""
+        kept = self.kept()
+        return sum(one.disturbed for one in kept) / len(kept) if kept else 0.0
 
-        What is left out is chosen by what others did meanwhile, never by how long it took.
-        """
-        kept = [one for one in self.measurements if one.place == place and one.kept]
-        quiet = [one for one in kept if not one.disturbed]
-        return quiet if 2 * len(quiet) >= max(2 * FEWEST_QUIET, len(kept)) else kept
-
-    def points(self, phase: str, held_out: bool | None = None) -> list[tuple[Place, Point]]:
+    def points(self, phase: str, held_out: bool | None = None) -> list[tuple[Place, SweepPoint]]:
         """Places with their repetitions' seconds, in the plan's order; held-out ones, the others, or (None) all."""
         found = []
         for place in self.plan.places:
-            if place.phase != phase or held_out not in (None, place.held_out):
-                continue
-            kept = self.used(place)
-            if kept:
-                x = tuple(float(sum(one.x[axis] for one in kept)) / len(kept) for axis in (0, 1))
-                found.append((place, Point((x[0], x[1]), tuple(one.seconds for one in kept))))
+            kept = self.kept(place)
+            if place.phase == phase and held_out in (None, place.held_out) and kept:
+                first = statistics.fmean(one.x[0] for one in kept)
+                found.append((place, SweepPoint((first, kept[0].x[1]), tuple(one.seconds for one in kept))))
         return found
 
     def fit(self, phase: str) -> Fit | None:
-        """The law of a phase through all points but the held-out ones; None: too few of them."""
-        key = phase, len(self.measurements)
-        if key not in self._fits:
-            points = [point for _, point in self.points(phase, held_out=False)]
-            self._fits[key] = fit(PREFILL_LAW, points) if phase == "prefill" else best_fit(DECODE_LAWS, points)
-        return self._fits[key]
+        """The law of a phase through all points but the held-out ones; None where there are too few."""
+        points = [point for _, point in self.points(phase, held_out=False)]
+        return fit_prefill(points) if phase == "prefill" else fit_decode(points)
 
     def held_out(self, phase: str, found: Fit) -> list[HeldOut]:
         """What the fit predicts for the held-out points, beside what was measured."""
         return [
-            HeldOut(place, point.x, found.predict(point.x, len(point.values)), point.median)
+            HeldOut(place, point.x, found.seconds(point.x), point.median)
             for place, point in self.points(phase, held_out=True)
         ]
 
 
 def calibrate(target: Target, progress: Progress = lambda what, done, total: None) -> Pace:
-    """Warm a target up with requests that are not measured, and see about how fast it is.
+    """Warm a target up with requests that are not measured, and see roughly how fast it is.
 
     Raises:
         TwinphaseError: the target failed.
     """
-    longest = max(2, (target.facts.context_length or UNKNOWN_CONTEXT) - ROOM)
+    longest = max(2, (target.facts.context_length or UNKNOWN_CONTEXT) - WARM_UP_OUTPUT)
     token = step = 0.0
     for number, (length, batch) in enumerate(WARM_UP):
         progress("warm-up", number, len(WARM_UP))
@@ -190,7 +173,7 @@ def sweep(
     *,
     watch_others: bool = True,
     clock: Callable[[], float] = time.perf_counter,
-) -> SweepResult:
+) -> PhaseSweep:
     """Measure every place of a plan, round after round; Ctrl-C ends it with what is complete.
 
     Args:
@@ -209,10 +192,10 @@ def sweep(
     except KeyboardInterrupt:
         run.result.stopped = "interrupted"
     run.result.seconds = clock() - run.start
-    if not run.result.measurements:
+    if not run.result.visits:
         raise SweepError(
             f"Nothing could be measured: {next(iter(run.result.failures.values()), run.result.stopped)}",
-            "See that the target answers a short prompt.",
+            "Check that the target answers a short prompt.",
         )
     return run.result
 
@@ -225,16 +208,15 @@ class _Sweep:
     ) -> None:
         self.target, self.plan, self.progress, self.clock = target, plan, progress, clock
         self.watch_others = watch_others
-        self.result = SweepResult(target.facts, plan)
+        self.result = PhaseSweep(target.facts, plan)
         self.start = clock()
         self.random = random.Random(plan.seed)
 
     def rounds(self) -> None:
-        """All places, as often as the plan says or the time allows; in a round each in an order drawn anew."""
-        visits = [place for place in self.plan.places for _ in range(place.visits)]
-        done, total = 0, len(visits) * self.plan.repetitions
+        """All places, as often as the plan says or the time allows; in each round in an order drawn anew."""
+        done, total = 0, len(self.plan.places) * self.plan.repetitions
         for number in range(self.plan.repetitions):
-            places = list(visits)
+            places = list(self.plan.places)
             self.random.shuffle(places)
             for place in places:
                 if self.plan.max_seconds is not None and self.clock() - self.start > self.plan.max_seconds:
@@ -248,29 +230,24 @@ class _Sweep:
 
     def measure(self, place: Place, number: int) -> None:
         """One repetition; again with fresh prompts where it was disturbed. Keeps the least disturbed one."""
-        found: list[Measurement] = []
-        for _ in range(1 + (RETRIES if self.result.disturbed_share() < HOPE_SHARE else 0)):
-            began = self.clock()
-            watch = Bystanders()
+        always_busy = len(self.result.kept()) >= BUSY_AFTER and self.result.disturbed_share >= BUSY_SHARE
+        found: list[Visit] = []
+        for _ in range(1 if always_busy else 1 + RETRIES):
+            began, watch = self.clock(), Bystanders() if self.watch_others else None
             try:
-                if self.watch_others:
-                    with watch:
-                        samples = tuple(self.samples(place))
-                else:
+                with watch or nullcontext():
                     samples = tuple(self.samples(place))
             except TwinphaseError as error:
                 self.result.failures[place] = str(error)
                 break
-            seconds, cores = self.clock() - began, watch.cores
-            ticks = (cores or 0.0) * seconds / CLOCK_TICK
+            cores = watch.cores if watch else None
+            ticks = (cores or 0.0) * (self.clock() - began) / CLOCK_TICK
             disturbed = cores is not None and cores > QUIET_CORES and ticks >= FEWEST_TICKS
-            found.append(Measurement(place, number, began - self.start, samples, cores, disturbed, kept=False))
+            found.append(Visit(place, number, began - self.start, samples, cores, disturbed, kept=False))
             if not disturbed:
                 break
         best = min(found, key=lambda one: (one.disturbed, one.foreign_cores or 0.0), default=None)
-        for one in found:
-            values: dict[str, Any] = {**vars(one), "kept": one is best}
-            self.result.measurements.append(Measurement(**values))
+        self.result.visits += [replace(one, kept=one is best) for one in found]
 
     def samples(self, place: Place) -> Iterator[PrefillSample | DecodeSample]:
         """Ask the target: a decode once, a prefill as often as a short one needs."""
