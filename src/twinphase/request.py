@@ -6,7 +6,6 @@ Holds ids and numbers only: no text, no arrays, no engine.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 from twinphase.errors import InvalidRequestError
 from twinphase.outcome import FinishReason, MissReason, PrefixMiss, RequestStatus
+from twinphase.settings import Setting, check_settings, check_value, setting
 
 __all__ = [
     "CONSTRAINT_FAILURE",
@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 MAX_LOGPROBS = 20
-MAX_PRIORITY = 2**31 - 1
+TOKEN_ID = Setting("A token id.", minimum=0)
+BIAS = Setting("Added to a token's logit.", minimum=-100, maximum=100)
+PRIORITY = Setting("Lower goes first.", minimum=-(2**31), maximum=2**31 - 1)
 MAX_SALT_BYTES = 1024
 MAX_GRAMMAR_SIZE = 65536  # bytes, or characters of JSON
 MAX_JSON_DEPTH = 32
@@ -39,19 +41,7 @@ CONSTRAINT_FAILURE = "The structured output ends"  # how the error of a request 
 
 
 def _reject(name: str, value: object, allowed: str) -> NoReturn:
-    raise InvalidRequestError(f"{name} is {value!r}, which is not allowed.", f"Use {allowed}.")
-
-
-def _check_number(name: str, value: float, low: float, high: float, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        _reject(name, value, allowed)
-    if not low <= value <= high:
-        _reject(name, value, allowed)
-
-
-def _check_int(name: str, value: int, low: int, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        _reject(name, value, allowed)
+    raise InvalidRequestError(f"{name} is {value!r}.", f"Use {allowed}.")
 
 
 @dataclass(frozen=True)
@@ -182,57 +172,60 @@ class SamplingParams:
         InvalidRequestError: a value out of its range (NaN and infinity included), or two that exclude each other.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0  # 0 or -1: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    n: int = 1
-    structured_outputs: StructuredOutputsParams | None = None
-    thinking_token_budget: int | None = None  # after that many the end of thinking is forced
+    temperature: float = setting(
+        1.0, "Softness of the choice; 0 always takes the most likely token.", minimum=0, maximum=100
+    )
+    top_k: int = setting(0, "Sample from this many of the most likely tokens; 0 or -1: from all.", minimum=-1)
+    top_p: float = setting(
+        1.0, "Sample from the most likely tokens that together have this probability.", above=0, maximum=1
+    )
+    min_p: float = setting(
+        0.0, "Drop tokens less likely than this share of the most likely one's probability.", minimum=0, maximum=1
+    )
+    repetition_penalty: float = setting(
+        1.0, "Penalty for tokens of the prompt and the output; 1 is none.", above=0, maximum=100
+    )
+    presence_penalty: float = setting(
+        0.0, "Penalty for tokens that are in the output already; 0 is none.", minimum=-2, maximum=2
+    )
+    frequency_penalty: float = setting(0.0, "The same for each time that they are; 0 is none.", minimum=-2, maximum=2)
+    logit_bias: dict[int, float] | None = setting(
+        None, "Add BIAS (-100 to 100) to a token's logit, as ID=BIAS; repeatable."
+    )
+    seed: int | None = setting(None, "Seed of the random draws.", minimum=0, default_text="drawn by the engine")
+    stop: str | Sequence[str] | None = setting(None, "End the output before this text; repeatable.")
+    stop_token_ids: Sequence[int] | None = setting(None, "End the output at this token; repeatable.")
+    max_tokens: int | None = setting(16, "Maximum output tokens.", minimum=1, default_text="the rest of the context")
+    min_tokens: int = setting(0, "Output tokens before the output may end.", minimum=0)
+    ignore_eos: bool = setting(False, "Go on after the token that ends the output.")
+    logprobs: int | None = setting(
+        None,
+        "Log probabilities per output token: the sampled token's, and those of so many most likely ones.",
+        minimum=0,
+        maximum=MAX_LOGPROBS,
+    )
+    n: int = setting(1, "Answers per prompt.", minimum=1)
+    structured_outputs: StructuredOutputsParams | None = setting(
+        None, 'Form of the output, as JSON with one of json, regex, choice, grammar: \'{"choice": ["yes", "no"]}\'.'
+    )
+    thinking_token_budget: int | None = setting(
+        None, "Tokens of thinking after which its end is forced.", minimum=0, default_text="no limit"
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.structured_outputs, dict):  # as the step log has it
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
-        _check_number("temperature", self.temperature, 0.0, 100.0, "0 (greedy) to 100")
-        _check_number("top_p", self.top_p, 1e-9, 1.0, "a value above 0, at most 1")
-        _check_number("min_p", self.min_p, 0.0, 1.0, "0 to 1")
-        _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 100.0, "a value above 0 (1 is none)")
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "-2 to 2")
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "-2 to 2")
-        _check_int("top_k", self.top_k, -1, "0 or -1 for all tokens, or a positive integer")
-        _check_int("min_tokens", self.min_tokens, 0, "0 or a positive integer")
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, "a positive integer, or none for the rest of the context")
-            if self.min_tokens > self.max_tokens:
-                _reject("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, "a non-negative integer")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, f"0 to {MAX_LOGPROBS}")
-            if self.logprobs > MAX_LOGPROBS:
-                _reject("logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}")
-        _check_int("n", self.n, 1, "a positive integer")
+        check_settings(self)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _reject("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         for token_id in self.stop_token_ids or ():
-            _check_int("stop_token_ids", token_id, 0, "non-negative token ids")
+            check_value("stop_token_ids", token_id, "int", TOKEN_ID)
         for token_id, bias in (self.logit_bias or {}).items():
-            _check_int("logit_bias", token_id, 0, "non-negative token ids as keys")
-            _check_number("logit_bias", bias, -100.0, 100.0, "biases from -100 to 100")
+            check_value("logit_bias", token_id, "int", TOKEN_ID)
+            check_value("logit_bias", bias, "float", BIAS)
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 _reject("stop", text, "non-empty strings")
-        if self.thinking_token_budget is not None:
-            _check_int("thinking_token_budget", self.thinking_token_budget, 0, "0 or a positive integer")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 _reject("structured_outputs", type(self.structured_outputs).__name__, "StructuredOutputsParams")
@@ -359,9 +352,7 @@ class Request:
         Raises:
             InvalidRequestError: priority or salt out of range.
         """
-        _check_number("priority", self.priority, -MAX_PRIORITY - 1, MAX_PRIORITY, "an integer of 32 bits")
-        if not isinstance(self.priority, int):
-            _reject("priority", self.priority, "an integer of 32 bits")
+        check_value("priority", self.priority, "int", PRIORITY)
         salt = self.cache_salt
         if salt is not None and (
             not isinstance(salt, str) or not 0 < len(salt.encode(errors="replace")) <= MAX_SALT_BYTES

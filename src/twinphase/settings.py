@@ -1,0 +1,101 @@
+"""One declaration for each field of a configuration: its default, its help text, and which values are allowed.
+
+`check_settings` refuses other values; the command line's options are made of the same declarations (`arguments.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from twinphase.errors import InvalidRequestError
+
+__all__ = ["Setting", "check_settings", "check_value", "setting", "settings_of"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is declared of a field besides its type.
+
+    Attributes:
+        help: one sentence, with the unit; also the field's documentation.
+        minimum, maximum: both are allowed themselves.
+        above: only values greater than this are allowed.
+        choices: the only values allowed, if there are any.
+        default_text: what a default of None means, for the help.
+        option: the option's name, where it is not the field's.
+        environment: variable that gives the option's value, too.
+    """
+
+    help: str
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    default_text: str = ""
+    option: str | None = None
+    environment: str | None = None
+
+    def allowed(self, kind: str) -> str:
+        """The allowed values in words."""
+        if self.choices:
+            return f"one of: {', '.join(self.choices)}"
+        if kind == "bool":
+            return "true or false"
+        noun = "an integer" if kind == "int" else "a number"
+        bounds = (("above", self.above), ("from", self.minimum), ("up to", self.maximum))
+        return " ".join([noun, *(f"{word} {bound:.15g}" for word, bound in bounds if bound is not None)])
+
+    def allows(self, value: Any, kind: str) -> bool:
+        if self.choices:
+            return value in self.choices
+        if kind == "bool":
+            return isinstance(value, bool)
+        if kind not in ("int", "float"):
+            return True
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind == "float" else int):
+            return False
+        low, above, high = self.minimum, self.above, self.maximum
+        in_range = (
+            (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+        )
+        return in_range and math.isfinite(value)
+
+
+def setting(default: Any, help: str, **declared: Any) -> Any:  # noqa: A002
+    """A dataclass field with this default and a `Setting`."""
+    return field(default=default, metadata={"setting": Setting(help, **declared)})
+
+
+@cache
+def settings_of(kind: Any) -> dict[str, tuple[str, Any, Setting]]:
+    """Type as it is written, default and declaration of each field of a configuration that has one."""
+    return {
+        one.name: (str(one.type), one.default, one.metadata["setting"])
+        for one in fields(kind)
+        if "setting" in one.metadata
+    }
+
+
+def check_settings(config: Any) -> None:
+    """Refuse a configuration with values that its declarations do not allow.
+
+    Raises:
+        InvalidRequestError: with the field's name, its value, and what is allowed.
+    """
+    for name, (kind, default, declared) in settings_of(config.__class__).items():
+        value = getattr(config, name)
+        if value is not default and (value is not None or "None" not in kind):
+            check_value(name, value, kind.removesuffix(" | None"), declared)
+
+
+def check_value(name: str, value: Any, kind: str, declared: Setting) -> None:
+    """Refuse one value.
+
+    Raises:
+        InvalidRequestError: as for `check_settings`.
+    """
+    if not declared.allows(value, kind):
+        raise InvalidRequestError(f"{name} is {value!r}.", f"Use {declared.allowed(kind)}.")
