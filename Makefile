@@ -9,11 +9,12 @@ RUN_STAMP := $(VENV)/.stamp-run
 TEST_STAMP := $(VENV)/.stamp-test
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-all lint bench clean
 
 help:
 	@echo "make demo   answer a question with $(MODEL), and show both phases"
-	@echo "make test   all tests (installs the test extras, torch for CPU among them)"
+	@echo "make test   the tests of every promise, in minutes (installs the test extras, torch for CPU among them)"
+	@echo "make test-all  those and the long proofs: every instruction-set path, 200 mixes, fuzzing, the browser"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  twinphase beside other engines; see benchmarks/"
 	@echo "make clean  remove .venv and all caches in this folder"
@@ -34,6 +35,10 @@ demo: $(RUN_STAMP)
 	$(BIN)/twinphase run $(MODEL) "$(QUESTION)" --max-tokens 128
 
 test: $(TEST_STAMP)
+	@$(BIN)/twinphase pull $(MODEL)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(TEST_STAMP)
 	@$(BIN)/twinphase pull $(MODEL)
 	$(BIN)/python -m pytest
 

@@ -1,7 +1,44 @@
-"""Settings of all tests."""
+"""Settings of all tests: hypothesis without deadlines, Ctrl-C in a known state, and no process left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
 # A busy machine is slow now and then: how long an example takes says nothing of what it tests.
 settings.register_profile("twinphase", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("twinphase")
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def pytest_sessionstart() -> None:
+    """A shell starts background jobs with SIGINT ignored, which every child would inherit: Ctrl-C is tested here.
+
+    Processes whose parent has died become children of this one, so that the end of the session finds them.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def pytest_sessionfinish() -> None:
+    """Whatever a test did not end computes for no one, and would slow whatever runs next."""
+    for pid in reversed(_descendants(os.getpid())):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Process ids, parents first; empty where the system does not tell."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found

@@ -18,15 +18,25 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import Backend, KVCacheSpec, StepInputs
 from twinphase.backends.cpu.compiler import compile_kernels
-from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.cpu.isa import available_isas, choose_isa
 from twinphase.models.loader import load_model
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.storage import cache_root
 
-__all__ = ["USER_CACHE", "Piece", "Steps", "compile_together", "own_cache", "step_inputs"]
+__all__ = ["USER_CACHE", "Piece", "Steps", "compile_together", "own_cache", "per_isa", "step_inputs"]
 
 # Read when tests are collected: fixtures of other tests move the cache while they run.
 USER_CACHE = cache_root()
+
+
+# Each instruction-set path that this processor can run; all but the one that users get are among the long proofs.
+per_isa = pytest.mark.parametrize(
+    "isa",
+    [
+        name if name == choose_isa(None).name else pytest.param(name, marks=pytest.mark.slow)
+        for name in available_isas()
+    ],
+)
 
 
 @contextlib.contextmanager

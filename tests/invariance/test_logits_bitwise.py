@@ -18,10 +18,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from steps import Piece, Steps, compile_together, own_cache
+from steps import Piece, Steps, compile_together, own_cache, per_isa
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.cpu.backend import CpuBackend
-from twinphase.backends.cpu.isa import available_isas
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a path compiles all its kernels
 
@@ -133,7 +132,6 @@ def assert_same_bits(logits: Logits, expected: Logits) -> None:
     assert not differs.any(), f"{differs.sum()} rows differ, the first is {differs.argmax()}; by up to {error:.2e}"
 
 
-per_isa = pytest.mark.parametrize("isa", available_isas())
 per_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 

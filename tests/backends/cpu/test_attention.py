@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from steps import Piece, compile_together, own_cache, step_inputs
+from steps import Piece, compile_together, own_cache, per_isa, step_inputs
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.base import Array, Backend, KVCacheSpec, ModelShape, RopeSpec, StepInputs
 from twinphase.backends.cpu.backend import CpuBackend
-from twinphase.backends.cpu.isa import available_isas
 from twinphase.backends.cpu.kv_layout import KV_CACHE_DTYPES
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.errors import InvalidRequestError
@@ -132,7 +131,7 @@ def assert_close(actual: F32, expected: F32) -> None:
 
 
 @pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
-@pytest.mark.parametrize("isa", available_isas())
+@per_isa
 @per_shape
 def test_prefill_and_decode(folder: Path, heads: Heads, isa: str, dtype: str) -> None:
     cpu, reference = pair(folder, heads, isa, dtype)
@@ -148,7 +147,7 @@ def test_prefill_and_decode(folder: Path, heads: Heads, isa: str, dtype: str) ->
     assert_close(cpu(inputs), reference(inputs))
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@per_isa
 def test_both_phases_in_a_step(folder: Path, isa: str) -> None:
     cpu, reference = pair(folder, SHAPES[0], isa)
     pieces = sequences(1)
@@ -164,7 +163,7 @@ def test_both_phases_in_a_step(folder: Path, isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
-@pytest.mark.parametrize("isa", available_isas())
+@per_isa
 def test_what_is_masked_or_not_in_the_table_does_not_count(folder: Path, isa: str, dtype: str) -> None:
     # Fill the cache with other sequences first: stale rows behind a context must not be seen.
     piece = sequences(2)[3]

@@ -8,15 +8,14 @@ import pytest
 from kernel_calls import DENSE, call_kernel, kernel, pack, random_blocks
 from numpy.typing import NDArray
 
+from steps import per_isa
 from twinphase.backends.cpu.formats import FORMATS
-from twinphase.backends.cpu.isa import available_isas
 from twinphase.backends.cpu.threads import aligned
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
 
 F32 = NDArray[np.float32]
 ROW_CHUNK = 192  # rows of a tile
 TOLERANCE = 1e-5  # relative norm; float32 sums over some thousand inputs
-per_isa = pytest.mark.parametrize("isa", available_isas())
 
 
 class Activations:

@@ -8,8 +8,8 @@ import pytest
 from kernel_calls import pack, random_blocks
 from numpy.typing import NDArray
 
+from steps import per_isa
 from twinphase.backends.cpu.formats import FORMATS, PackedFormat
-from twinphase.backends.cpu.isa import available_isas
 
 Bytes = NDArray[np.uint8]
 
@@ -62,7 +62,7 @@ def read_strip(strip: Bytes, fmt: PackedFormat, groups: int) -> NDArray[np.float
     return np.concatenate(values, axis=1)
 
 
-@pytest.mark.parametrize("isa", available_isas())
+@per_isa
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_weight_comes_back(name: str, isa: str) -> None:
     rng, fmt = np.random.default_rng(1), FORMATS[name]
