@@ -1,7 +1,4 @@
-"""Packages that only measuring needs, imported when they are used: a missing one is an error that says what to type.
-
-Not for what every command needs, which is imported where it is used.
-"""
+"""Packages that only measuring needs, imported when they are used: a missing one is an error that says what to type."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from typing import Any
 
 from twinphase.errors import TwinphaseError
 
-__all__ = ["MissingExtraError", "require"]
+__all__ = ["MissingExtraError", "OnFirstUse", "require"]
 
 
 class MissingExtraError(TwinphaseError):
-    """A package is not installed that this command needs."""
+    """A package that this command needs is not installed."""
 
 
 def require(module: str, install: str = "'twinphase[bench]'") -> Any:
@@ -22,7 +19,7 @@ def require(module: str, install: str = "'twinphase[bench]'") -> Any:
 
     Args:
         module: dotted name: "scipy.stats", "vl_convert".
-        install: what `pip install` is to be given; the bench extra unless told.
+        install: what `pip install` is to be given.
 
     Raises:
         MissingExtraError: its package is not installed. One that is installed and broken raises what it raises.
@@ -35,3 +32,13 @@ def require(module: str, install: str = "'twinphase[bench]'") -> Any:
             raise  # the package is there, and something that it needs is not
     what = "the bench extra" if "[bench]" in install else package
     raise MissingExtraError(f"This needs {what}: {package} is not installed.", f"pip install {install}")
+
+
+class OnFirstUse:
+    """A module of the bench extra that is imported when one of its attributes is used."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(require(self._module), name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from twinphase.bench.load.run import LoadResult
 from twinphase.bench.load.saturation import SweepResult
-from twinphase.bench.report.plots import Row, axis, colour_by, distribution, faded, highlight, lines, tooltips
+from twinphase.bench.report.plots import Row, distribution, lines, spans
 from twinphase.bench.report.report import Plot
 from twinphase.bench.statistics import percentile
 
@@ -14,7 +14,7 @@ BARS = 150  # most requests that the timeline shows
 TIMELINE_HEIGHT = 400  # pixels; more or less where that makes a bar too thin or too thick
 QUEUE, FIRST, REST, FAILED = "queue (the server's claim)", "until the first token", "output", "failed"
 # Not red for failures, which is too near decode's colour.
-COLOURS = {QUEUE: "role:neutral", FIRST: "role:prefill", REST: "role:decode", FAILED: "role:text"}
+COLOURS = {QUEUE: "neutral", FIRST: "prefill", REST: "decode", FAILED: "text"}
 
 
 def latency_plots(result: LoadResult) -> tuple[Plot, ...]:
@@ -55,23 +55,21 @@ def timeline_plot(result: LoadResult) -> Plot:
         for (start, _), (end, part) in zip(moments, moments[1:], strict=False):
             row = {"request": number, "from": round(start - zero, 5), "to": round(end - zero, 5), "part": part}
             rows.append(row)
-    few = len(shown) <= 30
-    kinds = [kind for kind in COLOURS if any(row["part"] == kind for row in rows)]
-    colour = {**colour_by("part")["color"], "scale": {"domain": kinds, "range": [COLOURS[kind] for kind in kinds]}}
-    encoding = {
-        "y": {"field": "request", "type": "ordinal", "title": "request", "axis": {"labels": few, "ticks": few}},
-        "x": {**axis("from", "s since the first intended send", zero=True), "axis": {"grid": True}},
-        "x2": {"field": "to"},
-        "color": colour,
-        **faded("part"),
-        "tooltip": tooltips(rows),
-    }
     left = len(result.observations) - len(shown)
-    caption = f"As the client saw it. The first {BARS} requests; {left} more are in the JSON." if left else ""
-    layer = {"mark": {"type": "bar", "cornerRadius": 1}, "encoding": encoding, "params": highlight("part")}
-    height = max(4, min(26, TIMELINE_HEIGHT // max(1, len(shown)))) * len(shown)
-    spec = {"data": {"values": rows}, "height": height, "layer": [layer]}
-    return Plot(_name(result, "timeline"), "Requests in time", spec, caption or "As the client saw it.")
+    caption = "As the client saw it."
+    if left:
+        caption += f" The first {BARS} requests; {left} more are in the JSON."
+    return spans(
+        _name(result, "timeline"),
+        "Requests in time",
+        rows,
+        ("request", "request"),
+        "s since the first intended send",
+        part="part",
+        roles=COLOURS,
+        height=max(4, min(26, TIMELINE_HEIGHT // max(1, len(shown)))) * len(shown),
+        caption=caption,
+    )
 
 
 def sweep_plots(sweep: SweepResult) -> tuple[Plot, ...]:

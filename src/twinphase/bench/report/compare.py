@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from twinphase.bench.extras import require
+from twinphase.bench.report.plots import log_labels
 from twinphase.bench.report.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
 from twinphase.bench.report.result import ResultError, read_result
+from twinphase.bench.report.theme import colour_scale
 from twinphase.bench.statistics import Interval
 
 __all__ = ["Comparison", "compare", "compare_reports"]
@@ -43,7 +45,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 SPEEDS = ("s", "ms", "us", "µs", "tok/s", "req/s")
 SAME, CANNOT = "no difference shown", "unknown"
 SEARCHED = re.compile(r"\[(?:rate|concurrency)=|^capacity_")  # found by --saturate, which takes no --repetitions
-TONES = {"faster": "role:good", "better": "role:good", "slower": "role:bad", "worse": "role:bad"}
+TONES = {"faster": "good", "better": "good", "slower": "bad", "worse": "bad"}
 
 
 @dataclass(frozen=True)
@@ -317,9 +319,9 @@ def _plot(name: str, family: str, items: Sequence[Comparison]) -> Plot:
     ]
     order = list(dict.fromkeys(row["metric"] for row in rows))
     verdicts = sorted({str(row["B is"]) for row in rows})
-    tones = {"domain": verdicts, "range": [TONES.get(verdict, "role:neutral") for verdict in verdicts]}
+    tones = colour_scale({verdict: TONES.get(verdict, "neutral") for verdict in verdicts})
     y_axis = {"field": "metric", "type": "nominal", "title": None, "sort": order}
-    x_axis = {"type": "quantitative", "title": "B / A (95 % interval)", "axis": {"grid": True}}
+    x_axis = {"type": "quantitative", "title": "B / A (95 % interval)", "axis": {"grid": True, **log_labels("x")}}
     x_axis["scale"] = {"type": "log", "nice": False, "padding": 14}
     colour = {"field": "B is", "type": "nominal", "title": None, "scale": tones}
     tooltip = [{"field": key} for key in ("metric", "B is")]

@@ -1,4 +1,4 @@
-"""An explanation as a report: for `twinphase explain --out`. Not for finding it out (`explain/explanation.py`)."""
+"""An explanation as a report, for `twinphase explain --out`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from twinphase.bench.conditions import conditions
-from twinphase.bench.report.plots import ROW_HEIGHT, colour_by, tooltips
+from twinphase.bench.report.plots import ROW_HEIGHT, spans
 from twinphase.bench.report.report import Column, Plot, Report, Section, Status, Table, Verdict
+from twinphase.bench.report.theme import colours_of
 from twinphase.explain.alone import alone_sentences
 from twinphase.explain.levers import duration
 from twinphase.phases.report import FORMULAS
@@ -77,32 +78,27 @@ def _waterfall_table(falls: Mapping[str, Any]) -> Table:
 
 def waterfall_plot(falls: Mapping[str, Any], caption: str) -> Plot:
     """The parts of a wall time, each beginning where the one before ends, and all of it below."""
-    *shares, whole = _shares(falls)
-    names = [bar["name"] for bar in falls["bars"]]
     ends = list(itertools.accumulate(1e3 * bar["seconds"] for bar in falls["bars"]))
+    *shares, whole = _shares(falls)
     rows = []
     for bar, share, start, end in zip(falls["bars"], shares, [0.0, *ends], ends, strict=False):
         early = round(1e3 * bar["before_first_token"], 3)
         spent = {"ms": round(end - start, 3), "share": share, "of it before the first token, ms": early}
         rows.append({"part": bar["name"], **spent, "from": round(start, 3), "to": round(end, 3)})
     wall = round(1e3 * falls["wall_seconds"], 3)
-    total = {"part": "all", "ms": wall, "share": whole, "from": 0.0, "to": wall}
-    y_axis = {"field": "part", "type": "nominal", "title": None, "sort": [*names, "all"]}
-    x_axis = {"field": "from", "type": "quantitative", "title": "time (ms)", "axis": {"grid": True}}
-    place = {"y": y_axis, "x": x_axis, "x2": {"field": "to"}}
-    colour = {**colour_by("part", names)["color"], "legend": None}
-    text = {"y": y_axis, "x": {**x_axis, "field": "to"}, "text": {"field": "share"}}
-    layers = [
-        {"data": {"values": rows}, "mark": "bar", "encoding": {**place, "color": colour, "tooltip": tooltips(rows)}},
-        {
-            "data": {"values": [total]},
-            "mark": {"type": "bar", "color": "role:neutral"},
-            "encoding": {**place, "tooltip": tooltips([total])},
-        },
-        {"data": {"values": [*rows, total]}, "mark": {"type": "text", "align": "left", "dx": 5}, "encoding": text},
-    ]
-    spec = {"height": ROW_HEIGHT * (len(rows) + 1), "layer": layers}
-    return Plot("waterfall", "The parts of the wall time", spec, caption)
+    rows.append({"part": "all", "ms": wall, "share": whole, "from": 0.0, "to": wall})
+    return spans(
+        "waterfall",
+        "The parts of the wall time",
+        rows,
+        ("part", ""),
+        "time (ms)",
+        part="part",
+        roles={**colours_of(bar["name"] for bar in falls["bars"]), "all": "neutral"},
+        height=ROW_HEIGHT * len(rows),
+        text="share",
+        caption=caption,
+    )
 
 
 def _efficiency_table(near: Mapping[str, Any]) -> Table:
@@ -124,6 +120,6 @@ def _lever_table(levers: Any, whose: str) -> Table:
         )
         for one in levers
     )
-    columns = (Column("would save", f"of {whose} wall time, by the cost model"),
-               Column("at most", "the time that the lever works on"), Column("lever"), Column("how"))  # fmt: skip
+    saved = Column("would save", f"of {whose} wall time, by the cost model")
+    columns = (saved, Column("at most", "the time that the lever works on"), Column("lever"), Column("how"))
     return Table("Levers", columns, rows)

@@ -1,7 +1,8 @@
 """A report as one HTML page that holds everything it needs: text, charts, the program that draws them, the raw JSON.
 
 The page asks no network for anything, and its own policy (CSP) forbids it to. Text from outside is escaped by the
-template; data travels in a script element that is not run. Not for what the page looks like (`assets/`).
+template; data travels in a script element that is not run. What the page looks like is in `assets/`, its colours in
+`theme.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import re
 from importlib import resources
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from twinphase import __version__
 from twinphase.bench.extras import require
 from twinphase.bench.report.report import Report, Table
-from twinphase.bench.report.theme import DARK, LIGHT
+from twinphase.bench.report.theme import COLOURS, THEMES, config
 
 __all__ = ["page"]
 
@@ -27,37 +29,23 @@ NUMBER = re.compile(r"[<>≤≥~≈±+−-]*\s*[\d.,]*\d")
 
 
 def page(report: Report, result: str) -> str:
-    """The page.
-
-    Args:
-        report: what it says.
-        result: the text of `result.json`, which it carries.
-    """
+    """The page of a report; `result` is the text of `result.json`, which it carries."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number_columns"] = _number_columns
     environment.filters["anchor"] = lambda number: f"section-{number}"
-    program, style = _asset("page.js"), _asset("page.css")
-    drawing = _drawing_program()
-    themes = {theme.name: {"roles": theme.roles, "config": theme.config} for theme in (LIGHT, DARK)}
+    colours = "".join(f"--{role}: light-dark({light}, {dark}); " for role, (light, dark) in COLOURS.items())
+    style, program, drawing = f":root {{ {colours}}}\n{_asset('page.css')}", _asset("page.js"), _drawing_program()
     return environment.from_string(_asset("page.html.j2")).render(
         report=report,
         version=__version__,
         # Only these two scripts run, only this style holds, and nothing at all is fetched.
-        policy="; ".join(
-            (
-                "default-src 'none'",
-                f"script-src {_hash(drawing)} {_hash(program)}",
-                f"style-src {_hash(style)}",
-                "img-src data:",
-                "base-uri 'none'",
-                "form-action 'none'",
-            )
-        ),
-        style=_Raw(style),
-        drawing=_Raw(drawing),
-        program=_Raw(program),
-        result=_Raw(_inert(result)),
-        themes=_Raw(_inert(json.dumps(themes))),
+        policy=f"default-src 'none'; script-src {_hash(drawing)} {_hash(program)}; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'",
+        style=Markup(style),
+        drawing=Markup(drawing),
+        program=Markup(program),
+        result=_inert(result),
+        themes=_inert(json.dumps({theme: config(theme) for theme in THEMES})),
     )
 
 
@@ -68,16 +56,9 @@ def _number_columns(table: Table) -> list[bool]:
     return [False, *found] if found else [False for _ in table.columns]
 
 
-class _Raw(str):
-    """Text that goes into the page as it is: our own assets, and JSON made inert."""
-
-    def __html__(self) -> str:
-        return self
-
-
-def _inert(text: str) -> str:
+def _inert(text: str) -> Markup:
     """JSON in which nothing can end the script element that holds it, or open a comment: same values, other escapes."""
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
 def _asset(name: str) -> str:

@@ -1,98 +1,28 @@
-"""Charts as Vega-Lite specifications, which a browser draws live and `render.py` draws to PNG.
+"""The kinds of chart that reports are made of, as Vega-Lite specifications made by Altair.
 
-A row is a mapping with plain values; its keys are shown when a point is pointed at, so they are words a reader knows.
-Not for sizes and fonts, which are the page's, nor for colours: a spec names roles (`theme.py`), and a series whose
-name begins with "prefill" or "decode" has its phase's colour everywhere.
+Every kind takes the plot's `name`, `title` and `caption`, and rows: mappings with plain values. The keys of a row are
+shown when a reader points at it, so they are words that a reader knows; "low" and "high" are an interval. `x` and `y`
+are (key of the row, title of the axis with its unit). `series` or `part` is the key that is told apart by colour: a
+name that begins with "prefill" or "decode" has its phase's colour (`theme.py`). Sizes, fonts and colours are left to
+whoever draws the chart: the page, or `render.py` for a PNG.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from twinphase.bench.extras import OnFirstUse
 from twinphase.bench.report.report import Plot
-from twinphase.bench.report.theme import PHASES
+from twinphase.bench.report.theme import colour, colour_scale, colours_of, phase_of_name
 
-__all__ = [
-    "ROW_HEIGHT",
-    "ZOOM",
-    "axis",
-    "bars",
-    "colour_by",
-    "distribution",
-    "faded",
-    "highlight",
-    "lines",
-    "scatter",
-    "tooltips",
-]
+__all__ = ["ROW_HEIGHT", "Row", "bars", "distribution", "lines", "log_labels", "scatter", "spans"]
 
+alt: Any = OnFirstUse("altair")
 Row = Mapping[str, Any]
-Spec = dict[str, Any]
 ROW_HEIGHT = 30  # pixels of a horizontal bar and the space around it
-
-# A reader moves with the mouse and zooms with Ctrl and the wheel: a page that only scrolls must not be caught by a
-# chart, nor one that is touched.
-ZOOM: Spec = {
-    "name": "zoom",
-    "select": {
-        "type": "interval",
-        "translate": "[pointerdown[event.pointerType === 'mouse'], window:pointerup] > window:pointermove!",
-        "on": "[pointerdown[event.pointerType === 'mouse'], window:pointerup] > window:pointermove!",
-        "zoom": "wheel![event.ctrlKey]",
-    },
-    "bind": "scales",
-}
-
-
-def axis(field: str, title: str, *, log: bool = False, zero: bool = False) -> Spec:
-    """A quantitative axis, with room for half a point at its ends; one that begins at zero begins there."""
-    scale: Spec = {"zero": True} if zero else {"zero": False, "nice": False, "padding": 6}
-    if log:
-        scale = {"type": "log", "nice": False, "padding": 10}
-    return {"field": field, "type": "quantitative", "title": title, "scale": scale}
-
-
-def tooltips(rows: Sequence[Row]) -> list[Spec]:
-    """What is shown when a point is pointed at: every key of the rows, numbers to four digits."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    return [_tooltip(key, [row.get(key) for row in rows]) for key in keys]
-
-
-def _tooltip(key: str, values: Sequence[Any]) -> Spec:
-    numbers = [value for value in values if value is not None]
-    if numbers and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in numbers):
-        whole = all(float(value).is_integer() for value in numbers if math.isfinite(value))
-        return {"field": key, "type": "quantitative", "format": "," if whole else ".4~g"}
-    return {"field": key, "type": "nominal"}
-
-
-def colour_by(series: str | None, names: Sequence[str] = (), plot: str = "") -> Spec:
-    """Colour by series; without series all is one, in the colour of the phase that the plot's name begins with."""
-    if series is None:
-        phase = next((phase for phase in PHASES if plot.startswith(phase)), "series1")
-        return {"color": {"value": f"role:{phase}"}}
-    return {"color": {"field": series, "type": "nominal", "title": None, "sort": list(names) or None}}
-
-
-def _shape(series: str | None) -> Spec:
-    """Shape as well as colour, so that neither is needed alone."""
-    return {"shape": {"field": series, "type": "nominal", "title": None, "sort": None}} if series else {}
-
-
-def highlight(series: str | None) -> list[Spec]:
-    """A click on a name in the legend brings its series out."""
-    if series is None:
-        return []
-    return [{"name": "chosen", "select": {"type": "point", "fields": [series]}, "bind": "legend"}]
-
-
-def faded(series: str | None, opacity: float = 1.0) -> Spec:
-    """Paler than `opacity` while another series is chosen."""
-    if series is None:
-        return {"opacity": {"value": opacity}}
-    return {"opacity": {"condition": {"param": "chosen", "value": opacity}, "value": opacity * 0.15}}
+DRAG = "[pointerdown[event.pointerType === 'mouse'], window:pointerup] > window:pointermove!"
 
 
 def lines(
@@ -108,35 +38,25 @@ def lines(
     log_y: bool = False,
     caption: str = "",
 ) -> Plot:
-    """Measured points, and lines.
+    """Measured points with error bars, and lines through them.
 
-    Args:
-        name: of the plot.
-        title: of the plot.
-        rows: measured points. A row with the keys "low" and "high" gets an error bar.
-        x: (key of the row, title of the axis with its unit).
-        y: the same.
-        series: key that tells the series apart, by colour.
-        fitted: a line through these instead of through the measured points; with "low" and "high" a band as well.
-        log_x: a logarithmic axis.
-        log_y: the same.
-        caption: of the plot.
+    With `fitted` the lines go through these rows instead, each with a band where they have "low" and "high".
     """
-    colour = colour_by(series, plot=name)
-    x_axis, y_axis = axis(*x, log=log_x), axis(*y, log=log_y, zero=True)
-    spread = {"x": x_axis, "y": {**y_axis, "field": "low"}, "y2": {"field": "high"}, **colour}
-    layers: list[Spec] = []
-    measured, through = {"values": list(rows)}, {"values": list(fitted or rows)}
+    names = _names([*rows, *fitted], series)
+    base = alt.Chart().encode(x=_axis(alt.X, *x, log_x), color=_colour(series, names, name))
+    at, low = _axis(alt.Y, *y, log_y, zero=True), _axis(alt.Y, "low", y[1], log_y, zero=True)
+    layers = []
     if any("low" in row for row in fitted):
-        layers.append({"data": through, "mark": "area", "encoding": {**spread, **faded(series, 0.18)}})
+        band = base.mark_area().encode(y=low, y2="high", opacity=_faded(series, 0.18))
+        layers.append(band.properties(data=_data(fitted)))
     if any("low" in row for row in rows):
-        layers.append({"data": measured, "mark": "rule", "encoding": {**spread, **faded(series)}})
-    line = {"x": x_axis, "y": y_axis, **colour, **faded(series, 0.75)}
-    layers.append({"data": through, "mark": {"type": "line", "clip": True}, "encoding": line})
-    points = {"x": x_axis, "y": y_axis, **colour, **_shape(series), **faded(series), "tooltip": tooltips(rows)}
-    layers.append({"data": measured, "mark": "point", "encoding": points})
-    layers[0] = {**layers[0], "params": [ZOOM, *highlight(series)]}
-    return Plot(name, title, {"layer": layers}, caption)
+        layers.append(base.mark_rule().encode(y=low, y2="high", opacity=_faded(series)))
+    line = base.mark_line(clip=True).encode(y=at, opacity=_faded(series, 0.75))
+    layers.append(line.properties(data=_data(fitted)) if fitted else line)
+    points = base.mark_point().encode(y=at, opacity=_faded(series), tooltip=_tooltips(rows))
+    if series:  # shape as well as colour, so that neither is needed alone
+        points = points.encode(shape=alt.Shape(field=series, type="nominal", title=None).scale(domain=names))
+    return _plot(name, title, [*layers, points], rows, caption, _zoom(), *_highlight(series))
 
 
 def scatter(
@@ -151,29 +71,20 @@ def scatter(
     log_x: bool = False,
     caption: str = "",
 ) -> Plot:
-    """Points alone, over a band that says where they ought to lie.
-
-    Args:
-        name: of the plot.
-        title: of the plot.
-        rows: a point each.
-        x: (key of the row, title of the axis with its unit).
-        y: the same.
-        series: key that tells the series apart, by colour.
-        band: rows with x's key, "low" and "high".
-        log_x: a logarithmic axis.
-        caption: of the plot.
-    """
-    x_axis, y_axis = axis(*x, log=log_x), axis(*y, zero=True)
-    layers: list[Spec] = []
+    """Points alone, over a `band` (rows with x's key, "low" and "high") that says where they ought to lie."""
+    base = alt.Chart().encode(x=_axis(alt.X, *x, log_x))
+    layers = []
     if band:
-        spread = {"x": x_axis, "y": {**y_axis, "field": "low"}, "y2": {"field": "high"}}
-        mark = {"type": "area", "color": "role:neutral", "opacity": 0.22}
-        layers.append({"data": {"values": list(band)}, "mark": mark, "encoding": spread})
-    points = {"x": x_axis, "y": y_axis, **colour_by(series, plot=name), **faded(series, 0.7), "tooltip": tooltips(rows)}
-    layers.append({"data": {"values": list(rows)}, "mark": {"type": "point", "size": 30}, "encoding": points})
-    layers[0] = {**layers[0], "params": [ZOOM, *highlight(series)]}
-    return Plot(name, title, {"layer": layers}, caption)
+        area = base.mark_area(color=colour("neutral"), opacity=0.22)
+        area = area.encode(y=_axis(alt.Y, "low", y[1], zero=True), y2="high")
+        layers.append(area.properties(data=_data(band)))
+    points = base.mark_point(size=30).encode(
+        y=_axis(alt.Y, *y, zero=True),
+        color=_colour(series, _names(rows, series), name),
+        opacity=_faded(series, 0.7),
+        tooltip=_tooltips(rows),
+    )
+    return _plot(name, title, [*layers, points], rows, caption, _zoom(), *_highlight(series))
 
 
 def bars(
@@ -188,45 +99,78 @@ def bars(
     grouped: bool = False,
     caption: str = "",
 ) -> Plot:
-    """Horizontal bars, one a category; divided into parts by colour where `part` names a key.
+    """Horizontal bars, one per category, with an error bar; divided by colour where `part` names a key.
 
-    Parts add up, one behind the other; `grouped` ones are compared, one below the other. A row with the keys "low" and
-    "high" gets an error bar, where bars have no parts.
+    Parts add up, one behind the other; `grouped` ones are compared, one below the other. They have no error bars.
     """
-    categories: Spec = {"field": category[0], "type": "nominal", "title": category[1] or None}
-    categories["sort"] = list(order) or None
-    values: Spec = {
-        "field": value[0],
-        "type": "quantitative",
-        "title": value[1],
-        "stack": "zero" if part and not grouped else None,
-    }
-    encoding: Spec = {"y": categories, "x": {**values, "axis": {"grid": True}}, "tooltip": tooltips(rows)}
-    parts = list(dict.fromkeys(str(row[part]) for row in rows)) if part else []
-    # Stacked in the order of the rows, as the legend is, not by name.
-    data = {"values": [{**row, "order": parts.index(str(row[part]))} for row in rows] if part else list(rows)}
-    if part:
-        encoding |= {**colour_by(part, parts), **faded(part), "order": {"field": "order", "type": "quantitative"}}
-        encoding |= {"yOffset": {"field": part, "type": "nominal", "sort": parts}} if grouped else {}
-    else:
-        # By category, so that a category named after a phase has the phase's colour; the axis is legend enough.
-        phases = all(str(row[category[0]]).lower().startswith(("prefill", "decode")) for row in rows)
-        encoding |= colour_by(category[0]) if phases else colour_by(None, plot=name)
-        encoding["color"] = {**encoding["color"], "legend": None} if phases else encoding["color"]
-    layers: list[Spec] = [{"mark": "bar", "encoding": encoding, "params": highlight(part)}]
-    if not part and any("low" in row for row in rows):
-        spread = {"y": categories, "x": {**values, "field": "low"}, "x2": {"field": "high"}}
-        layers.append({"mark": {"type": "rule", "color": "role:text"}, "encoding": spread})
-    return Plot(
-        name,
-        title,
-        {
-            "data": data,
-            "height": ROW_HEIGHT * len({row[category[0]] for row in rows}) * (max(1, len(parts)) if grouped else 1),
-            "layer": layers,
-        },
-        caption,
+    parts, categories = _names(rows, part), _names(rows, category[0])
+    x_axis = alt.X(field=value[0], type="quantitative", title=value[1]).axis(grid=True)
+    base = alt.Chart().encode(
+        y=alt.Y(field=category[0], type="nominal", title=category[1] or None, sort=list(order) or None),
+        x=x_axis.stack("zero" if part and not grouped else None),
+        tooltip=_tooltips(rows),
     )
+    bar = base.mark_bar()
+    if part:  # stacked in the order of the rows, as the legend is, not by name
+        rows = [{**row, "order": parts.index(str(row[part]))} for row in rows]
+        bar = bar.encode(color=_colour(part, parts), opacity=_faded(part), order="order:Q")
+        if grouped:
+            bar = bar.encode(yOffset=alt.YOffset(field=part, type="nominal", sort=parts))
+    elif all(map(phase_of_name, categories)):  # the axis is legend enough
+        bar = bar.encode(color=_colour(category[0], categories, legend=False))
+    else:
+        bar = bar.encode(color=_colour(None, plot=name))
+    layers = [bar]
+    if not part and any("low" in row for row in rows):
+        low = alt.X(field="low", type="quantitative", title=value[1])
+        layers.append(base.mark_rule(color=colour("text")).encode(x=low, x2="high"))
+    height = ROW_HEIGHT * len(categories) * (max(1, len(parts)) if grouped else 1)
+    return _plot(name, title, layers, rows, caption, *_highlight(part), height=height)
+
+
+def spans(
+    name: str,
+    title: str,
+    rows: Sequence[Row],
+    lane: tuple[str, str],
+    unit: str,
+    *,
+    part: str,
+    roles: Mapping[str, str],
+    height: int,
+    text: str | None = None,
+    caption: str = "",
+) -> Plot:
+    """Bars in lanes, each from its row's "from" to its "to" in `unit`: what a time was spent on.
+
+    Args:
+        name: of the plot.
+        title: of the plot.
+        rows: one bar each.
+        lane: (key of the row, title of the axis); lanes are in the order of the rows.
+        unit: title of the axis of times.
+        part: key that says what a bar is, by colour; without a legend where it is the lane as well.
+        roles: the colour's role (`theme.py`) for each part.
+        height: pixels of all lanes together.
+        text: key of what is written behind each bar.
+        caption: of the plot.
+    """
+    lanes = list(dict.fromkeys(row[lane[0]] for row in rows))
+    series = None if part == lane[0] else part
+    base = alt.Chart().encode(
+        y=alt.Y(field=lane[0], type="nominal", title=lane[1] or None, sort=lanes).axis(labels=len(lanes) <= 30)
+    )
+    bar = base.mark_bar(cornerRadius=1).encode(
+        x=_axis(alt.X, "from", unit, zero=True).axis(grid=True),
+        x2="to",
+        color=_colour(part, roles={one: roles[one] for one in _names(rows, part)}, legend=bool(series)),
+        opacity=_faded(series),
+        tooltip=_tooltips(rows),
+    )
+    layers = [bar]
+    if text:
+        layers.append(base.mark_text(align="left", dx=5).encode(x="to:Q", text=alt.Text(field=text, type="nominal")))
+    return _plot(name, title, layers, rows, caption, *_highlight(series), height=height)
 
 
 def distribution(
@@ -239,36 +183,122 @@ def distribution(
     log_x: bool = False,
     caption: str = "",
 ) -> Plot:
-    """What share of the values is at most so large (empirical distribution function), a line a series.
+    """What share of the values is at most so large, one line per series (empirical distribution function).
 
-    Args:
-        name: of the plot.
-        title: of the plot.
-        values: by the name of their series.
-        unit: title of the axis, with the unit.
-        limit: drawn across: an SLO.
-        log_x: a logarithmic axis.
-        caption: of the plot.
+    `values` are by the name of their series, in `unit`; `limit` is drawn across, such as an SLO.
     """
     rows = [row for series, found in values.items() for row in _ranks(series, found)]
-    x_axis = axis("value", unit, log=log_x, zero=not log_x)
-    y_axis: Spec = {"field": "share", "type": "quantitative", "title": "share of values at most so large"}
-    y_axis |= {"scale": {"domain": [0, 1]}, "axis": {"format": ".0%"}}
-    mark = {"type": "line", "interpolate": "step-after", "clip": True}
-    legend = {"symbolType": "stroke"} if len(values) > 1 else None
-    colour = {**colour_by("series", list(values))["color"], "legend": legend}
-    encoding = {"x": x_axis, "y": y_axis, "color": colour, **faded("series"), "tooltip": tooltips(rows)}
-    layers: list[Spec] = [
-        {
-            "data": {"values": rows},
-            "mark": mark,
-            "encoding": {**encoding, "order": {"field": "share", "type": "quantitative"}},
-            "params": [ZOOM, *highlight("series")],
-        }
-    ]
+    base = alt.Chart().encode(x=_axis(alt.X, "value", unit, log_x, zero=not log_x))
+    share = alt.Y(field="share", type="quantitative", title="share of values at most so large")
+    steps = base.mark_line(interpolate="step-after", clip=True).encode(
+        y=share.scale(domain=[0, 1]).axis(format=".0%"),
+        order="share:Q",
+        color=_colour("series", list(values), legend=len(values) > 1),
+        opacity=_faded("series"),
+        tooltip=_tooltips(rows),
+    )
+    layers = [steps]
     if limit is not None:
-        layers += _limit(limit, x_axis)
-    return Plot(name, title, {"layer": layers}, caption)
+        line = base.properties(data=_data([{"value": limit, "limit": "limit"}]))
+        layers.append(line.mark_rule(strokeDash=[5, 4], color=colour("bad")))
+        layers.append(line.mark_text(align="left", dx=5, y=8, color=colour("bad")).encode(text="limit:N"))
+    return _plot(name, title, layers, rows, caption, _zoom(), *_highlight("series"))
+
+
+def log_labels(channel: str, number_format: str = ",~r") -> dict[str, Any]:
+    """Vega-Lite's `axis` of a logarithmic "x" or "y": labels at 1, 2 and 5 of each decade.
+
+    Within one decade every tick has a label, across more than four only each decade's first. `number_format` is D3's
+    (https://d3js.org/d3-format).
+    """
+    decades = f"log(domain('{channel}')[1] / domain('{channel}')[0]) / LN10"
+    digit = "round(datum.value / pow(10, floor(log(datum.value) / LN10 + 1e-9)))"
+    chosen = f"{decades} < 1 ? true : {decades} > 4 ? {digit} == 1 : indexof([1, 2, 5], {digit}) >= 0"
+    return {"format": number_format, "labelExpr": f"({chosen}) ? format(datum.value, '{number_format}') : ''"}
+
+
+def _plot(
+    name: str,
+    title: str,
+    layers: Sequence[Any],
+    rows: Sequence[Row],
+    caption: str,
+    *parameters: Any,
+    height: int | None = None,
+) -> Plot:
+    """Layers, over `rows` where they have no data of their own."""
+    chart = alt.layer(*layers, data=_data(rows)).add_params(*parameters)
+    if height is not None:
+        chart = chart.properties(height=height)
+    with alt.theme.enable("none"), alt.data_transformers.enable(consolidate_datasets=False):
+        spec = chart.to_dict(validate=False)  # all but the rows was validated above, and rows take long
+    spec.pop("$schema", None)  # of Altair's own version: the page draws with the one it carries
+    return Plot(name, title, spec, caption)
+
+
+def _data(rows: Iterable[Row]) -> Any:
+    return alt.Data(values=list(rows))
+
+
+def _names(rows: Iterable[Row], key: str | None) -> list[str]:
+    return list(dict.fromkeys(str(row[key]) for row in rows if row.get(key) is not None)) if key else []
+
+
+def _axis(channel: Any, field: str, title: str, log: bool = False, *, zero: bool = False) -> Any:
+    """A quantitative axis, with room for half a point at its ends; one that begins at zero begins there."""
+    axis = channel(field=field, type="quantitative", title=title)
+    if log:
+        return axis.scale(type="log", nice=False, padding=10).axis(**log_labels(channel.__name__.lower()))
+    return axis.scale(zero=True) if zero else axis.scale(zero=False, nice=False, padding=6)
+
+
+def _colour(
+    series: str | None,
+    names: Sequence[str] = (),
+    plot: str = "",
+    *,
+    roles: Mapping[str, str] | None = None,
+    legend: bool = True,
+) -> Any:
+    """By series; without series all is one, in the colour of the phase that the plot's name begins with."""
+    if series is None:
+        return alt.value(colour(phase_of_name(plot) or "series1"))
+    roles = colours_of(names) if roles is None else roles
+    channel = alt.Color(field=series, type="nominal", title=None)
+    channel = channel.scale(**colour_scale(roles)) if roles else channel
+    # As many columns as there is room for the longest name, at about 7 pixels per letter.
+    columns = alt.expr(f"max(1, floor(width / {7 * max(map(len, roles), default=0) + 32}))")
+    return channel.legend(columns=columns) if legend else channel.legend(None)
+
+
+def _zoom() -> Any:
+    """Drag to move, Ctrl and the wheel to zoom: a page that only scrolls must not be caught by a chart."""
+    return alt.selection_interval(name="zoom", bind="scales", on=DRAG, translate=DRAG, zoom="wheel![event.ctrlKey]")
+
+
+def _highlight(series: str | None) -> list[Any]:
+    """A click on a name in the legend brings its series out."""
+    return [alt.selection_point(name="chosen", fields=[series], bind="legend")] if series else []
+
+
+def _faded(series: str | None, opacity: float = 1.0) -> Any:
+    """Paler than `opacity` while another series is chosen."""
+    if series is None:
+        return alt.value(opacity)
+    return alt.condition(*_highlight(series), alt.value(opacity), alt.value(opacity * 0.15))
+
+
+def _tooltips(rows: Sequence[Row]) -> list[Any]:
+    """Every key of the rows is shown when a reader points at one, numbers to four digits."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [_tooltip(key, [row[key] for row in rows if row.get(key) is not None]) for key in keys]
+
+
+def _tooltip(key: str, values: Sequence[Any]) -> Any:
+    if values and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
+        whole = all(float(value).is_integer() for value in values if math.isfinite(value))
+        return alt.Tooltip(field=key, type="quantitative", format="," if whole else ".4~g")
+    return alt.Tooltip(field=key, type="nominal")
 
 
 def _ranks(series: str, values: Sequence[float], most: int = 400) -> list[dict[str, Any]]:
@@ -276,13 +306,3 @@ def _ranks(series: str, values: Sequence[float], most: int = 400) -> list[dict[s
     ordered, n = sorted(values), len(values)
     ranks = range(n) if n <= most else sorted({round(index * (n - 1) / (most - 1)) for index in range(most)})
     return [{"series": series, "value": ordered[rank], "share": (rank + 1) / n} for rank in ranks]
-
-
-def _limit(limit: float, x_axis: Spec) -> list[Spec]:
-    data = {"values": [{x_axis["field"]: limit, "limit": "limit"}]}
-    rule = {"type": "rule", "strokeDash": [5, 4], "color": "role:bad"}
-    text = {"type": "text", "align": "left", "dx": 5, "y": 8, "color": "role:bad"}
-    return [
-        {"data": data, "mark": rule, "encoding": {"x": x_axis}},
-        {"data": data, "mark": text, "encoding": {"x": x_axis, "text": {"field": "limit"}}},
-    ]

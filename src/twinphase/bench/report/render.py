@@ -1,22 +1,18 @@
-"""A report as files: one page that needs no network, PNGs, JSON with everything raw, and Markdown to paste.
-
-Not for what is in them (`report.py`), nor for how each looks (`page.py`, `markdown.py`, `theme.py`).
-"""
+"""A report as files: one page that needs no network, PNGs, JSON with everything raw, and Markdown to paste."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from twinphase.bench.extras import require
 from twinphase.bench.report.markdown import markdown
 from twinphase.bench.report.page import page
 from twinphase.bench.report.report import Plot, Report
 from twinphase.bench.report.result import plain, result_json
-from twinphase.bench.report.theme import LIGHT, drawable, dressed
+from twinphase.bench.report.theme import config
 from twinphase.errors import StorageError
 
 __all__ = ["Written", "png", "write_report"]
@@ -26,14 +22,7 @@ WIDTH, HEIGHT, SCALE = 640, 340, 2.0  # of PNGs: CSS pixels, and device pixels f
 
 @dataclass(frozen=True)
 class Written:
-    """Where the files of a report are.
-
-    Attributes:
-        html: the page; it has all of the others inside, or can make them.
-        markdown: tables to paste.
-        json: what `bench compare` reads.
-        plots: PNGs, in the order of the report.
-    """
+    """Where the files of a report are; the PNGs are in the order of the report."""
 
     html: Path
     markdown: Path
@@ -57,25 +46,22 @@ def write_report(
         ValueError: two plots of one name, or a name that is no file name.
     """
     require("vl_convert")  # before anything is written
-    report = _prepared(report)
     plots = [plot for section in report.sections for plot in section.plots]
-    total = len(plots) + 1
-    text = result_json(report)
-    files: list[tuple[Path, bytes]] = [(folder / "result.json", text.encode())]  # first: it has what took long
+    _check_names([plot.name for plot in plots])
+    text, total = result_json(report), len(plots) + 1
     progress("page", 0, total)
+    images = []
     try:
-        _write(files[0][0], files[0][1])
+        _write(folder / "result.json", text.encode())  # first: it has what took long
         _write(folder / "report.md", markdown(report).encode())
         _write(folder / "report.html", page(report, text).encode())
-        images = []
         for number, plot in enumerate(plots, 1):
             progress(f"plot {plot.name}", number, total)
             images.append(folder / "plots" / f"{plot.name}.png")
             _write(images[-1], png(plot))
     except OSError as error:
-        raise StorageError(
-            f"The report cannot be written to {folder}: {error.strerror}.", "Give another folder."
-        ) from None
+        cause = f"The report cannot be written to {folder}: {error.strerror}."
+        raise StorageError(cause, "Give another folder.") from None
     progress("report", total, total)
     return Written(folder / "report.html", folder / "report.md", folder / "result.json", tuple(images))
 
@@ -87,29 +73,19 @@ def _write(path: Path, data: bytes) -> None:
     part.replace(path)  # nobody sees half a file
 
 
-def _prepared(report: Report) -> Report:
-    """The report with a role for each colour, so that page, PNG and whoever reads the JSON draw the same."""
-    names: set[str] = set()
-    for section in report.sections:
-        for plot in section.plots:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", plot.name):
-                raise ValueError(f"plot name {plot.name!r} is no file name")
-            if plot.name.lower() in names:
-                raise ValueError(f"two plots are named {plot.name!r}")
-            names.add(plot.name.lower())
-    sections = (
-        replace(section, plots=tuple(replace(plot, spec=dressed(plot.spec)) for plot in section.plots))
-        for section in report.sections
-    )
-    return replace(report, sections=tuple(sections))
+def _check_names(names: list[str]) -> None:
+    for number, name in enumerate(names):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+            raise ValueError(f"plot name {name!r} is no file name")
+        if name.lower() in (other.lower() for other in names[:number]):
+            raise ValueError(f"two plots are named {name!r}")
 
 
 def png(plot: Plot) -> bytes:
     """The chart with its title, on white."""
-    spec: dict[str, Any] = drawable(plain(plot.spec), LIGHT)
-    if "layer" in spec or "mark" in spec:
-        spec = {"width": WIDTH, "height": HEIGHT, **spec}
+    spec = {"title": plot.title, "width": WIDTH, "height": HEIGHT, **plain(plot.spec)}
     # A report may come from a file: its charts fetch nothing.
-    spec = {"title": plot.title, **spec}
-    drawn: bytes = require("vl_convert").vegalite_to_png(spec, scale=SCALE, allowed_base_urls=[])
+    drawn: bytes = require("vl_convert").vegalite_to_png(
+        spec, scale=SCALE, config=config("light"), allowed_base_urls=[]
+    )
     return drawn

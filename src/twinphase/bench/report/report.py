@@ -1,7 +1,7 @@
 """What a measurement tells, as data: verdicts first, then conditions, noise, numbers and plots.
 
-Every command that measures (`bench`, `lab`, `roofline`, `bench compare`) ends in a `Report`. Not for drawing
-(`plots.py`) nor for writing files (`render.py`).
+Every command that measures (`bench`, `lab`, `roofline`, `bench compare`) ends in a `Report`. The charts are made in
+`plots.py`, the files in `render.py`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["Column", "Metric", "Plot", "Report", "Section", "Status", "Table", "Verdict"]
 
 
 class Status(enum.StrEnum):
-    """What a verdict says of its claim."""
+    """What a verdict says of its claim; the value is what files hold."""
 
     HOLDS = "holds"
     FAILS = "fails"  # does not hold here
@@ -25,7 +25,7 @@ class Status(enum.StrEnum):
 
     @property
     def word(self) -> str:
-        """What people read, on terminals, pages and in Markdown alike; the value is what files hold."""
+        """What people read, on terminals, pages and in Markdown alike."""
         return {Status.INFO: "finding", Status.UNKNOWN: "undecided"}.get(self, self.value)
 
 
@@ -96,14 +96,14 @@ class Metric:
     Attributes:
         name: unique in its report, with its point: "prefill_seconds[n=512]".
         unit: "s", "tok/s", "req/s", ...
-        better: "lower" or "higher".
-        values: one a repetition, or one a request.
+        better: which values are better.
+        values: one per repetition, or one per request; NaN where there was none.
         definition: the formula.
     """
 
     name: str
     unit: str
-    better: str
+    better: Literal["lower", "higher"]
     values: tuple[float, ...]
     definition: str = ""
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twinphase.bench.report.plots import log_labels
 from twinphase.bench.report.report import Plot
+from twinphase.bench.report.theme import PHASES, colour, colour_scale, colours_of
 from twinphase.bench.roofline.arithmetic import Roofline, Slope
 from twinphase.bench.roofline.report import rate_text
 
@@ -93,12 +95,12 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
     layers: list[dict[str, Any]] = [
         {
             "data": {"values": rows},
-            "mark": {"type": "line", "color": "role:muted", "strokeWidth": 1.5, "clip": True},
+            "mark": {"type": "line", "color": colour("muted"), "strokeWidth": 1.5, "clip": True},
             "encoding": {"x": x, "y": y, "detail": {"field": "line"}, "strokeDash": dash},
         },
         {
             "data": {"values": ridge},
-            "mark": {"type": "point", "shape": "cross", "color": "role:text", "size": 60},
+            "mark": {"type": "point", "shape": "cross", "color": colour("text"), "size": 60},
             "encoding": {
                 "x": x,
                 "y": y,
@@ -108,8 +110,8 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
     ]
     for side, align, dx, dy in (("above", "right", -8, -4), ("below", "left", 10, 8), ("roof", "right", -4, -7)):
         chosen = [name for name in names if name["side"] == side]
-        mark = {"type": "text", "align": align, "dx": dx, "dy": dy, "color": "role:muted", "fontSize": 11}
-        edge = {"stroke": "role:surface", "strokeWidth": 4, "strokeJoin": "round"}  # so that no line goes through it
+        mark = {"type": "text", "align": align, "dx": dx, "dy": dy, "color": colour("muted"), "fontSize": 11}
+        edge = {"stroke": colour("surface"), "strokeWidth": 4, "strokeJoin": "round"}  # so that no line goes through it
         encoding = {"x": x, "y": y, "text": {"field": "text"}}
         layers += [{"data": {"values": chosen}, "mark": mark | more, "encoding": encoding} for more in (edge, {})]
     return layers
@@ -117,7 +119,7 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
 
 def _scaled(field: str, title: str, domain: tuple[float, float]) -> dict[str, Any]:
     scale = {"type": "log", "domain": list(domain), "nice": False}
-    return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": {"format": "~g"}}
+    return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": log_labels(field, "~g")}
 
 
 def roofline_plot(line: Roofline, marks: Sequence[Mark], caption: str) -> Plot:
@@ -139,26 +141,26 @@ def _mark_layers(marks: Sequence[Mark], xs: tuple[float, float], ys: tuple[float
         for order, mark in enumerate(marks)
     ]  # fmt: skip
     x, y = _scaled("x", "arithmetic intensity, FLOP / byte", xs), _scaled("y", "GFLOP/s", (ys[0] / 1e9, ys[1] / 1e9))
-    colour = {"field": "phase", "type": "nominal", "title": None}
+    shade = {"field": "phase", "type": "nominal", "title": None, "scale": colour_scale(colours_of(PHASES))}
     shape = {"field": "part", "type": "nominal", "title": None, "scale": {"domain": list(PARTS.values()),
              "range": ["circle", "diamond"]}}  # fmt: skip
     hidden = ("x", "y", "label", "order", "series")
     tooltip = [{"field": key} for key in rows[0] if key not in hidden]
     data = {"values": rows}
-    trail = {"x": x, "y": y, "color": colour, "detail": {"field": "series"}, "order": {"field": "order"}}
+    trail = {"x": x, "y": y, "color": shade, "detail": {"field": "series"}, "order": {"field": "order"}}
     return [
         {"data": data, "mark": {"type": "line", "strokeWidth": 1, "opacity": 0.6}, "encoding": trail},
         {
             "data": data,
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.9},
-            "encoding": {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tooltip},
+            "encoding": {"x": x, "y": y, "color": shade, "shape": shape, "tooltip": tooltip},
         },
         # Attention of decode has one intensity whatever the batch and the context: only the latter are named there.
         *(
             {
                 "data": {"values": [row for row in rows if row["label"] and row["series"] in series]},
                 "mark": {"type": "text", "fontSize": 10, **place},
-                "encoding": {"x": x, "y": y, "color": colour, "text": {"field": "label"}},
+                "encoding": {"x": x, "y": y, "color": shade, "text": {"field": "label"}},
             }
             for series, place in (
                 (("prefill linear",), {"align": "left", "dx": 3, "dy": -10}),
@@ -179,7 +181,7 @@ def _series(marks: Sequence[Mark]) -> dict[str, list[Mark]]:
 def stacked_plot(name: str, title: str, rows: Sequence[Mapping[str, Any]], x: str, y: str, caption: str) -> Plot:
     """Columns of parts: rows have `x` (a number), `y`, and "part"."""
     order = ["linear layers", "attention", "other operations", "outside the forward pass"]
-    colours = ["role:series1", "role:series2", "role:series3", "role:series6"]
+    colours = colour_scale(dict(zip(order, ("series1", "series2", "series3", "series6"), strict=True)))
     ranked = [{**row, "rank": order.index(str(row["part"]))} for row in rows]
     spec = {
         "data": {"values": ranked},
@@ -187,7 +189,7 @@ def stacked_plot(name: str, title: str, rows: Sequence[Mapping[str, Any]], x: st
         "encoding": {
             "x": {"field": x, "type": "ordinal", "title": x, "axis": {"labelAngle": 0}},
             "y": {"field": y, "type": "quantitative", "title": y, "stack": "zero"},
-            "color": {"field": "part", "type": "nominal", "title": None, "scale": {"domain": order, "range": colours}},
+            "color": {"field": "part", "type": "nominal", "title": None, "scale": colours},
             "order": {"field": "rank"},
             "tooltip": [{"field": key} for key in (x, "part", y)],
         },
@@ -213,16 +215,17 @@ def batching_plot(
     """
     x = {"field": "batch", "type": "quantitative", "title": "sequences that decode together",
          "scale": {"type": "log", "base": 2}, "axis": {"values": [batch for batch, _ in measured]}}  # fmt: skip
-    y = {"field": "ms", "type": "quantitative", "title": "linear layers, ms a step", "scale": {"type": "log"}}
-    colour = {"field": "what", "type": "nominal", "title": None}
+    y = {"field": "ms", "type": "quantitative", "title": "linear layers, ms a step", "scale": {"type": "log"},
+         "axis": log_labels("y")}  # fmt: skip
     names = ("decode, measured", "at the ceilings")
+    shade = {"field": "what", "type": "nominal", "title": None, "scale": colour_scale(colours_of(names))}
     layers: list[dict[str, Any]] = []
     for name, points in zip(names, (measured, ideal), strict=True):
         rows = [{"batch": batch, "ms": round(seconds * 1e3, 4), "what": name} for batch, seconds in points]
         if rows:
             mark: dict[str, Any] = {"type": "line", "point": name == names[0]}
             tooltip = [{"field": "batch"}, {"field": "ms"}]
-            encoding = {"x": x, "y": y, "color": colour, "tooltip": tooltip}
+            encoding = {"x": x, "y": y, "color": shade, "tooltip": tooltip}
             layers.append({"data": {"values": rows}, "mark": mark, "encoding": encoding})
     left = not knee or not predicted or predicted <= knee  # each name on the side away from the other's line
     turns = [(predicted, f"predicted: {predicted:,.0f}" if predicted else "", left),
@@ -232,7 +235,7 @@ def batching_plot(
             data = {"values": [{"batch": batch, "text": text}]}
             layers.append({"data": data, "mark": {"type": "rule", "strokeDash": [4, 3]}, "encoding": {"x": x}})
             mark = {"type": "text", "align": "right" if to_left else "left", "dx": -5 if to_left else 5,
-                    "color": "role:muted"}  # fmt: skip
+                    "color": colour("muted")}  # fmt: skip
             encoding = {"x": x, "y": {"value": 12}, "text": {"field": "text"}}
             layers.append({"data": data, "mark": mark, "encoding": encoding})
     return Plot("decode-batching", "Where batched decode turns from memory-bound to compute-bound", {"layer": layers},

@@ -10,19 +10,7 @@
 
   const themeName = () => chosen ?? (prefersDark.matches ? "dark" : "light");
 
-  // A spec names roles; data ("values") may hold any text, and text is not a role.
-  const painted = (value, roles) => {
-    if (Array.isArray(value)) return value.map((item) => painted(item, roles));
-    if (value !== null && typeof value === "object") {
-      return Object.fromEntries(
-        Object.entries(value).map(([key, item]) => [key, key === "values" ? item : painted(item, roles)]),
-      );
-    }
-    return typeof value === "string" && value.startsWith("role:") ? roles[value.slice(5)] : value;
-  };
-
   const sized = (spec, box) => {
-    if (!("layer" in spec || "mark" in spec)) return spec; // facets and rows of charts have sizes of their own
     const height = box.clientWidth < 520 ? 280 : 340;
     return { width: "container", height, autosize: { type: "fit-x", contains: "padding" }, ...spec };
   };
@@ -35,16 +23,10 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   };
 
+  // The rows of a chart and of its layers, each once.
   const rowsOf = (spec) => {
-    const found = [];
-    const walk = (part) => {
-      if (Array.isArray(part?.data?.values) && !found.includes(part.data.values)) found.push(part.data.values);
-      for (const key of ["layer", "hconcat", "vconcat", "concat"]) (part[key] ?? []).forEach(walk);
-      if (part.spec) walk(part.spec);
-    };
-    walk(spec);
-    const seen = new Set();
-    return found.filter((rows) => rows.length && !seen.has(JSON.stringify(rows)) && seen.add(JSON.stringify(rows)));
+    const found = [spec, ...(spec.layer ?? [])].map((part) => part.data?.values ?? []);
+    return [...new Map(found.filter((rows) => rows.length).map((rows) => [JSON.stringify(rows), rows])).values()];
   };
 
   const cell = (tag, value) => {
@@ -87,14 +69,13 @@
   const draw = async (figure) => {
     const plot = plots.get(figure.dataset.plot);
     const box = figure.querySelector(".chart");
-    const theme = themes[themeName()];
     try {
-      const { view } = await vegaEmbed(box, sized(painted(plot.spec, theme.roles), box), {
+      const { view } = await vegaEmbed(box, sized(plot.spec, box), {
         mode: "vega-lite",
         renderer: "svg",
         actions: false,
         ast: true, // expressions are interpreted: the page's policy allows no code made from text
-        config: theme.config,
+        config: themes[themeName()],
         defaultStyle: false,
         tooltip: { disableDefaultStyle: true, theme: "page", formatTooltip: tooltip },
       });
