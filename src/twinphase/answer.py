@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from twinphase import terminal
-from twinphase.config import available_cores
 from twinphase.errors import TwinphaseError
-from twinphase.phases.hardware import Ceilings, load_ceilings
+from twinphase.phases.hardware import Ceilings
 from twinphase.phases.report import Report, report
 
 if TYPE_CHECKING:  # the engine's imports are cli.py's business: it does them when nothing else is left to check
@@ -74,7 +73,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: boo
 
 
 def _measure(config: EngineConfig, known: Ceilings | None) -> Ceilings:
-    """Measure this machine's ceilings, keep the best of them and of those known."""
+    """Measure this machine's ceilings; keep the best of them and of those known."""
     from twinphase.engine.load import learn_ceilings
 
     terminal.note("Measuring what this machine can do at best, for MFU and MBU (2 seconds, then kept) ...")
@@ -89,12 +88,12 @@ def report_answer(
 ) -> tuple[Report, Ceilings | None]:
     """Divide the time of an answer, measuring this machine's ceilings if they are not known yet.
 
-    They are measured again when a phase came out above 100 %: a ceiling taken on a busy machine is too low.
+    They are measured again when a phase came out above 100 %: a ceiling taken on a busy machine is too low. They
+    are those of the cpu backend; another backend's efficiency is unknown.
     """
-    from twinphase.backends.cpu.isa import choose_isa
-    from twinphase.engine.load import compute_units
+    from twinphase.engine.load import compute_units, measured_ceilings
 
-    ceilings = load_ceilings(llm.config.threads or available_cores(), choose_isa(llm.config.isa).name)
+    ceilings = measured_ceilings(llm.config)
 
     def divide(known: Ceilings | None) -> Report:
         return report(
@@ -107,13 +106,14 @@ def report_answer(
         )
 
     result = divide(ceilings)
-    if (ceilings is None or result.over_ceiling) and not answer.interrupted:
+    uncertain = ceilings is None or result.over_ceiling
+    if uncertain and llm.config.backend == "cpu" and not answer.interrupted:
         try:
             ceilings = _measure(llm.config, ceilings)
         except TwinphaseError as error:
             terminal.note(error.cause)
         except KeyboardInterrupt:
-            terminal.note("Not measured; the next run asks again.")
+            terminal.note("Not measured; the next run measures again.")
         result = divide(ceilings)
     return result, ceilings
 

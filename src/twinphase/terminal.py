@@ -61,7 +61,7 @@ def note(text: str) -> None:
 
 
 def transient(text: str) -> None:
-    """A line that the next one replaces, where stderr is a terminal; "" takes it away."""
+    """A line that the next one replaces, where stderr is a terminal; "" removes it."""
     if _is_terminal():
         _write("\r\x1b[K" + paint(text, DIM))
 
@@ -86,13 +86,7 @@ class Bar:
     """
 
     def __init__(self, title: str, unit: str, patience: float = 0.3) -> None:
-        """Draw nothing yet.
-
-        Args:
-            title: what is being done.
-            unit: what is counted.
-            patience: seconds before the bar appears.
-        """
+        """`patience`: seconds before the bar appears."""
         self._title, self._unit, self._patience = title, unit, patience
         self._start = time.perf_counter()
         self._last = (self._start, 0)
@@ -100,7 +94,6 @@ class Bar:
         self._drawn_at: float | None = None
 
     def update(self, done: int, total: int) -> None:
-        """`done` of `total` are done."""
         now = time.perf_counter()
         then, before = self._last
         if done > before:
@@ -120,14 +113,13 @@ class Bar:
         _write("\r\x1b[K" + paint(text[:columns], DIM))
 
     def clear(self) -> None:
-        """Take the bar away."""
         if self._drawn_at is not None:
             _write("\r\x1b[K")
             self._drawn_at = None
 
 
 def percentages(shares: Sequence[float]) -> list[str]:
-    """Shares in per cent with one decimal that add up as the shares do (largest remainder)."""
+    """Shares in percent with one decimal that add up as the shares do (largest remainder)."""
     exact = [share * 1000 for share in shares]
     floors = [int(value // 1) for value in exact]
     missing = round(sum(exact)) - sum(floors)
@@ -137,7 +129,6 @@ def percentages(shares: Sequence[float]) -> list[str]:
 
 
 def describe_bytes(count: float) -> str:
-    """A size in MB or GB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
@@ -164,14 +155,14 @@ def _phase_line(row: PhaseRow, share: str) -> str:
     rate = f"{row.tokens_per_second:,.0f} tok/s" if row.tokens_per_second is not None else "-"
     line = f"{tokens:<24} {_duration(row.seconds):>12} {rate:>14} {share:>8}  "
     bound = {"overhead": "overhead-bound", "unknown": "bound unknown"}.get(row.bound, f"{row.bound}-bound")
-    working_set = f" ({describe_bytes(row.working_set)} a step)" if row.metric == "MBU" else ""
+    working_set = f" ({describe_bytes(row.working_set)} per step)" if row.metric == "MBU" else ""
     if not row.tokens:
         return f"{paint(f'{row.name:<8}', BOLD)} {line.rstrip()}"
     return f"{paint(f'{row.name:<8}', BOLD)} {line}{_efficiency(row)}{working_set}, {bound}"
 
 
 def report_lines(report: Report) -> list[str]:
-    """One line a phase, and one for the rest of the wall time; the printed shares add up to 100.0 %."""
+    """One line per phase, and one for the rest of the wall time; the printed shares add up to 100.0 %."""
     shares = percentages([row.share for row in report.phases] + [row.share for row in report.rest])
     lines = [_phase_line(row, share) for row, share in zip(report.phases, shares, strict=False)]
     pieces = [
@@ -183,5 +174,4 @@ def report_lines(report: Report) -> list[str]:
 
 
 def show_report(report: Report) -> None:
-    """Print the phase lines."""
     _write("\n".join(report_lines(report)) + "\n")

@@ -104,7 +104,7 @@ def test_printed_lines() -> None:
     prefill, decode, rest = report_lines(make())
     assert prefill.startswith("prefill  4 tokens (7 cached)")
     assert "40 tok/s" in prefill and "5.0 %" in prefill and "MFU 13 %, overhead-bound" in prefill
-    assert decode.startswith("decode   2 tokens") and "MBU 60 % (0 MB a step), memory-bound" in decode
+    assert decode.startswith("decode   2 tokens") and "MBU 60 % (0 MB per step), memory-bound" in decode
     assert rest.startswith("rest     load 1,000.0 ms 50.0 %, tokenize 100.0 ms 5.0 %")
 
 

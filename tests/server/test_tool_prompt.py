@@ -59,7 +59,7 @@ def test_templates_with_tools_get_arguments_as_objects() -> None:
 def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": [call(arguments)]}]
     for write in (with_argument_objects, lambda messages: with_tool_prompt(messages, [])):
-        with pytest.raises(InvalidRequestError, match="'f' are no JSON object"):
+        with pytest.raises(InvalidRequestError, match="'f' are not a JSON object"):
             write(messages)
 
 

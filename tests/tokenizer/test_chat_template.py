@@ -88,7 +88,7 @@ def test_contents_in_several_texts_and_none() -> None:
         ({"content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content[0] is of type 'image_url'."),
         ({"content": ["Hi"]}, "messages[1].content[0] is of type 'str'."),
         ({"content": [{"type": "text"}]}, "messages[1].content[0].text is of type NoneType."),
-        ({"content": [{"type": "text", "text": "", "part": ""}]}, "messages[1].content[0].part is no name."),
+        ({"content": [{"type": "text", "text": "", "part": ""}]}, "messages[1].content[0].part is not a valid name."),
     ],
 )
 def test_contents_that_are_no_text_are_named(message: object, cause: str) -> None:

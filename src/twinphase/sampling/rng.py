@@ -1,7 +1,7 @@
 """Counter-based random numbers: a draw is a function of (seed, position) and of nothing else.
 
 Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). No state, hence the same draw
-whatever the batch, the chunking or the order of requests. Plain integers: one draw a token needs no arrays.
+whatever the batch, the chunking or the order of requests. Plain integers: one draw per token needs no arrays.
 """
 
 from __future__ import annotations

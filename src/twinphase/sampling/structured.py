@@ -29,7 +29,7 @@ F32 = NDArray[np.float32]
 MAX_COMPILED = 16  # grammars kept; a usual one takes some 100 KB, one made to be large 50 MB
 
 
-# Bounds of what was measured for grammars made to be slow: 0.5 s to compile, 15 ms for a token (50 where tables grow),
+# Bounds of what was measured for grammars made to be slow: 0.5 s to compile, 15 ms per token (50 where tables grow),
 # and 50 MB for a request. A usual one takes 2 ms, 0.01 ms and 20 KB.
 def _limits(items_in_row: int, step_items: int) -> LLParserLimits:
     return LLParserLimits(
@@ -52,7 +52,7 @@ _BOUNDS = np.where(
     np.float32(-np.inf),
 )
 _SOURCE_LINE = re.compile(r" *\d+ \| ")
-_SPECIAL_TOKEN = b"\xff"  # llguidance's mark of what is no text; no UTF-8 has this byte
+_SPECIAL_TOKEN = b"\xff"  # llguidance's mark of what is not text: no UTF-8 has this byte
 
 
 class GrammarCompiler:
@@ -67,14 +67,7 @@ class GrammarCompiler:
     def __init__(
         self, token_bytes: Sequence[bytes], special_ids: Iterable[int], eos_token_ids: Iterable[int], num_logits: int
     ) -> None:
-        """Take a vocabulary; nothing is built before the first grammar.
-
-        Args:
-            token_bytes: by id.
-            special_ids: of the control tokens.
-            eos_token_ids: of the tokens that end a sequence.
-            num_logits: columns of the model's logits, which may be more than tokens.
-        """
+        """`num_logits`: columns of the model's logits, which may be more than tokens."""
         self.token_bytes = token_bytes
         self.eos_token_ids = sorted(eos_token_ids)
         self.special_ids = frozenset(special_ids) | frozenset(self.eos_token_ids)
@@ -130,7 +123,7 @@ class GrammarCompiler:
             return self._tokenizer
 
     def _marked_tokens(self) -> list[bytes]:
-        """The tokens as llguidance wants them: one a column of the logits, empty where a token is never allowed."""
+        """The tokens as llguidance wants them: one per column of the logits, empty where a token is never allowed."""
         tokens = [
             _SPECIAL_TOKEN + text if i in self.special_ids else b"" if text.startswith(_SPECIAL_TOKEN) else text
             for i, text in enumerate(self.token_bytes[: self._num_logits])
@@ -157,18 +150,14 @@ class GrammarConstraint:
     """
 
     def __init__(self, compiled: LLMatcher, forget: Callable[[], None]) -> None:
-        """Begin at the start of a compiled grammar, which stays as it is; `forget` is called if it fails."""
+        """Begin at the start of a compiled grammar, which is not changed; `forget` is called if it fails."""
         self._compiled = compiled
         self._forget = forget
         self._matcher = compiled.deep_copy()
         self._seen: list[int] = []
 
     def restrict(self, logits: F32, output_token_ids: Sequence[int]) -> F32:
-        """See `Constraint`.
-
-        Raises:
-            ConstraintError: the grammar refuses the output, or reached a limit.
-        """
+        """See `Constraint`; a `ConstraintError` if the grammar refuses the output or reached a limit."""
         try:
             self._follow(output_token_ids)
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)

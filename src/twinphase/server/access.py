@@ -27,16 +27,12 @@ class Access:
     """API keys, of which only digests are kept."""
 
     def __init__(self, api_keys: Sequence[str]) -> None:
-        """Everybody may ask when there are no keys."""
         self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     def tenant(self, authorization: str | None) -> str:
         """The tenant of an Authorization header: one name for each key, "" when no keys are asked for.
 
-        Every key is compared, each in constant time, so that an answer's delay tells nothing about a near miss.
-
-        Raises:
-            AuthenticationError: there are keys and the header has none of them.
+        Every key is compared, each in constant time, so that the delay tells nothing about a near miss.
         """
         if not self._digests:
             return ""
@@ -55,7 +51,6 @@ def salted(tenant: str, cache_salt: str | None) -> str | None:
 
 
 def shutting_down() -> EngineUnavailableError:
-    """What to tell those who come too late, or take too long."""
     return EngineUnavailableError("The server is shutting down.", "Send the request to another, or later.")
 
 
@@ -68,11 +63,7 @@ class Ticket:
     num_tokens: int = 0  # of prompts not yet begun
 
     def queue(self, num_tokens: int) -> None:
-        """The prompts are known, and wait.
-
-        Raises:
-            OverloadedError: too many tokens wait already.
-        """
+        """The prompts are known and wait, unless too many tokens wait already."""
         admission, config = self.admission, self.admission.config
         if admission.queued_tokens and admission.queued_tokens + num_tokens > config.max_queued_tokens:
             raise admission.overloaded(f"{admission.queued_tokens} prompt tokens wait to be read")
@@ -105,7 +96,6 @@ class Admission:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        """Nobody is in."""
         self.config = config
         self.num_requests = self.queued_tokens = 0
         self.usual_seconds = 0.0
@@ -113,13 +103,7 @@ class Admission:
         self.draining = False
 
     def enter(self, num_requests: int) -> Ticket:
-        """Let in a request that becomes `num_requests` for the engine.
-
-        Raises:
-            InvalidRequestError: so many are never let in.
-            OverloadedError: too many are in.
-            EngineUnavailableError: the server is about to end.
-        """
+        """Let in a request that becomes `num_requests` for the engine, or refuse it: too many at once, or draining."""
         if self.draining:
             raise shutting_down()
         most = self.num_seats + self.config.max_queued_requests

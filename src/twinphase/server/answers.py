@@ -70,7 +70,6 @@ class Choice:
     """
 
     def __init__(self, job: Job, index: int, stream: RequestStream) -> None:
-        """Nothing has come yet."""
         self.job, self.index, self.stream = job, index, stream
         self.content = self.reasoning = ""
         self.token_ids: list[int] = []
@@ -83,20 +82,14 @@ class Choice:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls so far."""
         return join_deltas(self._calls)
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or token that ended the answer."""
         return self.stream.transcript.stop_reason
 
     def take(self, update: StreamUpdate) -> Delta:
-        """The next delta.
-
-        Raises:
-            TwinphaseError: the request has failed.
-        """
+        """The next delta; raises what the request failed with."""
         if update.phase is Phase.PREFILL and not update.finished:
             return Delta(self, num_prefilled=update.num_prefilled)
         reasoning, content, calls = self._divide(update.text, update.finished)
@@ -135,7 +128,9 @@ class Choice:
         if reason == "error" and (request.error or "").startswith(CONSTRAINT_FAILURE):
             raise InvalidRequestError(f"{request.error}.".replace("..", "."), "Use a simpler form.")
         if reason == "error":
-            raise TwinphaseError(f"The request failed: {str(request.error).rstrip('.')}.", "Others are not concerned.")
+            raise TwinphaseError(
+                f"The request failed: {str(request.error).rstrip('.')}.", "Other requests are not affected."
+            )
         if reason == "abort":
             raise EngineUnavailableError("The request was ended by the server.", "Send it again.")
         self.finish_reason = "tool_calls" if self._calls and reason == "stop" else reason
@@ -161,11 +156,7 @@ class Choice:
 
 
 async def submit_all(engine: AsyncEngine, job: Job, cache_salt: str | None) -> list[Choice]:
-    """Queue every request of a job, all or none.
-
-    Raises:
-        TwinphaseError: one was refused.
-    """
+    """Queue every request of a job, all or none."""
 
     async def submit(index: int) -> Choice:
         stream = await engine.submit(
@@ -194,14 +185,9 @@ async def submit_all(engine: AsyncEngine, job: Job, cache_salt: str | None) -> l
 async def run_job(
     choices: list[Choice], on_update: Callable[[Choice, StreamUpdate], None]
 ) -> AsyncGenerator[Delta, None]:
-    """Deltas of all answers as they come. Leaving the iteration aborts what has not finished.
+    """Deltas of all answers as they come. Leaving the iteration, or an answer that fails, aborts the others.
 
-    Args:
-        choices: from `submit_all`.
-        on_update: told of each update before its delta is given.
-
-    Raises:
-        TwinphaseError: one of the answers failed; the others are aborted.
+    `on_update` is told of each update before its delta is given.
     """
     try:
         if len(choices) == 1:

@@ -40,10 +40,12 @@ __all__ = ["make_app"]
 
 LOG = logging.getLogger("twinphase.server")
 OPEN_PATHS = re.compile(r"/(health(/live|/ready)?|metrics|version|docs|openapi\.json)?")  # no API key is asked for
-BODIES = 32  # times the limit that all bodies together may have while they come
-PATIENCE = 8  # times the limit that a body may have and still be read, and thrown away, for its client to see the error
+# All bodies that are being received may together have this many times the limit of one.
+TOTAL_BODY_LIMITS = 32
+# A body of up to this many times the limit is read and thrown away, so that its client gets to see the error.
+DISCARDED_BODY_LIMITS = 8
 Responses = dict[int | str, dict[str, Any]]  # as the OpenAPI document has them, by status
-FAILED = TwinphaseError("The server failed on this request.", "Others are not concerned.")
+FAILED = TwinphaseError("The server failed on this request.", "Other requests are not affected.")
 UNREADABLE = "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without numbers that long."
 ERRORS: Responses = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
@@ -116,12 +118,12 @@ def _add_text(api: APIRouter, service: Service) -> None:
 
     @api.get("/v1/models", responses=ERRORS)
     async def list_models() -> dict[str, Any]:
-        """The model's names."""
+        """List the model's names."""
         return {"object": "list", "data": [describe(name) for name in service.model_names]}
 
     @api.get("/v1/models/{model:path}", responses=ERRORS)
     async def get_model(model: str) -> dict[str, Any]:
-        """One of them."""
+        """Describe the model by one of its names."""
         service.check_model(model)
         return describe(model)
 
@@ -202,13 +204,13 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses=METRICS, response_class=Response)
     async def metrics(request: Request) -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         body, content_type = service.metrics.expose(request.headers.get("accept"))
         return Response(body, media_type=content_type)
 
     @app.get("/version", responses=ERRORS)
     async def version() -> dict[str, str]:
-        """Of twinphase."""
+        """The version of twinphase."""
         return {"version": __version__}
 
 
@@ -246,7 +248,6 @@ class Gate:
     """
 
     def __init__(self, app: FastAPI, service: Service) -> None:
-        """Guard `app`."""
         self.app, self._service = app, service
         self._num_bytes = 0  # of bodies that are still coming
         self._serve: Any = self._check
@@ -255,7 +256,6 @@ class Gate:
             self._serve = CORSMiddleware(self._check, origins, ["*"], ["*"], expose_headers=EXPOSED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, or the lifespan."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -289,16 +289,13 @@ class Gate:
                 await _send_problem(send, FAILED)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The body; None if the client left.
-
-        Raises:
-            TooLargeError: it is longer than allowed.
-            SlowBodyError: it came too slowly.
-        """
+        """The body; None if the client left. A body that is too long or comes too slowly is refused."""
         limit = self._service.config.max_body_bytes
         error = TooLargeError(f"The body is longer than {limit} bytes.", "Send less in one request.")
         length = headers.get(b"content-length", b"")
-        longest = limit if b"expect" in headers else PATIENCE * limit  # a client that asks first has sent none yet
+        longest = (
+            limit if b"expect" in headers else DISCARDED_BODY_LIMITS * limit
+        )  # a client that asks first has sent none yet
         if length.isdigit() and int(length[:20]) > longest:
             raise error
         body = bytearray()
@@ -311,7 +308,7 @@ class Gate:
                     return None
                 piece = message.get("body", b"")
                 size += len(piece)
-                if self._num_bytes > BODIES * limit:
+                if self._num_bytes > TOTAL_BODY_LIMITS * limit:
                     raise self._service.admission.overloaded("too many requests are being sent at once")
                 if size <= limit:
                     body.extend(piece)
@@ -324,7 +321,7 @@ class Gate:
         try:
             return await asyncio.wait_for(read(), self._service.config.body_timeout)
         except TimeoutError:
-            raise SlowBodyError("The body came too slowly.", "Send it again.") from None
+            raise SlowBodyError("The body came too slowly.", "Send it again, or raise --body-timeout.") from None
         finally:
             self._num_bytes -= len(body)
 

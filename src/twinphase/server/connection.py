@@ -25,12 +25,10 @@ class Connection(HttpToolsProtocol):
     _cut: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected, and may keep silent no longer than a head may take."""
         super().connection_made(transport)
         self._begin_head()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
         if self._is_answering():
             self.cycle.keep_alive = False
             return
@@ -40,7 +38,6 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def on_message_begin(self) -> None:
-        """The parser found a request's first byte."""
         if self._is_answering():
             raise ValueError("a request before the answer to the last")
         super().on_message_begin()
@@ -48,30 +45,25 @@ class Connection(HttpToolsProtocol):
             self._begin_head()
 
     def on_headers_complete(self) -> None:
-        """The parser found a head's end."""
         self._end_head()
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """The parser could not go on."""
         if self._is_answering():
             self.cycle.keep_alive = False
         else:
             super().send_400_response(msg)
 
     def on_response_complete(self) -> None:
-        """The answer's last byte was handed over; if the connection is not kept, it was closed."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._cut_if_unread()
 
     def timeout_keep_alive_handler(self) -> None:
-        """No other request came."""
         super().timeout_keep_alive_handler()
         self._cut_if_unread()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
         self._end_head()
         if self._cut is not None:
             self._cut.cancel()

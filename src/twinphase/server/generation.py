@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -26,9 +26,7 @@ from twinphase.server.jobs import Job
 from twinphase.server.observe import server_timing
 from twinphase.server.problems import RequestTimeoutError
 from twinphase.server.replies import DONE, Replies
-
-if TYPE_CHECKING:
-    from twinphase.server.service import Service
+from twinphase.server.service import Service
 
 __all__ = ["Generation"]
 
@@ -58,15 +56,7 @@ class Generation(Response):
         num_requests: int,
         stream: bool,
     ) -> None:
-        """Nothing is asked of the engine yet.
-
-        Args:
-            service: what all requests share.
-            make_job: encodes the prompts; given the engine and the time of arrival.
-            make_replies: the API's shapes.
-            num_requests: answers that the engine will be asked for.
-            stream: send events.
-        """
+        """`make_job` encodes the prompts, given engine and time of arrival; `num_requests`: answers to ask for."""
         self.status_code, self.background = 200, None
         self.sending_since: float | None = None
         self._service, self._make_job, self._make_replies = service, make_job, make_replies
@@ -96,7 +86,7 @@ class Generation(Response):
             self._service.in_flight.discard(self)
 
     def check(self, now: float) -> None:
-        """Called by the watch a few times a second."""
+        """End the request if its client reads too slowly or its time is up; called a few times per second."""
         config = self._service.config
         if self.sending_since is not None and now - self.sending_since > config.slow_reader_timeout:
             self._service.metrics.refused(0, "slow_reader")
@@ -128,7 +118,7 @@ class Generation(Response):
                 await self._refuse(self._failure)
         except Exception:
             LOG.exception("A request failed")
-            await self._refuse(TwinphaseError("The server failed on this request.", "Others are not concerned."))
+            await self._refuse(TwinphaseError("The server failed on this request.", "Other requests are not affected."))
         finally:
             if ticket is not None:
                 ticket.leave()
@@ -184,7 +174,6 @@ class Generation(Response):
         await self._send(replies.end(), more=False)
 
     def _handed_over(self, delta: Delta) -> None:
-        """A delta is with the socket, or with a body to come."""
         if not delta.token_ids:
             return
         now, metrics, choice = perf_counter(), self._service.metrics, delta.choice

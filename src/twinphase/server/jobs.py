@@ -64,11 +64,9 @@ class Reader:
     markers: frozenset[int] = frozenset()
 
     def splitter(self) -> ReasoningSplitter | None:
-        """Keeps thinking apart."""
         return ReasoningSplitter(self.tags, self.thinking) if self.tags else None
 
     def tool_parser(self) -> ToolCallParser | None:
-        """Keeps tool calls apart."""
         return ToolCallParser(self.tool_format) if self.tool_format else None
 
 
@@ -112,7 +110,6 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        """Answers in all."""
         return len(self.prompts) * self.n
 
     def request_id(self, choice: int) -> str:
@@ -120,7 +117,6 @@ class Job:
         return self.id if self.num_choices == 1 else f"{self.id}-{choice}"
 
     def prompt_of(self, choice: int) -> EncodedPrompt:
-        """The prompt of an answer."""
         return self.prompts[choice // self.n]
 
     def params_of(self, choice: int) -> SamplingParams:
@@ -134,18 +130,7 @@ class Job:
 async def chat_job(
     engine: AsyncEngine, body: ChatCompletionRequest, model: str, arrival: float, *, tool_prompt: bool = True
 ) -> Job:
-    """A conversation to answer.
-
-    Args:
-        engine: encodes the prompt.
-        body: as the client sent it.
-        model: the reply's name of it.
-        arrival: when the request came, seconds.
-        tool_prompt: describe tools in the prompt where the template has no place for them.
-
-    Raises:
-        InvalidRequestError: something in it cannot be honoured.
-    """
+    """A conversation to answer. `tool_prompt`: describe tools in the prompt if the template has no place for them."""
     template, tokenizer = engine.text.chat_template, engine.text.tokenizer
     choice: Any = body.tool_choice
     if isinstance(choice, NamedToolChoice):
@@ -187,11 +172,7 @@ async def chat_job(
 
 
 def count_prompts(body: CompletionRequest, limit: int) -> int:
-    """Prompts of a request.
-
-    Raises:
-        InvalidRequestError: there are none, or more than `limit`.
-    """
+    """Number of prompts in a request, which has to be at least 1 and at most `limit`."""
     count = len(_prompt_list(body.prompt))
     if not 0 < count <= limit:
         raise InvalidRequestError(f"`prompt` has {count} prompts.", f"Use 1 to {limit} in a request.")
@@ -201,11 +182,7 @@ def count_prompts(body: CompletionRequest, limit: int) -> int:
 def template_inputs(
     text: ModelText, body: ChatCompletionRequest | TokenizeRequest, tool_prompt: bool
 ) -> TemplateInputs:
-    """What the model's chat template is given: messages, tools if it has a place for them, further variables.
-
-    Raises:
-        InvalidRequestError: it has no place for tools and may not be helped, or something in the body is wrong.
-    """
+    """What the model's chat template is given: messages, tools if it has a place for them, further variables."""
     tools = _plain_tools(body)
     own_place = takes_tools(text.chat_template.source)
     if tools and not own_place and not tool_prompt:
@@ -220,11 +197,7 @@ def template_inputs(
 
 
 async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float) -> Job:
-    """Prompts to complete.
-
-    Raises:
-        InvalidRequestError: something in it cannot be honoured.
-    """
+    """The job of one or several prompts to complete."""
     prompts, limit = _prompt_list(body.prompt), engine.facts.config.max_model_len if engine.facts else None
     longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
     if limit is not None and longest > limit:  # before anything is done with that many
@@ -317,11 +290,7 @@ def _params(
 def _one_constraint(
     body: GenerationRequest, tools: StructuredOutputsParams | None = None
 ) -> StructuredOutputsParams | None:
-    """The form that the answer must have, however the client named it.
-
-    Raises:
-        InvalidRequestError: it named two.
-    """
+    """The form that the answer must have, however the client named it; two forms are refused."""
     found: dict[str, StructuredOutputsParams] = {}
     if tools is not None:
         found["tools"] = tools

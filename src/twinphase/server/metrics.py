@@ -122,13 +122,6 @@ class Metrics:
     def __init__(
         self, model_name: str, *, vllm_aliases: bool = False, registry: CollectorRegistry | None = None
     ) -> None:
-        """Begin at zero.
-
-        Args:
-            model_name: label of every sample.
-            vllm_aliases: expose under vLLM's names too.
-            registry: to be in; a new one by default.
-        """
         self.registry = registry or CollectorRegistry()
         self._families = families = _Families(model_name, vllm_aliases)
         self.registry.register(families)
@@ -192,7 +185,6 @@ class Metrics:
         }
 
     def step(self, stats: StepStats) -> None:
-        """After each step."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_cache_usage)
@@ -210,7 +202,7 @@ class Metrics:
             counters["decode"].inc(decode)
 
     def engine_up(self, is_up: bool) -> None:
-        """The engine takes requests now, or has died; what it held died with it."""
+        """Whether the engine takes requests; what it held died with it."""
         self._up.set(is_up)
         if not is_up:
             self.idle()
@@ -283,17 +275,12 @@ class Metrics:
     def refused(self, status: int, reason: str) -> None:
         """A request was answered with an error before it was queued.
 
-        Args:
-            status: of the HTTP answer.
-            reason: one of the server's few words, never text from a request: each makes a series for good.
+        `reason` is one of the server's few words, never text from a request: each makes a series for good.
         """
         self._refused.labels(self._families.model_name, str(status), reason).inc()
 
     def expose(self, accept: str | None) -> tuple[bytes, str]:
-        """All metrics as text, and its content type: OpenMetrics if `accept`, the request's header, names it.
-
-        Takes some milliseconds.
-        """
+        """All metrics as text, and its content type: OpenMetrics if the Accept header names it."""
         # Not the header itself: a version in it that is no number raises.
         encode, content_type = choose_encoder(OPENMETRICS_AS_IS if OPENMETRICS in (accept or "") else "")
         return encode(self.registry), content_type

@@ -43,7 +43,7 @@ LogitBias = Annotated[dict[TokenKey, float], Field(max_length=MAX_BIASES), Befor
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # strict: "1" and true are no numbers
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # strict: "1" and true are not numbers
 
     @model_validator(mode="before")
     @classmethod

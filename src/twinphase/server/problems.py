@@ -74,7 +74,6 @@ def body(error: TwinphaseError | dict[str, Any]) -> bytes:
 
 
 def headers(error: TwinphaseError) -> dict[str, str]:
-    """Headers that go with a refusal."""
     if isinstance(error, EngineUnavailableError):
         return {"Retry-After": str(getattr(error, "retry_after", 1))}
     if isinstance(error, RequestTimeoutError):  # OpenAI's clients would send it again, for as long
@@ -107,7 +106,7 @@ def invalid_fields(errors: Sequence[Any]) -> dict[str, Any]:
 
 
 def not_found(method: str, path: str) -> str:
-    """What to tell who asks for a route that is not there."""
+    """The message for a route that does not exist."""
     if path.startswith("/api/"):
         return f"There is no {path} here: this is OpenAI's API, not Ollama's. Use /v1/chat/completions."
     if path in ("/chat/completions", "/completions", "/models"):

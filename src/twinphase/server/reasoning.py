@@ -20,12 +20,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, tags: ThinkTags, opened: bool) -> None:
-        """Starts an answer.
-
-        Args:
-            tags: from `think_tags`.
-            opened: from `opens_thinking`. If False, only an answer that begins with the start tag has a thinking part.
-        """
+        """If not `opened` (see `opens_thinking`), only an answer that begins with the start tag has a thinking part."""
         self._tags = tags
         self._beginning = True  # the answer may still turn out to begin with the start tag
         self._thinking = opened

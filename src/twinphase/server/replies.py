@@ -23,7 +23,6 @@ _JSON = msgspec.json.Encoder()
 
 
 def event(data: Any) -> bytes:
-    """A server-sent event."""
     return b"data: " + _JSON.encode(data) + b"\n\n"
 
 
@@ -59,7 +58,7 @@ class Replies:
     def __init__(
         self, job: Job, choices: Sequence[Choice], tokenizer: Tokenizer, shape: ModelShape | None = None
     ) -> None:
-        """Nothing is said yet; `shape` is the model's, for the report of prompt parts."""
+        """`shape` is the model's, for the report of prompt parts."""
         self.job, self.choices, self.tokenizer, self.shape = job, choices, tokenizer, shape
         head = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
         self._head = head
@@ -89,7 +88,6 @@ class Replies:
         return b"data: " + self._plain + b"," + _JSON.encode(extra)[1:] + b"\n\n"
 
     def end(self) -> bytes:
-        """The last events of a stream."""
         if not self.job.include_usage:
             return DONE
         return event({**self._head, "choices": [], "usage": usage(self.job, self.choices)}) + DONE
@@ -116,11 +114,9 @@ class Replies:
         }
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        """The entry of a chunk's "choices"."""
         raise NotImplementedError
 
     def body_choice(self, choice: Choice) -> dict[str, Any]:
-        """The entry of a whole reply's "choices"."""
         raise NotImplementedError
 
     def _progress(self, delta: Delta) -> bytes:
@@ -144,7 +140,6 @@ class ChatReplies(Replies):
     chunk_object, body_object = "chat.completion.chunk", "chat.completion"
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        """With the delta of the message."""
         message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
         if delta.content or (delta.first and not delta.reasoning):
             message["content"] = delta.content
@@ -159,7 +154,6 @@ class ChatReplies(Replies):
         return choice
 
     def body_choice(self, choice: Choice) -> dict[str, Any]:
-        """With the whole message."""
         message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
         if choice.reasoning and self.job.reader.keep_reasoning:
             message["reasoning_content"] = choice.reasoning
@@ -199,19 +193,16 @@ class CompletionReplies(Replies):
     def __init__(
         self, job: Job, choices: Sequence[Choice], tokenizer: Tokenizer, shape: ModelShape | None = None
     ) -> None:
-        """Nothing is said yet."""
         super().__init__(job, choices, tokenizer, shape)
         self._offsets = [0] * len(choices)  # characters of the tokens whose log probabilities were given
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        """With the new text."""
         index = delta.choice.index
         logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
         finish_reason = delta.choice.finish_reason if delta.finished else None
         return {"index": index, "text": delta.content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def body_choice(self, choice: Choice) -> dict[str, Any]:
-        """With the whole text."""
         asked = self.job.params.logprobs is not None
         self._offsets[choice.index] = 0
         logprobs = self._logprobs(choice.index, choice.logprobs) if asked else None

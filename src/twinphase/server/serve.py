@@ -28,11 +28,7 @@ POLL_SECONDS = 0.05
 
 
 def serve(model: str, engine_config: dict[str, Any], config: ServerConfig) -> int:
-    """Serve a model until SIGTERM or SIGINT; returns the exit code.
-
-    Raises:
-        TwinphaseError: the model cannot be found or loaded, or the address is taken.
-    """
+    """Serve a model until SIGTERM or SIGINT; returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("twinphase").setLevel(logging.INFO)
     host = ProcessHost(model, engine_config)
@@ -56,7 +52,7 @@ def serve(model: str, engine_config: dict[str, Any], config: ServerConfig) -> in
 
 
 def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
-    """What people want to know of a server that is ready."""
+    """The lines that a server prints when it is ready."""
     config, text = facts.config, service.host.text
     kind = f"{text.quantization}, {terminal.describe_bytes(text.checkpoint.path.stat().st_size)}"
     capacity = (config.num_kv_blocks or 0) * config.block_size
@@ -108,7 +104,6 @@ class _Server(uvicorn.Server):
         service.drain(service.config.drain_timeout)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until told to end."""
         for sig in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(sig, self.handle_exit, sig, None)
         tasks = [asyncio.create_task(self._announce()), asyncio.create_task(self._end_when_drained())]

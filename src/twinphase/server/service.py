@@ -10,22 +10,19 @@ import logging
 import time
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.host import Host, ProcessHost
 from twinphase.engine.messages import EngineFacts, StepStats
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
+from twinphase.server.answers import Choice
 from twinphase.server.config import ServerConfig
+from twinphase.server.jobs import Job
 from twinphase.server.metrics import Metrics
 from twinphase.server.observe import Timelines
 from twinphase.server.tracing import RequestFacts, RequestTracer, make_tracer
-
-if TYPE_CHECKING:
-    from twinphase.server.answers import Choice
-    from twinphase.server.generation import Generation
-    from twinphase.server.jobs import Job
 
 __all__ = ["Service"]
 
@@ -34,24 +31,30 @@ LOG_SECONDS = 10.0
 LOG = logging.getLogger("twinphase.server")
 
 
+class InFlight(Protocol):
+    """A request over HTTP that has not sent its last byte (`generation.py`)."""
+
+    def check(self, now: float) -> None: ...
+
+    def expire(self, error: TwinphaseError) -> None: ...
+
+
 class StatsLog:
     """A line about the steps of the last seconds, if there were any."""
 
     def __init__(self) -> None:
-        """Nothing has happened."""
         self._since: float | None = None
         self._prefill = self._decode = 0
         self._last: StepStats | None = None
 
     def add(self, stats: StepStats) -> None:
-        """A step."""
         self._since = self._since if self._since is not None else stats.start
         self._prefill += stats.prefill_tokens
         self._decode += stats.decode_tokens
         self._last = stats
 
     def line(self, now: float) -> str | None:
-        """What there is to say, every `LOG_SECONDS`."""
+        """A line every `LOG_SECONDS` of work, None otherwise."""
         if self._since is None or self._last is None or now - self._since < LOG_SECONDS:
             return None
         seconds, stats = now - self._since, self._last
@@ -82,11 +85,6 @@ class Service:
     """
 
     def __init__(self, host: Host, model: str, config: ServerConfig) -> None:
-        """Nothing runs yet.
-
-        Raises:
-            InvalidRequestError: traces are asked for and their package is missing.
-        """
         self.config, self.host = config, host
         self.model, self.model_names = model, list(config.served_model_name) or [model]
         self.engine: AsyncEngine | None = None
@@ -94,7 +92,7 @@ class Service:
         self.metrics = Metrics(self.model_names[0], vllm_aliases=config.vllm_metrics)
         self.tracer: RequestTracer | None = make_tracer(config.otlp_endpoint) if config.otlp_endpoint else None
         self.timelines = Timelines(config.kept_timelines)
-        self.in_flight: set[Generation] = set()
+        self.in_flight: set[InFlight] = set()
         self.stalled = False
         self.drained = asyncio.Event()
         self._busy_since: float | None = None
@@ -118,7 +116,6 @@ class Service:
             LOG.warning("%s Chats will be refused.", error.cause)
 
     async def stop(self) -> None:
-        """End both."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self.engine is not None:
@@ -128,7 +125,6 @@ class Service:
 
     @property
     def facts(self) -> EngineFacts | None:
-        """What was loaded, once it is."""
         return self.engine.facts if self.engine else None
 
     @property
@@ -154,54 +150,35 @@ class Service:
         return refused.error() if refused else None
 
     def require_engine(self) -> AsyncEngine:
-        """The engine, if it takes requests.
-
-        Raises:
-            EngineUnavailableError: it does not.
-        """
+        """The engine, or the error that says why it takes no requests."""
         assert self.engine is not None, "the server has started"
         if not self.engine.is_running:
             raise self.engine.unavailable()
         return self.engine
 
     def admit(self, num_requests: int) -> Ticket:
-        """Let in a request that becomes `num_requests` for the engine.
-
-        Raises:
-            EngineUnavailableError: there is no engine to let it in to, or not for long.
-            TwinphaseError: as `Admission.enter`.
-        """
+        """Let in a request that becomes `num_requests` for the engine; refuses as `Admission.enter` does."""
         facts = self.require_engine().facts
         assert facts is not None, "the engine is running"
         self.admission.num_seats = facts.config.max_num_seqs
         return self.admission.enter(num_requests)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served; none at all is as good as the right one.
-
-        Raises:
-            ModelNotFoundError: with the names that are.
-        """
+        """Refuse a model that is not served; a request that names none is served."""
         if name is not None and name not in self.model_names:
             names = ", ".join(self.model_names)
             raise ModelNotFoundError(f"The model {name[:80]!r} is not served here.", f"Use one of: {names}.")
 
     def check_n(self, n: int | None) -> None:
-        """Refuse too many answers to a prompt.
-
-        Raises:
-            InvalidRequestError: with the limit.
-        """
         if n is not None and n > self.config.max_n:
             raise InvalidRequestError(f"n is {n}; {self.config.max_n} answers are allowed.", "Ask for fewer.")
 
     def drain(self, seconds: float) -> None:
-        """Let nothing more in; `drained` is set when what runs has finished, or has had so many seconds."""
+        """Let nothing more in; `drained` is set when what runs has finished, or after so many seconds."""
         self.admission.draining = True
         self._drain_until = perf_counter() + seconds
 
     def observe_end(self, job: Job, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
-        """An answer has ended, finished or not."""
         self.timelines.end(choice, job.prompt_of(choice.index).runs)
         transcript = choice.stream.transcript
         request, timeline = transcript.request, transcript.timeline
@@ -267,7 +244,7 @@ class Service:
         self.stalled = self._busy_since is not None and now - max(self._busy_since, last_step) > limit
         if isinstance(engine.host, ProcessHost):
             if self.stalled and not was_stalled:
-                LOG.error("The engine made no step for %.0f s; it is started again.", limit)
+                LOG.error("The engine made no step for %.0f s; it is restarted.", limit)
                 engine.host.kill()
             if engine.host.num_restarts > self._num_restarts:
                 self._num_restarts = engine.host.num_restarts
@@ -280,5 +257,4 @@ class Service:
             LOG.info(line)
 
     def state(self) -> dict[str, Any]:
-        """For health checks."""
         return {"status": self.stage, "running": self.admission.num_requests}

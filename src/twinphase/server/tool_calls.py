@@ -1,7 +1,7 @@
 """Tool calls out of a model's text, as the text comes.
 
-For what a model writes with and without a grammar: what is no call stays content, and nothing here fails. Not for the
-HTTP form of what is found.
+For what a model writes with and without a grammar: what is not a call stays content, and nothing here fails. Not for
+the HTTP form of what is found.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ToolCall", "ToolCallDelta", "ToolCallParser", "join_deltas"]
 
 # A call up to its arguments, in the order in which models write it.
 _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*"({TOOL_NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
-# The beginning of an object that is no call.
+# The beginning of an object that is not a call.
 _OTHER_OBJECT = re.compile(r'\{\s*(?:[^\s"]|"(?!(?:name|arguments|parameters|type|id)")[^"]*")')
 _AROUND_CALLS = " \t\r\n,;[]}"  # what separates calls in any format, and the brace that small models write twice
 _REST_OF_CALL = re.compile(r"^[^{}<]+")
@@ -45,7 +45,6 @@ class ToolCall:
 
 
 def join_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
-    """The calls that a stream of deltas told of."""
     calls: list[ToolCall] = []
     for delta in deltas:
         if delta.id is not None and delta.name is not None:
@@ -62,12 +61,7 @@ class ToolCallParser:
     """
 
     def __init__(self, format: ToolFormat, new_id: Callable[[], str] | None = None) -> None:
-        """Starts an answer.
-
-        Args:
-            format: how the model writes calls; either key of the arguments is read in any of them.
-            new_id: makes the ids of calls; random ones if None.
-        """
+        """`new_id` makes the ids of calls; random ones if None."""
         self._format = format
         self._end = format.close.strip()
         # Mistral's templates take ids of nine letters and digits only.

@@ -40,11 +40,7 @@ def takes_tools(template_source: str) -> bool:
 
 
 def with_argument_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """For templates that take tools: the arguments of earlier calls as objects, which OpenAI sends as JSON text.
-
-    Raises:
-        InvalidRequestError: arguments that are no JSON object.
-    """
+    """For templates that take tools: the arguments of earlier calls as objects, which OpenAI sends as JSON text."""
     return [
         {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -57,9 +53,6 @@ def with_tool_prompt(messages: Sequence[Message], tools: Sequence[Tool]) -> list
     """For templates that do not: tools, earlier calls and their results as text, in Hermes' format.
 
     The tools go to the end of the system message; results that follow each other make one message of the user.
-
-    Raises:
-        InvalidRequestError: arguments that are no JSON object.
     """
     written: list[dict[str, Any]] = []
     results: list[Message] | None = None  # the content of the message before, if it holds results
@@ -105,7 +98,7 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, Mapping):
         raise InvalidRequestError(
-            f"The arguments of a call of {function['name']!r} are no JSON object.", "Send back what the model wrote."
+            f"The arguments of a call of {function['name']!r} are not a JSON object.", "Send back what the model wrote."
         )
     return {**call, "function": {"name": function["name"], "arguments": arguments}}
 

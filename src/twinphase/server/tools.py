@@ -78,12 +78,7 @@ def tool_format(template_source: str) -> ToolFormat:
 
 
 def check_tools(tools: Sequence[Tool], tool_choice: ToolChoice) -> None:
-    """Refuses what cannot be offered or chosen.
-
-    Raises:
-        InvalidRequestError: a bad name or two of the same, parameters that are no object or no plain JSON, a choice
-            that cannot be met.
-    """
+    """Refuse tools that cannot be offered, and a choice that cannot be met."""
     names = set()
     for tool in tools:
         name = tool["function"]["name"]
@@ -96,7 +91,7 @@ def check_tools(tools: Sequence[Tool], tool_choice: ToolChoice) -> None:
         names.add(name)
         parameters = plain_json(f"The parameters of tool {name!r}", tool["function"].get("parameters") or {})
         if parameters.get("type", "object") != "object":
-            raise InvalidRequestError(f"The parameters of tool {name!r} are no object.", 'Use "type": "object".')
+            raise InvalidRequestError(f"The parameters of tool {name!r} are not an object.", 'Use "type": "object".')
     if isinstance(tool_choice, Mapping):
         chosen = _chosen(tool_choice)
         if chosen not in names:
@@ -188,7 +183,7 @@ def _without_prose(schema: Any) -> Any:
 
 
 def _other_than(beginning: str) -> str:
-    """A regular expression for texts that do not begin so."""
+    """A regular expression for texts that do not begin like this."""
     pattern = ""
     for character in map(re.escape, reversed(beginning)):
         pattern = f"([^{character}]{_ANY}{pattern and f'|{character}{pattern}'})?"

@@ -1,4 +1,4 @@
-"""A finished request as an OpenTelemetry trace: one span from arrival to the last byte, in it one a phase.
+"""A finished request as an OpenTelemetry trace: one span from arrival to the last byte, with one per phase in it.
 
 Attribute names are those of the GenAI semantic conventions, whose status is Development; ours begin with `twinphase.`.
 OpenTelemetry is an extra, imported only when asked for. Prompts and answers are not for traces.
@@ -51,12 +51,10 @@ class PhaseSpan:
 
     @property
     def start(self) -> float:
-        """Of the first interval, seconds."""
         return self.intervals[0].start
 
     @property
     def end(self) -> float:
-        """Of the last interval, seconds."""
         return self.intervals[-1].end
 
 
@@ -127,7 +125,6 @@ class RequestFacts:
         return about
 
     def attributes(self) -> dict[str, Any]:
-        """Attributes of the span."""
         about = {
             **self.common(),
             "gen_ai.response.id": self.response_id,
@@ -147,12 +144,6 @@ class RequestTracer:
     """Hands finished requests to OpenTelemetry; from any thread. Sending is for the providers' own threads."""
 
     def __init__(self, tracer_provider: TracerProvider, meter_provider: MeterProvider | None = None) -> None:
-        """Use these providers.
-
-        Args:
-            tracer_provider: of spans.
-            meter_provider: of the conventions' histograms of latencies; None leaves them out.
-        """
         self._tracer_provider, self._meter_provider = tracer_provider, meter_provider
         self._tracer = tracer_provider.get_tracer("twinphase")
         self._histograms: list[Histogram] = []
@@ -218,7 +209,7 @@ class RequestTracer:
                 histogram.record(value, facts.common())
 
     def close(self) -> None:
-        """Send what is left, for which it waits, and end the threads that send."""
+        """Send what is left, waiting for it, and end the threads that send."""
         self._tracer_provider.shutdown()
         if self._meter_provider is not None:
             self._meter_provider.shutdown()
@@ -247,13 +238,10 @@ def _stall_attributes(stall: Interval) -> dict[str, Any]:
 
 
 def make_tracer(endpoint: str | None) -> RequestTracer | None:
-    """A tracer that sends to a collector by OTLP over HTTP; None without an endpoint.
-
-    Args:
-        endpoint: URL of the collector, as in "http://localhost:4318"; its paths are appended.
+    """A tracer that sends to a collector by OTLP over HTTP, or None without an endpoint (a URL without path).
 
     Raises:
-        InvalidRequestError: OpenTelemetry is not installed, or the endpoint is no URL.
+        InvalidRequestError: OpenTelemetry is not installed, or the endpoint is not a URL.
     """
     if endpoint is None:
         return None

@@ -93,7 +93,7 @@ class ChatTemplate:
             variables: further names the template may use.
 
         Raises:
-            InvalidRequestError: a content that is no text; or the template refuses the messages, fails on them, or
+            InvalidRequestError: a content that is not text; or the template refuses the messages, fails on them, or
                 exceeds its budget.
         """
         messages = [self._with_one_text(message, i) for i, message in enumerate(messages)]
@@ -107,7 +107,7 @@ class ChatTemplate:
                 f"The chat template rejects the messages: {_one_line(error)}.", "Change the messages."
             ) from None
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            # A template is code, and fails like code: on content that is no text, or a role it does not expect.
+            # A template is code, and fails like code: on content that is not text, or a role it does not expect.
             raise InvalidRequestError(
                 f"The chat template fails on the messages: {_one_line(error)}.", "Check roles and contents."
             ) from None
@@ -130,7 +130,7 @@ def content_texts(message: Mapping[str, Any], index: int) -> list[tuple[str, str
         index: of the message, for errors.
 
     Raises:
-        InvalidRequestError: anything but text, or a name that is none.
+        InvalidRequestError: anything but text, or an invalid name.
     """
     at = f"messages[{index}]"
     if not isinstance(message, Mapping):
@@ -153,7 +153,7 @@ def _text_entry(entry: Any, at: str) -> tuple[str, str | None]:
     if not isinstance(text, str):
         raise InvalidRequestError(f"{at}.text is of type {type(text).__name__}.", "Give a text.")
     if part is not None and not (isinstance(part, str) and 0 < len(part) <= MAX_PART_NAME):
-        raise InvalidRequestError(f"{at}.part is no name.", f"Give a text of 1 to {MAX_PART_NAME} characters.")
+        raise InvalidRequestError(f"{at}.part is not a valid name.", f"Give a text of 1 to {MAX_PART_NAME} characters.")
     return text, part
 
 

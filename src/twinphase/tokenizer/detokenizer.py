@@ -53,7 +53,6 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was completed."""
         return self.stop_string is not None
 
     @property

@@ -110,12 +110,10 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str:
-        """The text of the BOS token, empty if there is none."""
         return self.token_bytes(self.bos_token_id).decode() if self.bos_token_id is not None else ""
 
     @property
     def eos_token(self) -> str:
-        """The text of the EOS token, empty if there is none."""
         return self.token_bytes(self.eos_token_id).decode() if self.eos_token_id is not None else ""
 
     def encode(
@@ -209,7 +207,7 @@ class Tokenizer:
         return found
 
     def is_special(self, token_id: int) -> bool:
-        """True for control tokens, which are no part of the text."""
+        """Control tokens are no part of the text."""
         return token_id in self._special
 
     def token_id(self, token: str) -> int | None:

@@ -108,7 +108,6 @@ def last_used(path: Path) -> float | None:
 
 
 def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
-    """The file, mapped read-only, and its state at that moment."""
     try:
         with open(path, "rb") as file:
             stat = os.fstat(file.fileno())
@@ -176,7 +175,7 @@ def _load_index(folder: Path, stat: os.stat_result) -> _Index | None:
 
 
 def _store_index(folder: Path, index: _Index) -> bool:
-    """Remembers the index; False if the cache cannot be written."""
+    """False if the cache cannot be written."""
     stored = asdict(index)
     stored["version"] = _INDEX_VERSION
     stored["tensors"] = [(t.name, t.shape, t.type, t.offset, t.nbytes) for t in index.tensors.values()]

