@@ -24,7 +24,7 @@ from twinphase.bench.report.render import write_report
 from twinphase.bench.report.report import Column, Metric, Report, Section, Status, Table, Verdict
 from twinphase.bench.statistics import median_interval, percentile
 from twinphase.bench.sweep.run import Place
-from twinphase.bench.targets.opening import TargetOptions, kind_of, open_target
+from twinphase.bench.targets.kinds import TargetOptions, kind_of, open_target
 from twinphase.bench.targets.target import DecodeSample, PrefillSample, Target
 from twinphase.errors import TwinphaseError
 

@@ -64,7 +64,7 @@ THIRD_PARTY_HOME = {
     "llguidance": "sampling",
     "fastapi": "server",
     "uvicorn": "server",
-    "prometheus_client": "server",
+    "prometheus_client": ("server", "bench/targets"),  # the latter parses what other servers publish
     "opentelemetry": "server",
 }
 

@@ -13,7 +13,7 @@ from twinphase.bench.load.plan import LoadOptions
 from twinphase.bench.report.compare import CANNOT, compare_reports
 from twinphase.bench.report.report import Status
 from twinphase.bench.report.result import read_result
-from twinphase.bench.targets.opening import TargetOptions
+from twinphase.bench.targets.kinds import TargetOptions
 from twinphase.cli import run_app
 from twinphase.commands.bench import VOID_EXIT_CODE, _apart
 from twinphase.errors import InvalidRequestError

@@ -6,7 +6,7 @@ Not for options (`commands/bench.py`), nor for what a sweep (`sweep_report.py`) 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def claims_parts(target: Target) -> list[Parts]:
     if fault:
         verdicts = [Verdict(Status.VOID, "The client was the limit: this sweep is void.", fault)]
     noise = [f"The client was late in {len(target.late)} of {target.num_measured} measurements, repetitions included."]
-    data = {"requests": target.raw(), "client late": list(target.late)}
+    data = {"requests": [asdict(one) for one in target.observations], "client late": list(target.late)}
     return [Parts(CLAIMS, verdicts, [claims_section(target.as_load())], noise=noise, data=data)]
 
 

@@ -140,7 +140,7 @@ def _measured(given: dict[str, Any]) -> Report:
     from twinphase.bench.extras import require
     from twinphase.bench.load.plan import LoadOptions
     from twinphase.bench.run import SweepOptions
-    from twinphase.bench.targets.opening import TargetOptions, kind_of
+    from twinphase.bench.targets.kinds import TargetOptions, kind_of
 
     kind = kind_of(given["target"], is_model_name)
     load = LoadOptions(
@@ -183,7 +183,7 @@ def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: A
     from twinphase.bench.load.plan import load_parts
     from twinphase.bench.progress import live
     from twinphase.bench.run import bench_report, claims_parts, run_sweep, sweep_parts
-    from twinphase.bench.targets.opening import machine_facts, open_load_target, open_target
+    from twinphase.bench.targets.kinds import machine_facts, open_load_target, open_target
     from twinphase.terminal import Bar
 
     bar = Bar("Compiling kernels", "kernels")

@@ -347,7 +347,7 @@ def test_a_stream_without_usage_has_the_count_that_its_end_tells(stub):
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://localhost:99999", "http://[::1"])
 def test_urls_that_are_none(url):
-    with pytest.raises(InvalidRequestError, match="no URL"):
+    with pytest.raises(InvalidRequestError, match="not the URL"):
         Address.parse(url)
 
 

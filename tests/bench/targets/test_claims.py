@@ -61,7 +61,7 @@ def test_llama_cpp_timings_stand_beside_ours(stub):
     assert (ttft.figure, ttft.theirs, ttft.source) == ("TTFT", 0.015, "timings.prompt_ms")
     assert ttft.ours >= 0.03 and ttft.difference == pytest.approx(ttft.ours - 0.015)
     assert (tpot.figure, tpot.theirs, tpot.statistic) == ("TPOT", 0.004, "median of 4")
-    assert tpot.ours >= 0.005 and "divided by n" in tpot.their_definition
+    assert tpot.ours >= 0.005 and "divided by n" in tpot.definition
     (table,) = claims_section(result).tables
     assert table.rows[0][2] == "15.00" and all(len(row) == len(table.columns) for row in table.rows)
 
@@ -129,15 +129,17 @@ def test_counters_that_were_not_read_before_the_load_claim_nothing(stub):
 
 
 def test_numbers_that_are_none_claim_nothing():
-    text = "vllm:a_seconds_sum x\nvllm:a_seconds_count 3\nvllm:b_seconds_sum NaN\nvllm:c_seconds_sum 1\n"
+    text = "vllm:b_seconds_sum NaN\nvllm:b_seconds_count 1\nvllm:c_seconds_sum 1\nvllm:c_seconds_count 0\n"
     assert read_counters(text, "vllm") == {"c_seconds": (1.0, 0.0)}
+    with pytest.raises(ValueError):
+        read_counters("vllm:a_seconds_sum x", "vllm")
 
 
 def test_an_answer_of_ollama_that_is_none_loses_no_load(stub):
     """It is read when the load was measured: an error of it is told, and nothing is raised."""
     for page in ("<html>", '{"response": "a"}\n{"bro', "[1]\n", '{"error": "no memory"}\n'):
         prompts = PromptMaker(Sizing(), seed=9)
-        result, _ = load(stub, [{}], lambda target, p=prompts: OllamaReader(target, p, (5, 5)), api__generate=page)
+        result, _ = load(stub, [{}], lambda target, p=prompts: OllamaReader(target, p), api__generate=page)
         assert len(result.succeeded) == 1 and claims_of(result) == []
         assert "cannot be read" in claims_section(result).paragraphs[0]
 
@@ -154,7 +156,7 @@ def test_ollama_is_asked_by_its_own_api(stub):
     seen = read_ollama(reply)
     assert len(seen.token_times) == 2 and (seen.num_prompt_tokens, seen.num_output_tokens) == (9, 2)
     assert seen.claims["ollama"] == {
-        **{"prompt_eval_ms": 7.0, "eval_ms": 6.0, "total_ms": 20.0, "load_ms": 1e-6, "eval_count": 2}
+        **{"prompt_eval_ms": 7.0, "eval_ms": 6.0, "total_ms": 20.0, "load_ms": 1e-6, "eval_per_token_ms": 3.0}
     }
 
     pages = {"v1__models": {"data": [{"id": "m", "owned_by": "library"}]}, "api__version": {"version": "0.12.1"}}
@@ -169,7 +171,7 @@ def test_ollama_is_asked_by_its_own_api(stub):
 
 def test_ollama_that_refuses(stub):
     prompts = PromptMaker(Sizing(), seed=9)
-    result, _ = load(stub, [{}], lambda target: OllamaReader(target, prompts, (5, 5)))
+    result, _ = load(stub, [{}], lambda target: OllamaReader(target, prompts))
     assert "/api/generate fails: http 404" in claims_section(result).paragraphs[0]
 
 

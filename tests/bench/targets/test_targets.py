@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import json
 import time
 
 import pytest
@@ -16,10 +17,9 @@ from twinphase.bench.extras import MissingExtraError
 from twinphase.bench.report.report import Status
 from twinphase.bench.run import claims_parts
 from twinphase.bench.targets.engine import EngineTarget
+from twinphase.bench.targets.kinds import TargetOptions, kind_of, open_target
 from twinphase.bench.targets.openai import TargetFailedError
-from twinphase.bench.targets.opening import TargetOptions, kind_of, open_target
 from twinphase.bench.targets.phases_of_url import PhasesOfUrl, window_gaps
-from twinphase.bench.targets.prompts import FreshIds
 from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError, ModelNotFoundError
 
 
@@ -40,46 +40,38 @@ def stub():
     running.stop()
 
 
-def test_fresh_ids_share_no_beginning_and_no_control_tokens():
-    ids = FreshIds(1000, seed=0)
-    prompts = [ids.take(16) for _ in range(50)]
-    assert len({tuple(prompt[:4]) for prompt in prompts}) == 50
-    assert all(50 <= token < 800 for prompt in prompts for token in prompt)
-    assert FreshIds(1000, 0).take(16) == prompts[0]
-
-
 def test_engine_prefill_takes_the_steps_of_its_chunks(engine):
     records = []
-    step = engine._engine.step
-    engine._engine.step = lambda: records.append(result := step()) or result
+    step = engine.stepped.engine.step
+    engine.stepped.engine.step = lambda: records.append(result := step()) or result
     try:
         start = time.perf_counter()
         sample = engine.prefill(150)
         wall = time.perf_counter() - start
     finally:
-        del engine._engine.step
+        del engine.stepped.engine.step
     assert sample.num_tokens == 150
     assert len(records) == 3  # 64 + 64 + 22 tokens
     assert sum(result.record.seconds for result in records) <= sample.seconds <= wall
-    assert not engine._engine.has_work
+    assert not engine.stepped.engine.has_work
 
 
 @pytest.mark.parametrize(("position", "batch"), [(1, 1), (100, 1), (30, 4), (100, 5)])
 def test_engine_decode_counts_steps_of_the_whole_batch_only(engine, position, batch):
     batches = []
-    step = engine._engine.step
-    engine._engine.step = lambda: batches.append((result := step()).batch) or result
+    step = engine.stepped.engine.step
+    engine.stepped.engine.step = lambda: batches.append((result := step()).batch) or result
     try:
         sample = engine.decode(position, batch, 6)
     finally:
-        del engine._engine.step
+        del engine.stepped.engine.step
     assert sample.batch == batch
     assert len(sample.gaps) == 6
     assert all(len(one.decodes) == batch and not one.prefills for one in batches[-6:])
     computed = [share.num_computed_tokens for one in batches[-6:] for share in one.decodes]
     assert sample.position == pytest.approx(sum(computed) / len(computed))
     assert sample.position >= position
-    assert not engine._engine.has_work
+    assert not engine.stepped.engine.has_work
 
 
 def test_engine_refuses_what_it_cannot_hold(engine):
@@ -97,7 +89,8 @@ def test_engine_refuses_what_it_cannot_hold(engine):
 def test_transformers_target(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from twinphase.bench.targets.transformers import TransformersTarget
+    from twinphase.bench.targets.static_batch import StaticBatchTarget
+    from twinphase.bench.targets.transformers import Transformers
 
     config = transformers.LlamaConfig(
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -107,10 +100,10 @@ def test_transformers_target(tmp_path):
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     threads = torch.get_num_threads()
     try:
-        target = TransformersTarget(str(tmp_path), threads=1)
+        target = StaticBatchTarget(Transformers(str(tmp_path), threads=1))
         fed = []
-        forward = target._model.forward
-        target._model.forward = lambda *a, **k: fed.append(tuple(k["input_ids"].shape)) or forward(*a, **k)
+        forward = target.engine._model.forward
+        target.engine._model.forward = lambda *a, **k: fed.append(tuple(k["input_ids"].shape)) or forward(*a, **k)
         assert target.prefill(40).num_tokens == 40
         sample = target.decode(20, 3, 5)
     finally:
@@ -123,9 +116,7 @@ def test_transformers_target(tmp_path):
 
 def test_llama_cpp_target(gguf_path):
     pytest.importorskip("llama_cpp")
-    from twinphase.bench.targets.llama_cpp import LlamaCppTarget
-
-    target = LlamaCppTarget(gguf_path, threads=1)
+    target = open_target(f"llama-cpp:{gguf_path}", "llama-cpp", TargetOptions(engine={"threads": 1}))
     assert target.prefill(40).num_tokens == 40
     sample = target.decode(20, 3, 5)
     assert (sample.position, sample.batch, len(sample.gaps)) == (22.0, 3, 5)
@@ -297,9 +288,15 @@ def test_a_server_that_answers_one_after_the_other_is_told(stub):
     stub.script({})
     target = PhasesOfUrl(stub.url)
     waits = [{"first": 0.01 + 0.6 * number, "gaps": [0.01] * 6} for number in range(2)]
-    stub.script(*(waits * 4))
+    stub.script(*(waits * 20))
     with pytest.raises(TargetFailedError, match="did not decode 2 requests"):
         target.decode(20, 2, 6)
+
+
+def test_tokens_that_all_come_at_one_moment_have_no_decode_time(stub):
+    stub.script({"join": True, "gaps": [0.0] * 6})
+    with pytest.raises(TargetFailedError, match="no two tokens"):
+        PhasesOfUrl(stub.url).decode(20, 1, 6)
 
 
 def test_a_server_that_fails_is_told(stub):
@@ -317,5 +314,5 @@ def test_observations_are_plain_data(stub):
     target = PhasesOfUrl(stub.url)
     target.begin_claims()
     target.prefill(20)
-    assert target.raw() == [dataclasses.asdict(one) for one in target.observations]
+    assert json.dumps([dataclasses.asdict(one) for one in target.observations])
     assert len(target.as_load().succeeded) == 1

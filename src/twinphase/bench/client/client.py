@@ -1,12 +1,12 @@
 """A streaming HTTP client that measures: it stamps bytes as they come, keeps them, and reads them afterwards.
 
-Why not a ready-made client: server and client often share a machine, and a stamp is only as good as it is early. Here
-a moment is taken in the first line after the socket was read, and a token costs about 5 microseconds; a stream reader
-hands pieces on when its task is next scheduled, several joined into one.
+Why not a ready-made client: server and client often share a machine, and a stamp must be early. Here the time is taken
+in the first line after the socket was read, and a token costs about 5 microseconds; a stream reader hands data on when
+its task is next scheduled, often several pieces joined into one.
 
-Each request has a connection of its own, opened before the moment at which the request is due: opening one is never
-part of a latency (it is kept apart, as `connect_seconds`), no connection is found closed by a server that was
-tired of it, and a load balancer spreads requests as it would those of many users.
+Each request has a connection of its own, opened before the request is due: opening it is never part of a latency
+(`connect_seconds` has it), no connection is found closed by the server, and a load balancer spreads the requests as it
+would those of many users.
 
 Not for: redirects, proxies, compression, HTTP/2. What a stream says is read by `sse.py`.
 """
@@ -14,6 +14,7 @@ Not for: redirects, proxies, compression, HTTP/2. What a stream says is read by 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import math
@@ -23,7 +24,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -48,10 +49,10 @@ __all__ = [
 ]
 
 SEND_NOW = math.nan  # for `intended`: as soon as the connection is there; that moment is then the intended one
-SPIN_SECONDS = 0.0015  # event loops sleep by the millisecond; the rest is waited for in turns of the loop
+SPIN_SECONDS = 0.0015  # event loops sleep by the millisecond; the rest is spent spinning the loop
 DONE = b"[DONE]"
 CLIENT_LIMIT = "client limit"  # the kind of failures that are this machine's: the server was never asked
-LEFT = "left"  # the kind of replies whose client went away
+LEFT = "left"  # the kind of replies that the client did not wait for
 WENT_AWAY = f"{LEFT}: the client went away"
 TIMED_OUT = "timeout: the reply did not end in time"
 OWN_ERRORS = {
@@ -62,24 +63,17 @@ OWN_ERRORS = {
     errno.ENOBUFS: "no memory for more sockets",
     errno.ENOMEM: "no memory for more sockets",
 }
-SPARE_FILES = 64  # that a process has open besides connections
+SPARE_FILES = 64  # files that a process has open besides its connections
 Value = TypeVar("Value")
 
 
 class ServerUnreachableError(InvalidRequestError):
-    """The address given leads to no server, or to one that speaks something else."""
+    """No server answers at the address, or one that does not speak HTTP."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is.
-
-    Attributes:
-        scheme: "http" or "https".
-        host, port: as given.
-        path: before every route, without a slash at its end; "" or "/v1", for instance.
-        ip: what the host's name means; looked up once, so that no request waits for it.
-    """
+    """Where a server is; `path` comes before every route ("" or "/v1"), `ip` is looked up once by `resolve`."""
 
     scheme: str
     host: str
@@ -89,30 +83,29 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Of a URL, with or without its scheme. A user, a password and a query in it are dropped: they may be secrets.
+        """From a URL, with or without its scheme. User, password and query are dropped: they may be secrets.
 
         Raises:
-            InvalidRequestError: it is none.
+            InvalidRequestError: it is not a URL of a server.
         """
-        shown = without_secrets(url)
+        shown, reason = without_secrets(url), ""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
-            port = parts.port or (443 if parts.scheme == "https" else 80)
+            if parts.scheme in ("http", "https") and parts.hostname:
+                port = parts.port or (443 if parts.scheme == "https" else 80)
+                return cls(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
         except ValueError as error:
-            reason = str(error).replace(url, shown)
-            raise InvalidRequestError(f"{shown!r} is no URL: {reason}.", "Give http://HOST:PORT.") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidRequestError(f"{shown!r} is no URL of a server.", "Give http://HOST:PORT.")
-        return cls(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
+            reason = f" ({str(error).replace(url, shown)})"
+        raise InvalidRequestError(f"{shown!r} is not the URL of a server{reason}.", "Give http://HOST:PORT.")
 
     @property
     def url(self) -> str:
-        """Without a path."""
+        """Scheme, host and port, without the path."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"
 
     async def resolve(self) -> Address:
-        """With the first address of the host that takes a connection.
+        """With the first address of the host that accepts a connection.
 
         Raises:
             ServerUnreachableError: there is none.
@@ -127,17 +120,17 @@ class Address:
             ip = str(sockaddr[0])
             try:
                 transport, _ = await asyncio.wait_for(loop.create_connection(asyncio.Protocol, ip, self.port), 10)
-            except (TimeoutError, OSError) as error:
+            except OSError as error:
                 reason = str(error) or "no answer in 10 seconds"
                 continue
             transport.close()
-            return Address(self.scheme, self.host, self.port, self.path, ip)
+            return replace(self, ip=ip)
         raise ServerUnreachableError(
             f"Nothing answers at {self.url}: {reason}.", "Start the server, or check the port."
         )
 
     def head(self, method: str, route: str, headers: Mapping[str, str], length: int) -> bytes:
-        """The first lines of a request; `route` goes behind the path."""
+        """Request line and headers; `route` is the whole path, `length` that of the body in bytes."""
         host = self.url.partition("://")[2]
         lines = [f"{method} {route} HTTP/1.1", f"host: {host}", "connection: close", "accept-encoding: identity"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -148,20 +141,20 @@ class Address:
 
 @dataclass
 class Reply:
-    """What came back for one request, as it came.
+    """What came back for one request, as it came. All times are seconds of `time.perf_counter`.
 
     Attributes:
-        intended: when the request was to be sent, seconds of `time.perf_counter`, as are all moments here.
-        connect_began, connected: the connection was asked for, and was there.
-        sent: its bytes were handed to the socket.
-        ended: the reply was complete, or broke.
+        intended: when the request was to be sent.
+        connect_began, connected: when the connection was asked for, and when it was there.
+        sent: when its bytes were handed to the socket.
+        ended: when the reply was complete, or broke.
         status: of HTTP; 0 if nothing came.
         headers: names in lower case.
         pieces: parts of the body, each with the moment at which its bytes were read from the socket.
-        connected_late: the connection was asked for in time and was there, or had failed, only after `intended`.
+        connected_late: the connection was asked for in time, and was there (or failed) only after `intended`.
         whole: the reply came to its end: a stream to its [DONE], unless `exchange` was told to wait for more.
         error: "KIND: details" if it did not; "" otherwise.
-        asked_tokens: of output, as the sender noted; 0 if it did not.
+        asked_tokens: output tokens asked for, as the sender noted; 0 if it did not.
     """
 
     intended: float
@@ -179,16 +172,15 @@ class Reply:
 
     @property
     def connect_seconds(self) -> float:
-        """What opening the connection took; no part of any latency."""
+        """How long opening the connection took; NaN if there was none. No latency contains it."""
         return self.connected - self.connect_began
 
     @property
     def body(self) -> bytes:
-        """As far as it came."""
         return b"".join(data for _, data in self.pieces)
 
     def json(self) -> Any:
-        """The body as JSON; None if it is none."""
+        """The body as JSON; None if it is not valid JSON."""
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -196,7 +188,7 @@ class Reply:
 
 
 class _Exchange(asyncio.Protocol):
-    """One request's connection: sends when told, stamps what comes."""
+    """One request's connection: stamps what comes."""
 
     def __init__(
         self, reply: Reply, done: asyncio.Future[None], leave: Callable[[Reply], bool] | None, to_the_end: bool
@@ -238,7 +230,7 @@ class _Exchange(asyncio.Protocol):
         self._reply.pieces.append((self._now, body))
         if DONE in body[-16:] and body.endswith(b"\n") and body.rstrip().endswith(b"data: [DONE]"):
             if not self._to_the_end:
-                self.on_message_complete()  # nothing follows; whether the server closes now is not waited for
+                self.on_message_complete()  # nothing follows; do not wait for the server to close
         elif self._leave is not None and self._leave(self._reply):
             self.finish(WENT_AWAY)
 
@@ -259,7 +251,7 @@ class _Exchange(asyncio.Protocol):
 
 
 async def wait_until(moment: float) -> None:
-    """Sleep until `time.perf_counter()` says so, within some 20 microseconds where the loop has nothing else to do."""
+    """Sleep until `time.perf_counter()` is `moment`, within some 20 microseconds where the loop is otherwise idle."""
     rest = moment - time.perf_counter()
     if rest > SPIN_SECONDS:
         await asyncio.sleep(rest - SPIN_SECONDS)
@@ -277,19 +269,16 @@ async def exchange(
     leave_after: float = math.inf,
     to_the_end: bool = False,
 ) -> Reply:
-    """Send a request when it is due, and take its whole reply.
+    """Send a request when it is due, and take its whole reply; whatever goes wrong is in the reply's `error`.
 
     Args:
         address: resolved.
         request: all its bytes.
-        intended: when to send it, if that is still to come. The connection is opened at once.
+        intended: when to send it; the connection is opened at once.
         timeout: seconds from sending to the end of the reply.
-        leave: whether to go away; asked after each part of the body, but not after a stream's [DONE].
-        leave_after: seconds from sending after which to go away.
-        to_the_end: a stream is whole only with the end of its HTTP message; its [DONE] is enough otherwise.
-
-    Returns:
-        The reply; whatever went wrong is in its `error`.
+        leave: asked after each part of the body, but not after a stream's [DONE]: True closes the connection.
+        leave_after: seconds from sending after which the connection is closed.
+        to_the_end: wait for the end of the HTTP message; otherwise a stream's [DONE] is enough.
     """
     loop = asyncio.get_running_loop()
     reply, done = Reply(intended, connect_began=time.perf_counter()), loop.create_future()
@@ -301,7 +290,7 @@ async def exchange(
     )
     try:
         transport, protocol = await asyncio.wait_for(opening, min(timeout, 60.0))
-    except (TimeoutError, OSError) as error:
+    except OSError as error:
         reply.error = _connect_error(error)
         reply.connected_late = reply.connect_began <= intended < time.perf_counter()
         await wait_until(intended)
@@ -334,7 +323,7 @@ def _tls() -> ssl.SSLContext:
 def _connect_error(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return f"connection refused: {error}"
-    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+    if isinstance(error, TimeoutError):
         return "timeout: the connection was not opened in time"
     if isinstance(error, OSError) and error.errno in OWN_ERRORS:
         return f"{CLIENT_LIMIT}: {OWN_ERRORS[error.errno]}: {error}"
@@ -342,30 +331,26 @@ def _connect_error(error: Exception) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """A URL as it may be shown: without user, password, query and fragment; also of what is no good URL."""
+    """A URL without user, password, query and fragment, so that it may be shown; works on malformed ones too."""
     scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
     user, at, after = rest.rpartition("@")
-    # A password may have any character, unescaped too. Only what follows a host and a slash can be an @ of a path.
+    # A password may contain any character, unescaped too. Only an @ behind a host and a slash belongs to a path.
     if at and (":" in user or not re.search(r"[/?#]", user)):
         host_and_port = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:/?#\[]+)(:\d+)?[/?#].*", user)
         rest = rest if host_and_port else after
     return f"{scheme}{mark}{re.split(r'[?#]', rest, maxsplit=1)[0]}"
 
 
-def allow_connections(wanted: int) -> int:
-    """How many connections this process may have at once, after raising its own limit as far as that many need."""
+def allow_connections(wanted: int) -> None:
+    """Raise this process's limit of open files, as far as it may, to what `wanted` connections need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        try:
+        with contextlib.suppress(OSError, ValueError):  # where a machine forbids it, the failing connections say so
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-            soft = raised
-        except (OSError, ValueError):  # what a machine forbids, the error of a connection tells
-            pass
-    return wanted if soft == resource.RLIM_INFINITY else max(0, soft - SPARE_FILES)
 
 
 def run(work: Coroutine[Any, Any, Value]) -> Value:
-    """Run asyncio code on the event loop that costs least."""
+    """Run asyncio code on uvloop, the event loop that costs least."""
     return uvloop.run(work)

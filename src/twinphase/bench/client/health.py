@@ -1,19 +1,17 @@
-"""Whether a load's client kept up: when it did not, the run is void, for its figures say how slow the client is.
+"""Whether a load's client kept up. When it did not, the run is void: its figures say how slow the client is.
 
-- *Send lag*, sent - intended, is part of every latency, which count from the intended moment. A request is late above a
-  tenth of the median TTFT, or above 1 ms where that is less; void if more than one and more than 5 % of them are.
-  A request whose connection, asked for in time, was there too late is left out: that is the server's lateness (or the
-  network's), is part of its latencies, and is told apart.
-- *Loop lag*, how late a heartbeat of 10 ms is, is how late a token may have been stamped. A stamp counts with the lag
-  of the heartbeat in whose interval it was taken, so that what happens while nothing comes does not matter. Late is a
-  stamp above half the median gap between tokens (tokens would hardly be told apart), or above 2 ms where that is less,
-  of which 1 ms is the loop's own timer; void if more than 5 % of the stamps are.
-- *CPU* of the thread that runs the client. Void above 0.9 of a core: near 1 requests queue inside the client.
-- Requests that were not sent, or got no connection because this machine allows no more of them: void if there is one.
+- *Send lag*, sent - intended, is part of every latency. A request is late above a tenth of the median TTFT (1 ms if
+  that is less); void if more than one request and more than 5 % of them are late. A request that waited for a
+  connection which it had asked for in time is counted apart: that is the server's lateness (or the network's).
+- *Loop lag*, how late a heartbeat of 10 ms comes, is how late a token may have been stamped. A stamp counts with the
+  lag of the heartbeat in whose interval it was taken, so that a lag while nothing arrives does not matter. A stamp is
+  late above half the median gap between tokens (2 ms if that is less); void if more than 5 % of the stamps are late.
+- *CPU* of the client's thread: void above 0.9 of a core, where requests queue inside the client.
+- Requests that were not sent, or got no connection because this machine allows no more: void if there is one.
 
-Shares, not a 99th percentile, which of fewer than 100 requests is the highest: one hiccup of a machine voids nothing.
+Shares of late requests, not a 99th percentile, which of fewer than 100 is the highest: one hiccup voids nothing.
 
-Not for what a load is (`load.py`).
+Not for what a load is (`load/run.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ __all__ = ["CPU_OF_CORE", "HEARTBEAT_SECONDS", "Beat", "ClientHealth", "lags_of_
 
 HEARTBEAT_SECONDS = 0.01
 SEND_FLOOR = 0.001  # seconds
-LOOP_FLOOR = 0.002
+LOOP_FLOOR = 0.002  # of which 1 ms is the loop's own timer
 LAG_OF_TTFT = 0.1
 LAG_OF_GAP = 0.5
 LATE_SHARE = 0.05
@@ -41,12 +39,12 @@ class ClientHealth:
     """How well the client kept up.
 
     Attributes:
-        send_lags: sent - intended, seconds, of each request whose connection was there in time.
+        send_lags: sent - intended in seconds, of each request whose connection was there in time.
         loop_lags: how late each token may have been stamped, seconds.
-        cpu: of the thread that ran the client, cores.
+        cpu: cores that the client's thread used.
         not_sent: requests that were due and not sent, because too many were in flight.
         connected_late: requests whose connection was there too late though it was asked for in time.
-        refused: requests that this machine allowed no connection, by what it said.
+        refused: requests that got no connection from this machine, by the reason it gave.
     """
 
     send_lags: list[float] = field(default_factory=list)
@@ -57,7 +55,7 @@ class ClientHealth:
     refused: dict[str, int] = field(default_factory=dict)
 
     def faults(self, median_ttft: float, median_gap: float) -> tuple[str, ...]:
-        """Why the run is void; empty if it is not. A limit that nothing is known for is its floor."""
+        """Why the run is void; empty if it is not. Medians are in seconds, NaN where there are none."""
         found = []
         bound = max(SEND_FLOOR, LAG_OF_TTFT * median_ttft if median_ttft == median_ttft else 0.0)
         if late := _too_many(self.send_lags, bound):
@@ -75,7 +73,7 @@ class ClientHealth:
 
 
 def _too_many(lags: Sequence[float], bound: float) -> str:
-    """How many of how many, if too many are above the bound; empty if not."""
+    """How many lags are above the bound, if those are too many; empty otherwise."""
     late = sum(lag > bound for lag in lags)
     if not late or (late < len(lags) and late <= max(1.0, LATE_SHARE * len(lags))):
         return ""
@@ -91,10 +89,11 @@ async def watch_loop(beats: list[Beat]) -> None:
 
 
 def lags_of_stamps(beats: Sequence[Beat], stamps: Sequence[float]) -> list[float]:
-    """How late each stamp may be: of those in a heartbeat's interval, from its lag down in steps of a heartbeat.
+    """How late each stamp may be, seconds.
 
-    A blocked loop swallows heartbeats: what came at its end had waited for some of the time only. Stamps before the
-    first heartbeat count with the first, those after the last with the last.
+    A blocked loop swallows heartbeats, and what arrived meanwhile waited for a part of the time only: the stamps in a
+    heartbeat's interval get its lag, that less one heartbeat, and so on. Stamps before the first heartbeat count with
+    the first, those after the last with the last.
     """
     found: list[float] = []
     if not beats:

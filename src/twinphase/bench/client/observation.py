@@ -1,7 +1,7 @@
-"""One request as a client saw it: moments on one monotonic clock, and everything computed from them.
+"""One request as a client saw it: moments on one monotonic clock, and the latencies computed from them.
 
 All times are seconds of `time.perf_counter`. Tokens are counted by the target, never by stream events. Not for
-sending (`client.py`, `targets/`) nor for statistics (`statistics.py`).
+sending (`client.py`, `targets/`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ class Observation:
         sent: when its bytes were handed over; `sent - intended` is the client's lag.
         token_times: when each piece of output with at least one token came, also one whose token has no text. A target
             that sends several tokens in one piece, or nothing for a token without text, has fewer entries than tokens.
-        finished: when the target said that the output was complete; the last token came no later, and with servers
-            that say it with the last token or right behind it, no earlier. None if it did not say so.
-        first_answer: when the first piece of the answer itself came, of an output that reasons first; None of others.
+        finished: when the target said that the output was complete; None if it did not say so. The last token came no
+            later, and with servers that say it with the last token or right behind it, no earlier.
+        first_answer: when the first piece of the answer itself came, of an output that reasons first; else None.
         ended: when the reply was complete, or broke.
-        num_prompt_tokens, num_cached_tokens, num_output_tokens: by the target's own count; None if it gave none.
-        num_reasoning_tokens: those of the output that are none of the answer, by the same count.
-        connected_late: the connection was there only after `intended` though the client asked for it in time: what
-            the request waited for then was the server or the network, not the client.
+        num_prompt_tokens, num_cached_tokens, num_output_tokens, num_reasoning_tokens: by the target's own count; None
+            if it gave none. Reasoning tokens are output tokens too.
+        connected_late: the connection was there only after `intended` though the client asked for it in time: the
+            request then waited for the server or the network, not for the client.
         status: of HTTP; 0 if nothing came; 200 for targets in this process.
         error: what went wrong; "" for a request that succeeded. Failures are counted apart and have no latencies.
         finish_reason: as the target named it.
-        text: the output, where the target gives text.
-        token_ids: the output, where the target gives ids.
+        text, token_ids: the output, where the target gives it.
         claims: what the target itself said of its time, as it came (llama.cpp `timings`, Ollama durations, ...).
     """
 
@@ -61,30 +60,29 @@ class Observation:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has latencies."""
         return not self.error and bool(self.token_times)
 
     @property
     def lag(self) -> float:
-        """How late the client sent it: sent - intended."""
+        """How late the client sent it."""
         return self.sent - self.intended
 
     @property
     def ttft(self) -> float | None:
-        """Client TTFT: first piece of output here - intended send. The server's own has no network in it."""
+        """Client TTFT: the first piece of output here - intended send. The server's own has no network in it."""
         return latency.ttft(self.intended, self.token_times)
 
     @property
     def ttfo(self) -> float | None:
-        """First piece of the answer here - intended send, of an output that reasons first; None of others."""
-        return self.first_answer - self.intended if self.first_answer is not None else None
+        """Time to the first piece of the answer itself, of an output that reasons first; None of others."""
+        return None if self.first_answer is None else self.first_answer - self.intended
 
     @property
     def last_token(self) -> float | None:
         """When the last token came.
 
-        With as many pieces as tokens it is the last piece. With fewer, the last tokens may have had no text, and the
-        target sent nothing for them until it said that it was done: then it is that moment.
+        With fewer pieces than tokens, the last tokens may have had no text: the target sent nothing for them until it
+        said that it was done, and that moment counts.
         """
         if not self.token_times:
             return None
@@ -94,18 +92,16 @@ class Observation:
 
     @property
     def e2e(self) -> float | None:
-        """Last token here - intended send."""
         return None if self.last_token is None else latency.e2e(self.intended, self.last_token)
 
     @property
     def tpot(self) -> float | None:
-        """(last token - first token) / (output tokens - 1).
+        """None below two tokens, without the target's count, and where the last token's moment is not known.
 
-        None below two tokens, without the target's count, and where the moment of the last token is not known: fewer
-        pieces than tokens, and no word of when the output was complete.
+        It is not known where there are fewer pieces than tokens and nothing said when the output was complete.
         """
         number = self.num_output_tokens
-        if self.last_token is None or number is None or number < 2:
+        if self.last_token is None or number is None:
             return None
         if self.finished is None and number > len(self.token_times):
             return None

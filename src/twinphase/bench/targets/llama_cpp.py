@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from twinphase.bench.extras import require
-from twinphase.bench.targets.prompts import FreshIds
-from twinphase.bench.targets.target import DecodeSample, PrefillSample, TargetFacts
+from twinphase.bench.targets.static_batch import Generated
+from twinphase.bench.targets.target import TargetFacts
 from twinphase.config import available_cores
 from twinphase.errors import ContextLengthError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
 
-__all__ = ["LlamaCppTarget"]
+__all__ = ["LlamaCpp"]
 
 PREFILL = "llama_decode of the whole prompt into an empty KV cache, logits of the last position, argmax of them."
 DECODE = "llama_decode of one token for each sequence, and argmax of each one's logits."
 ROUND_TO = 256  # tokens: contexts are made for lengths rounded up, so that neighbouring places share one
+UBATCH = 512  # tokens that llama.cpp computes at once; its own default
 
 
-class LlamaCppTarget:
+class LlamaCpp:
     """A GGUF file loaded by llama.cpp, with a context for each size of batch, made when first asked for."""
 
-    def __init__(self, path: str, *, threads: int | None = None, seed: int = 0) -> None:
+    def __init__(self, path: str, *, threads: int | None = None, flash_attention: bool = True) -> None:
         """Load a file.
 
         Raises:
@@ -38,20 +37,19 @@ class LlamaCppTarget:
             ModelNotFoundError: no such file.
             UnsupportedModelError: llama.cpp cannot load it.
         """
-        if not Path(path).expanduser().is_file():
+        file = Path(path).expanduser()
+        if not file.is_file():
             raise ModelNotFoundError(f"There is no file {path!r}.", "Give llama-cpp:FILE.gguf.")
         self._lib = lib = require("llama_cpp", "llama-cpp-python")
-        self._keep_silent = lib.llama_log_callback(lambda level, text, data: None)  # it lives as long as it is set
-        lib.llama_log_set(self._keep_silent, ctypes.c_void_p(0))
+        self._silence = lib.llama_log_callback(lambda level, text, data: None)  # must live as long as it is set
+        lib.llama_log_set(self._silence, ctypes.c_void_p(0))
         lib.llama_backend_init()
-        params = lib.llama_model_default_params()
-        self._model = lib.llama_model_load_from_file(str(Path(path).expanduser()).encode(), params)
+        self._model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
         if not self._model:
             raise UnsupportedModelError(f"llama.cpp cannot load {path}.", "Try it with llama.cpp itself.")
-        self._threads = threads or available_cores()
-        self._vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
+        self._threads, self._flash_attention = threads or available_cores(), flash_attention
+        self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self._trained = int(lib.llama_model_n_ctx_train(self._model))
-        self._ids = FreshIds(self._vocab, seed)
         self._contexts: dict[int, tuple[int, Any]] = {}  # by sequences: tokens of each, and the context
         description = ctypes.create_string_buffer(128)
         lib.llama_model_desc(self._model, description, len(description))
@@ -59,41 +57,36 @@ class LlamaCppTarget:
             name=f"llama-cpp:{path}",
             kind="llama-cpp",
             engine=f"llama.cpp of llama-cpp-python {metadata.version('llama-cpp-python')}",
-            model=Path(path).name,
+            model=file.name,
             precision=f"{description.value.decode()} weights, f16 KV cache",
             context_length=self._trained,
             prefill_definition=PREFILL,
             decode_definition=DECODE,
             details={
                 "threads": str(self._threads),
-                "flash attention": "on",
+                "flash attention": "on" if flash_attention else "off",
                 "llama.cpp was built for": lib.llama_print_system_info().decode().strip(),
             },
         )
 
-    def prefill(self, num_tokens: int) -> PrefillSample:
-        """Time one prompt's prefill."""
-        context = self._context(1, num_tokens + 1)
-        prompt = self._ids.take(num_tokens)
-        with self._buffer(num_tokens) as buffer:
-            rows = _fill(buffer, [prompt], 0, 0)
-            start = time.perf_counter()
-            self._run(context, buffer, rows)
-            return PrefillSample(num_tokens, time.perf_counter() - start)
-
-    def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
-        """Time `num_tokens` steps of `batch` sequences; `gaps` has one entry a step."""
-        context = self._context(batch, position + num_tokens + 1)
-        with self._buffer(max(position, batch)) as buffer:
-            last = []
-            for sequence in range(batch):
-                last += self._decode(context, buffer, [self._ids.take(position)], 0, sequence)
-            gaps = []
-            for step in range(num_tokens):
-                start = time.perf_counter()
-                last = self._decode(context, buffer, [[token] for token in last], position + step)
-                gaps.append(time.perf_counter() - start)
-        return DecodeSample(position + (num_tokens - 1) / 2, batch, tuple(gaps))
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> Generated:
+        """As many whole prompts per call as fill one internal batch, then one token of each per call."""
+        batch, length = len(prompts), len(prompts[0])
+        context = self._context(batch, length + num_tokens)
+        group = max(1, UBATCH // length)  # a tenth faster than all prompts in one call
+        buffer = self._lib.llama_batch_init(max(group * length, batch), 0, 1)
+        try:
+            last: list[int] = []
+            began = time.perf_counter()
+            for first in range(0, batch, group):
+                last += self._decode(context, buffer, prompts[first : first + group], 0, first)
+            step_ends = [time.perf_counter()]
+            for step in range(num_tokens - 1):
+                last = self._decode(context, buffer, [[token] for token in last], length + step)
+                step_ends.append(time.perf_counter())
+        finally:
+            self._lib.llama_batch_free(buffer)
+        return Generated(began, step_ends, last)
 
     def close(self) -> None:
         """Free contexts and model."""
@@ -106,48 +99,43 @@ class LlamaCppTarget:
 
     def _context(self, batch: int, length: int) -> Any:
         """An empty context for `batch` sequences of at least `length` tokens."""
+        lib = self._lib
         if length > self._trained:
             raise ContextLengthError(f"{length:,} tokens: the model was trained for {self._trained:,}.")
         size, context = self._contexts.get(batch, (0, None))
         if size < length:
             if context:
-                self._lib.llama_free(context)
+                lib.llama_free(context)
             # A single sequence gets the whole context at once: its lengths come in random order.
             size = self._trained if batch == 1 else min(self._trained, -(-length // ROUND_TO) * ROUND_TO)
             context = self._new_context(batch, size)
             self._contexts[batch] = size, context
-        self._lib.llama_memory_clear(self._lib.llama_get_memory(context), True)
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
         return context
 
     def _new_context(self, batch: int, length: int) -> Any:
-        params = self._lib.llama_context_default_params()
+        lib = self._lib
+        params = lib.llama_context_default_params()
         params.n_ctx = length * batch
-        params.n_batch = max(length, batch)
+        params.n_batch = max(length, batch, UBATCH)
+        params.n_ubatch = UBATCH
         params.n_seq_max = batch
         params.n_threads = params.n_threads_batch = self._threads
-        params.flash_attn_type = 1
+        params.flash_attn_type = int(self._flash_attention)
         params.kv_unified = False  # a unified cache makes every token scan the others' keys under a mask
-        context = self._lib.llama_init_from_model(self._model, params)
+        context = lib.llama_init_from_model(self._model, params)
         if not context:
             raise TwinphaseError(f"llama.cpp made no context for {batch} sequences of {length:,} tokens.")
-        with self._buffer(batch) as buffer:  # its memory is touched before a clock starts
-            self._decode(context, buffer, [[1]] * batch, 0)
-        return context
-
-    @contextmanager
-    def _buffer(self, tokens: int) -> Iterator[Any]:
-        buffer = self._lib.llama_batch_init(tokens, 0, 1)
+        buffer = lib.llama_batch_init(batch, 0, 1)
         try:
-            yield buffer
+            self._decode(context, buffer, [[1]] * batch, 0)  # touches its memory before a clock starts
         finally:
-            self._lib.llama_batch_free(buffer)
+            lib.llama_batch_free(buffer)
+        return context
 
     def _decode(self, context: Any, buffer: Any, pieces: list[list[int]], position: int, first: int = 0) -> list[int]:
         """One call for all pieces, at `position` of the sequences from `first` on; the next token of each."""
-        return self._run(context, buffer, _fill(buffer, pieces, position, first))
-
-    def _run(self, context: Any, buffer: Any, rows: list[int]) -> list[int]:
-        """Compute what the buffer holds; the most likely token of each of those rows."""
+        rows = _fill(buffer, pieces, position, first)
         status = self._lib.llama_decode(context, buffer)
         if status:
             raise TwinphaseError(f"llama_decode returned {status}.", "Its context may be too small.")
@@ -157,11 +145,11 @@ class LlamaCppTarget:
         import numpy as np
 
         logits = self._lib.llama_get_logits_ith(context, row)
-        return int(np.ctypeslib.as_array(logits, shape=(self._vocab,)).argmax())
+        return int(np.ctypeslib.as_array(logits, shape=(self.vocab_size,)).argmax())
 
 
 def _fill(buffer: Any, pieces: list[list[int]], position: int, first: int) -> list[int]:
-    """Lay one piece a sequence into the buffer; the rows of their last tokens, which get logits."""
+    """Lay one piece per sequence into the buffer; the rows of their last tokens, which get logits."""
     row, rows = 0, []
     for sequence, piece in enumerate(pieces, first):
         for offset, token in enumerate(piece):

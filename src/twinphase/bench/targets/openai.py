@@ -1,7 +1,7 @@
 """Any server that speaks OpenAI's protocol, at a URL: a target for load.
 
-Tokens are the server's count (`usage`). Text is what every such server takes; ids are sent where they were given and
-the server is known to take them. Not for what a server claims of its own time (`foreign_claims.py`).
+Tokens are the server's count (`usage`). Prompts are text, which every such server takes; token ids are sent where they
+were given and the server is known to take them. Not for what a server claims of its own time (`claims.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ __all__ = ["Dialect", "OpenAITarget", "TargetFailedError"]
 
 LEAD_SECONDS = 0.1  # a connection is opened that long before its request is due,
 LEAD_CONNECTS = 4.0  # or that many times what opening the first one took, for servers far away
-ROUTES = {"completions": "/completions", "chat": "/chat/completions"}
-SHORTEST_SECRET = 4  # characters of a key that is looked for in what is shown
-PROBE_WORDS = 240  # enough for the tokens a word has on average
+ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+GET_SECONDS = 30.0
+SHORTEST_SECRET = 4  # characters of an API key that is looked for in what is shown
+PROBE_WORDS = 240  # enough for the tokens that a word has on average
 PREFILL = "client TTFT of a request alone: intended send to first piece of output, server and network in it"
 DECODE = "gaps between pieces of output at the client, over the tokens that the server's usage counts"
 
@@ -65,7 +66,7 @@ class OpenAITarget:
     """
 
     def __init__(self, address: Address, model: str, *, api_key: str = "", timeout: float = 600.0) -> None:
-        """Nothing is asked yet; `address` is resolved and its path ends with the API's, "/v1" as a rule."""
+        """Nothing is asked yet; `address` is resolved, and its path does not have the API's "/v1"."""
         self.address, self.model, self.timeout = address, model, timeout
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._api_key = api_key
@@ -101,46 +102,43 @@ class OpenAITarget:
             TargetFailedError: the server cannot be measured.
         """
         if endpoint not in ("auto", *ROUTES):
-            raise InvalidRequestError(f"--endpoint {endpoint} is none.", "Use auto, completions or chat.")
+            raise InvalidRequestError(f"--endpoint is {endpoint!r}.", "Use auto, completions or chat.")
         key = os.environ.get("OPENAI_API_KEY", "") if api_key is None else api_key
         if not key.isprintable() or not key.isascii():
             raise InvalidRequestError("The API key has characters that no header can carry.", "Check --api-key.")
         address = await Address.parse(url).resolve()
-        if not address.path.endswith("/v1"):
-            address = replace(address, path=f"{address.path}/v1")
+        address = replace(address, path=address.path.removesuffix("/v1"))
         target = cls(address, model or "", api_key=key, timeout=timeout)
         entry = await target._find_model(model)
-        target.server = await detect(entry, target._root_json, target._root_text)
+        target.server = await detect(entry, target._json, target._text)
         await target._agree(endpoint)
-        target.facts = target._make_facts(without_secrets(url))
+        target.facts = target._facts(without_secrets(url))
         return target
 
+    async def ask(self, route: str, body: Mapping[str, Any] | None = None, intended: float = SEND_NOW) -> Reply:
+        """GET a route, such as "/v1/models"; POST where there is a body."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        method, timeout = ("POST", self.timeout) if data else ("GET", GET_SECONDS)
+        head = self.address.head(method, f"{self.address.path}{route}", self._headers, len(data))
+        return await exchange(self.address, head + data, intended=intended, timeout=timeout)
+
     async def start(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Reply:
-        """Send a request when it is due and take what comes, unread: reading costs time that others' stamps need."""
-        reply = await self.post(ROUTES[self.dialect.endpoint], self.body(prompt, max_tokens), intended)
+        """Send a request when it is due and take what comes, unread: reading takes time that others' stamps need."""
+        reply = await self.ask(ROUTES[self.dialect.endpoint], self.body(prompt, max_tokens), intended)
         reply.asked_tokens = max_tokens
         return reply
 
     def read(self, reply: Reply) -> Observation:
-        """What became of a request that was started."""
-        seen = self._observe(reply)
-        if seen.num_output_tokens is None and seen.finish_reason == "length" and reply.asked_tokens:
-            seen.num_output_tokens = reply.asked_tokens  # the server says that it gave as many as it was to
-        return seen
-
-    def _observe(self, reply: Reply) -> Observation:
-        """What it says, without the key, which some servers repeat when they refuse it."""
+        """What became of a request that was started, without the API key, which some servers repeat in an error."""
         seen = observe(reply)
         if len(self._api_key) >= SHORTEST_SECRET:
             seen.error = seen.error.replace(self._api_key, "(the API key)")
+        if seen.num_output_tokens is None and seen.finish_reason == "length" and reply.asked_tokens:
+            seen.num_output_tokens = reply.asked_tokens  # the server says that it gave as many as it was asked for
         return seen
 
     async def send(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Observation:
-        """Send a request at `intended` and take its whole answer; failures are written into the observation.
-
-        Call it `lead` seconds early, or the opening of the connection makes it late. `SEND_NOW` means as soon as the
-        connection is there.
-        """
+        """Send a request when it is due, and take and read its whole answer."""
         return self.read(await self.start(prompt, max_tokens, intended))
 
     def body(self, prompt: Prompt, max_tokens: int, dialect: Dialect | None = None) -> dict[str, Any]:
@@ -162,8 +160,7 @@ class OpenAITarget:
         """How many tokens this server makes of our words, by its own count of three prompts."""
         if self._sizing is None:
             word, many_words = WORDS[0], TextMaker(0x512E).words(PROBE_WORDS, 0)
-            texts = (word, f"{word} {word}", many_words)
-            counts = [await self.count_prompt(Prompt(text)) for text in texts]
+            counts = [await self._count_prompt(Prompt(text)) for text in (word, f"{word} {word}", many_words)]
             if None in counts:
                 self.notes.append("the server does not count prompt tokens: prompt lengths are in words")
                 self._sizing = Sizing(1.0, 0.0, counted=False)
@@ -175,56 +172,34 @@ class OpenAITarget:
                 self._sizing = Sizing((many - overhead) / PROBE_WORDS, overhead)
         return self._sizing
 
-    async def count_prompt(self, prompt: Prompt) -> int | None:
-        """Tokens of a prompt by the server's own count; None if it counts none. Costs a request of one token.
+    async def close(self) -> None:
+        """Nothing to do: each request has its own connection."""
 
-        Some servers count only in answers that are not streamed.
-        """
+    async def _count_prompt(self, prompt: Prompt) -> int | None:
+        """Tokens of a prompt by the server's own count, which some give only where they do not stream."""
         seen = await self.send(prompt, 1)
         if seen.error and not seen.error.startswith("no output"):
             raise TargetFailedError(f"{self.facts.name} failed on a short prompt: {seen.error}")
-        if seen.num_prompt_tokens is None:
-            body = {**self.body(prompt, 1), "stream": False}
-            body.pop("stream_options", None)
-            found = (await self.post(ROUTES[self.dialect.endpoint], body)).json()
-            usage = found.get("usage") if isinstance(found, dict) else None
-            count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-            return count if isinstance(count, int) and count > 0 else None
-        return seen.num_prompt_tokens
+        if seen.num_prompt_tokens is not None:
+            return seen.num_prompt_tokens
+        body = {**self.body(prompt, 1), "stream": False}
+        body.pop("stream_options", None)
+        found = (await self.ask(ROUTES[self.dialect.endpoint], body)).json()
+        usage = found.get("usage") if isinstance(found, dict) else None
+        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        return count if isinstance(count, int) and count > 0 else None
 
-    async def get(self, route: str) -> Reply:
-        """Of a route at the server's root, not at the API's."""
-        root = replace(self.address, path=self.address.path.removesuffix("/v1"))
-        return await exchange(root, root.head("GET", f"{root.path}{route}", self._headers, 0), timeout=30)
-
-    async def post(self, route: str, body: Mapping[str, Any], intended: float = SEND_NOW) -> Reply:
-        """To a route of the API."""
-        data = msgspec.json.encode(body)
-        head = self.address.head("POST", f"{self.address.path}{route}", self._headers, len(data))
-        return await exchange(self.address, head + data, intended=intended, timeout=self.timeout)
-
-    async def post_root(self, route: str, body: Mapping[str, Any]) -> Reply:
-        """To a route at the server's root: the native API of some servers."""
-        data = msgspec.json.encode(body)
-        path = self.address.path.removesuffix("/v1")
-        head = self.address.head("POST", f"{path}{route}", self._headers, len(data))
-        return await exchange(self.address, head + data, timeout=self.timeout)
-
-    async def close(self) -> None:
-        """Nothing is held: each request has its own connection."""
-
-    async def _root_json(self, route: str) -> Any:
-        reply = await self.get(route)
+    async def _json(self, route: str) -> Any:
+        reply = await self.ask(route)
         return reply.json() if reply.status == 200 else None
 
-    async def _root_text(self, route: str) -> str:
-        reply = await self.get(route)
+    async def _text(self, route: str) -> str:
+        reply = await self.ask(route)
         return reply.body.decode(errors="replace") if reply.status == 200 else ""
 
     async def _find_model(self, model: str | None) -> Mapping[str, Any]:
-        reply = await self.get("/v1/models")
-        if reply.status in (401, 403):
-            raise InvalidRequestError("The server wants an API key.", "Give --api-key, or set OPENAI_API_KEY.")
+        reply = await self.ask("/v1/models")
+        _check_key(reply)
         if reply.connected > reply.connect_began:
             self.lead = max(LEAD_SECONDS, LEAD_CONNECTS * reply.connect_seconds)
         if reply.error and not reply.status:
@@ -232,33 +207,32 @@ class OpenAITarget:
         found = reply.json()
         listed = found.get("data") if isinstance(found, dict) else None
         entries = [entry for entry in listed or () if isinstance(entry, dict) and entry.get("id")]
-        if model is None and not isinstance(listed, list):
+        if model is not None:
+            return next((entry for entry in entries if entry["id"] == model), {})
+        if not isinstance(listed, list):
             raise InvalidRequestError(
                 f"{self.address.url} does not look like an OpenAI-compatible server (GET /v1/models: {reply.status}).",
                 "Check host and port; if it is one that lists no models, give --model NAME.",
             )
-        if model is None and not entries:
+        if not entries:
             raise InvalidRequestError(f"{self.address.url} lists no model (http {reply.status}).", "Give --model NAME.")
-        if model is None:
-            self.model = str(entries[0]["id"])
-            if len(entries) > 1:
-                self.notes.append(f"the server lists {len(entries)} models; the first was taken")
-            return entries[0]
-        return next((entry for entry in entries if entry["id"] == model), {})
+        self.model = str(entries[0]["id"])
+        if len(entries) > 1:
+            self.notes.append(f"the server lists {len(entries)} models; the first was taken")
+        return entries[0]
 
     async def _agree(self, endpoint: str) -> None:
         """Find the dialect by asking for two tokens, with ever fewer fields that a server may not know."""
         prompt, refusals = Prompt(TextMaker(seed=0xA63E).words(8, 0)), []
         for name in ROUTES if endpoint == "auto" else (endpoint,):
             for dialect in _dialects(name):
-                reply = await self.post(ROUTES[name], self.body(prompt, 2, dialect))
-                if reply.status in (401, 403):
-                    raise InvalidRequestError("The server wants an API key.", "Give --api-key, or set OPENAI_API_KEY.")
+                reply = await self.ask(ROUTES[name], self.body(prompt, 2, dialect))
+                _check_key(reply)
                 if reply.status == 200:
-                    self._note(dialect, endpoint, self._observe(reply))
+                    self._note(dialect, endpoint, self.read(reply))
                     self.dialect = dialect
                     return
-                refusals.append(f"{name}: {self._observe(reply).error}")
+                refusals.append(f"{name}: {self.read(reply).error}")
                 if reply.status not in (400, 422):  # not a field that it does not know
                     break
         raise TargetFailedError(
@@ -279,9 +253,9 @@ class OpenAITarget:
                 "others are not counted and have no TPOT"
             )
 
-    def _make_facts(self, url: str) -> TargetFacts:
+    def _facts(self, url: str) -> TargetFacts:
         server = self.server
-        details = {"endpoint": f"/v1{ROUTES[self.dialect.endpoint]}", "recognised by": server.found_by or "nothing"}
+        details = {"endpoint": ROUTES[self.dialect.endpoint], "recognised by": server.found_by or "nothing"}
         details |= {**server.details, **({"notes": "; ".join(self.notes)} if self.notes else {})}
         return replace(
             self.facts,
@@ -293,8 +267,13 @@ class OpenAITarget:
         )
 
 
+def _check_key(reply: Reply) -> None:
+    if reply.status in (401, 403):
+        raise InvalidRequestError("The server wants an API key.", "Give --api-key, or set OPENAI_API_KEY.")
+
+
 def _dialects(endpoint: str) -> list[Dialect]:
-    """From the most to the least asked for."""
+    """From the most to the least that is asked for."""
     both = [Dialect(endpoint, eos, usage) for usage in (True, False) for eos in (True, False)]
     if endpoint == "chat":
         both.append(Dialect(endpoint, False, True, "max_completion_tokens"))

@@ -1,6 +1,6 @@
 """Both phases of a server at a URL, told apart from outside: by what is asked of it and when its answers come.
 
-What a server calls prefill or decode is its own (`foreign_claims.py`); here is what a client gets. Not for load.
+Here is what a client gets; what a server itself calls prefill or decode is in `claims.py`. Not for load.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from twinphase.bench.client.client import SEND_NOW, run
@@ -33,12 +33,11 @@ DECODE = (
     "(tokens - 1), of several unknown."
 )
 TRIES = 3
-LATE_OF_TTFT = (
-    0.05  # a lone first token may be stamped so late, as a share of its TTFT (or 2 ms), before it is repeated
-)
-LATE_SHARE = 0.05  # of the measurements that the client was still late in, above which the sweep is void
+# A lone first token may be stamped so late, as a share of its TTFT (or 2 ms), before the measurement is repeated.
+LATE_OF_TTFT = 0.05
+LATE_SHARE = 0.05  # of the measurements that stayed late when repeated, above which the sweep is void
 FEWEST_GAPS = 4  # of each sequence
-TOKENS_A_PROMPT = 4  # that an early request gets, about, while one more prompt is read
+TOKENS_PER_PROMPT = 4  # that an early request gets, about, while one more prompt is computed
 
 
 class PhasesOfUrl:
@@ -46,9 +45,10 @@ class PhasesOfUrl:
 
     Attributes:
         facts: what a reader must know.
-        target: the client.
+        target: the server as a target for load.
         observations: every request that was measured, as the client saw it, with the server's claims.
-        num_measured: measurements, and `late` what was wrong with the client in those that stayed bad when repeated.
+        num_measured: measurements so far.
+        late: what was wrong with the client in the measurements that stayed bad when repeated.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PhasesOfUrl:
         seed: int = 0,
         timeout: float = 600.0,
     ) -> None:
-        """Find the server and how long its prompts get; arguments and errors as for `OpenAITarget.open`."""
+        """Find the server, and how long its prompts get; arguments and errors as for `OpenAITarget.open`."""
         self.target = run(OpenAITarget.open(url, model=model, api_key=api_key, endpoint=endpoint, timeout=timeout))
         self._prompts = PromptMaker(run(self.target.sizing()), seed)
         self.observations: list[Observation] = []
@@ -71,32 +71,23 @@ class PhasesOfUrl:
         self.facts = replace(self.target.facts, prefill_definition=PREFILL, decode_definition=DECODE)
 
     def prefill(self, num_tokens: int) -> PrefillSample:
-        """Time a lone request for one token.
-
-        Raises:
-            TargetFailedError: it failed.
-        """
-        seen = self._measure(1, num_tokens, 1)[0]
-        for _ in range(TRIES - 1):  # a first token may be half a character, or the end of text: no output then
+        """Time a lone request for one token."""
+        for _ in range(TRIES):  # a first token may be half a character, or the end of text: no output then
+            [seen] = self._measure(1, num_tokens, 1)
             if not seen.error.startswith("no output"):
                 break
-            seen = self._measure(1, num_tokens, 1)[0]
         self._refuse_failed([seen])
         total = num_tokens if seen.num_prompt_tokens is None else seen.num_prompt_tokens
         return PrefillSample(max(1, total - (seen.num_cached_tokens or 0)), seen.token_times[0] - seen.sent)
 
     def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
-        """Time requests that decode together; asked for more tokens while they do not long enough.
-
-        Raises:
-            TargetFailedError: a request failed, or the server does not decode so many at once.
-        """
-        extra = TOKENS_A_PROMPT * (batch - 1)
+        """Time requests while all of them decode; with longer outputs again where that is too short."""
+        extra = TOKENS_PER_PROMPT * (batch - 1)
         for _ in range(TRIES):
-            seen = self._measure(batch, position, num_tokens + 1 + extra)
-            self._refuse_failed(seen)
+            seen = self.together(batch, position, num_tokens + 1 + extra)
             gaps, before = window_gaps(seen)
-            if gaps is not None and (len(gaps) >= batch * min(FEWEST_GAPS, num_tokens) or batch == 1):
+            enough = batch == 1 or len(gaps or ()) >= batch * min(FEWEST_GAPS, num_tokens)
+            if gaps is not None and enough and any(gaps):
                 break
             extra = extra if gaps is None else max(2 * extra, num_tokens)
         if gaps is None:
@@ -104,20 +95,30 @@ class PhasesOfUrl:
                 f"{len(one.token_times)} pieces for {one.num_output_tokens or 'unknown'} tokens" for one in seen
             )
             raise TargetFailedError(
-                f"The time of a decode step is unknown: {counts}, so that nobody can tell when which token came.",
-                "See whether the server sends each token by itself, and counts them (usage).",
+                f"The time of a decode step is unknown: {counts}. When each token came cannot be told.",
+                "Check that the server sends each token by itself, and counts them (usage).",
             )
-        if not gaps:
+        if not any(gaps):  # none, or all read at one moment
             raise TargetFailedError(
                 f"The server did not decode {batch} requests of {position:,} tokens at once: no two tokens of each "
-                "came while all were being answered.",
-                "See how many it runs in parallel.",
+                "came apart while all were being answered.",
+                "Check how many requests it runs in parallel.",
             )
         own = [position if one.num_prompt_tokens is None else one.num_prompt_tokens for one in seen]
         return DecodeSample(statistics.mean(own) + before, batch, tuple(gaps))
 
+    def together(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
+        """That many requests at once, each with a prompt of about `num_tokens`.
+
+        Raises:
+            TargetFailedError: one of them failed.
+        """
+        seen = self._measure(count, num_tokens, max_tokens)
+        self._refuse_failed(seen)
+        return seen
+
     def begin_claims(self) -> None:
-        """From here on requests count, here and where the server counts them itself."""
+        """Count requests from here on, and let the server's own counters begin."""
         self.observations.clear()
         self.num_measured, self.late, self._client = 0, [], ClientHealth()
         self._reader = claims_reader(self.target, self._prompts)
@@ -125,7 +126,7 @@ class PhasesOfUrl:
             run(self._reader.before())
 
     def as_load(self) -> LoadResult:
-        """All requests since `begin_claims`, in the form that the server's claims are compared with."""
+        """All requests since `begin_claims`, in the form to which the server's claims are compared."""
         if self._reader is not None:
             run(self._reader.after())
         return LoadResult(
@@ -140,21 +141,17 @@ class PhasesOfUrl:
             claims=self._reader,
         )
 
-    def raw(self) -> list[dict[str, Any]]:
-        """Every request with its timestamps, plain values."""
-        return [asdict(one) for one in self.observations]
-
     def close(self) -> None:
-        """Nothing is held: each request has its own connection."""
+        """Nothing to do: each request has its own connection."""
 
     def client_fault(self) -> str:
-        """Why the sweep is void: the client was late in too many measurements; "" if it is not."""
+        """Why the sweep is void: the client was late in too many measurements. "" if it is not."""
         if len(self.late) <= LATE_SHARE * self.num_measured:
             return ""
         return f"In {len(self.late)} of {self.num_measured} measurements, repeated or not: {self.late[0]}"
 
     def _measure(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
-        """Ask, and again where the client itself was late; what stays late is noted."""
+        """Ask, and again where the client itself was late; note it where it stays late."""
         self.num_measured += 1
         for _ in range(TRIES):
             seen, faults = self._ask(count, num_tokens, max_tokens)
@@ -164,7 +161,7 @@ class PhasesOfUrl:
         return seen
 
     def _ask(self, count: int, num_tokens: int, max_tokens: int) -> tuple[list[Observation], tuple[str, ...]]:
-        """Requests at once, read when all have ended; and what was wrong with the client meanwhile."""
+        """Requests at once, read when all have ended, and what was wrong with the client meanwhile."""
         prompts = [self._prompts.take(num_tokens) for _ in range(count)]
         client, beats = ClientHealth(), list[Beat]()
 
@@ -197,16 +194,16 @@ class PhasesOfUrl:
 
 
 def window_gaps(seen: list[Observation]) -> tuple[list[float] | None, float]:
-    """Seconds a token of every sequence while all of them decode, and the mean number of output tokens before those.
+    """Seconds per token while all sequences decode, and the mean number of output tokens before those.
 
-    A gap counts if both of its ends lie between the last first piece and the first last piece. None where pieces are
-    not tokens: which of several sequences' tokens came in the window is then unknown; a lone one has its mean.
+    A gap counts if both of its ends lie between the last first piece and the first last piece. Where pieces are not
+    tokens, a lone sequence has its mean; of several it is unknown whose tokens came in the window: None.
     """
     if any(one.num_output_tokens != len(one.token_times) for one in seen):
-        [alone] = seen if len(seen) == 1 else [None]
-        if alone is None or alone.tpot is None or alone.num_output_tokens is None:
+        first = seen[0]
+        if len(seen) > 1 or first.tpot is None or first.num_output_tokens is None:
             return None, 0.0
-        return [alone.tpot] * (alone.num_output_tokens - 1), alone.num_output_tokens / 2
+        return [first.tpot] * (first.num_output_tokens - 1), first.num_output_tokens / 2
     begin = max(one.token_times[0] for one in seen)
     end = min(one.token_times[-1] for one in seen)
     gaps, before = [], []

@@ -1,7 +1,4 @@
-"""Which server answers at a URL, by what it says of itself; "unknown" where it says nothing.
-
-Not for its claims about time (`foreign_claims.py`).
-"""
+"""Which server answers at a URL, by what it says of itself; "unknown" where it says nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +14,8 @@ GetText = Callable[[str], Awaitable[str]]
 ACCEPTS_IGNORE_EOS = {"twinphase", "vllm", "sglang", "llama.cpp"}
 ACCEPTS_TOKEN_IDS = {"twinphase", "vllm", "sglang", "llama.cpp"}  # as the prompt of /v1/completions
 OWNERS = {"twinphase": "twinphase", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "library": "ollama"}
-PREFIXES = {"twinphase:": "twinphase", "vllm:": "vllm", "sglang:": "sglang", "llamacpp:": "llama.cpp"}
+METRIC_PREFIXES = {"twinphase:": "twinphase", "vllm:": "vllm", "sglang:": "sglang", "llamacpp:": "llama.cpp"}
+VERSION_ROUTES = {"twinphase": ["/version"], "vllm": ["/version"], "sglang": ["/server_info", "/get_server_info"]}
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "ollama": "Ollama"}
 
 
@@ -46,44 +44,35 @@ class Server:
 
 
 async def detect(model: Mapping[str, Any], get_json: GetJson, get_text: GetText) -> Server:
-    """Ask a server who it is.
+    """Ask a server who it is; `model` is its entry in /v1/models."""
 
-    Args:
-        model: its entry in /v1/models.
-        get_json: reads a route.
-        get_text: the same for text; "" where there is none.
-    """
-    owner = str(model.get("owned_by") or "").lower()
+    async def page(route: str) -> dict[str, Any]:
+        found = await get_json(route)
+        return found if isinstance(found, dict) else {}
+
+    owner, context = str(model.get("owned_by") or "").lower(), _count(model.get("max_model_len"))
     kind, found_by = OWNERS.get(owner, "unknown"), f"owned_by {owner!r} in /v1/models"
-    context = model.get("max_model_len")
-    context = context if isinstance(context, int) else None
-    details: dict[str, str] = {}
     if kind in ("unknown", "llama.cpp"):
-        props = await get_json("/props")
-        settings = props.get("default_generation_settings") if isinstance(props, dict) else None
-        if isinstance(props, dict) and isinstance(settings, dict):
-            context = settings.get("n_ctx") if isinstance(settings.get("n_ctx"), int) else context
-            details = {key: str(props[key]) for key in ("total_slots", "model_path") if key in props}
+        props = await page("/props")
+        if isinstance(settings := props.get("default_generation_settings"), dict):
+            details: dict[str, str] = {key: str(props[key]) for key in ("total_slots", "model_path") if key in props}
+            context = _count(settings.get("n_ctx")) or context
             return Server("llama.cpp", str(props.get("build_info") or ""), "/props", context, details)
-    if kind in ("unknown", "ollama") and (version := _version(await get_json("/api/version"))):
-        return Server("ollama", version, "/api/version", context)
-    if kind == "sglang":
-        for route in ("/server_info", "/get_server_info"):
-            info = await get_json(route)
-            if isinstance(info, dict) and (version := _version(info)):
-                return Server(kind, version, found_by, context)
+    if kind in ("unknown", "ollama") and (version := (await page("/api/version")).get("version")):
+        return Server("ollama", str(version), "/api/version", context)
     if kind == "unknown":
         text = await get_text("/metrics")
-        kind = next((name for prefix, name in PREFIXES.items() if f"\n{prefix}" in f"\n{text}"), "unknown")
+        kind = next((name for prefix, name in METRIC_PREFIXES.items() if f"\n{prefix}" in f"\n{text}"), "unknown")
         found_by = "/metrics"
     if kind == "unknown" and owner == "me":  # also says so in the title of its OpenAPI document
-        document = await get_json("/openapi.json")
-        info = document.get("info") if isinstance(document, dict) else None
+        info = (await page("/openapi.json")).get("info")
         if isinstance(info, dict) and "llama.cpp" in str(info.get("title")):
             return Server("llama-cpp-python", str(info.get("version") or ""), "/openapi.json", context)
-    version = _version(await get_json("/version")) if kind in ("twinphase", "vllm") else ""
-    return Server(kind, version, found_by if kind != "unknown" else "", context)
+    for route in VERSION_ROUTES.get(kind, ()):
+        if version := (await page(route)).get("version"):
+            return Server(kind, str(version), found_by, context)
+    return Server(kind, "", found_by if kind != "unknown" else "", context)
 
 
-def _version(found: Any) -> str:
-    return str(found.get("version") or "") if isinstance(found, dict) else ""
+def _count(found: Any) -> int | None:
+    return found if isinstance(found, int) else None

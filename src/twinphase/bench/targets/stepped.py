@@ -1,23 +1,25 @@
 """Our engine in this process, stepped by hand: the moment of every token is seen, and no text is made.
 
-A `Workshop` holds one loaded model and puts as many engines on it as experiments want, each with settings of its own;
-a `Stepped` drives one of them. Not for statistics, nor for verdicts (`lab.py`).
+A `Stepped` drives one engine; a `Workshop` holds one loaded model and puts as many engines on it as experiments want,
+each with settings of its own. Not for statistics, nor for verdicts (`lab/`).
 """
 
 from __future__ import annotations
 
 import itertools
-import random
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
 
+from twinphase.bench.load.workload import PromptMaker, Sizing
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.load import LoadedEngine, compute_units
 from twinphase.errors import TwinphaseError
+from twinphase.phases import latency
 from twinphase.phases.cost import CostModel
 from twinphase.phases.timeline import RequestTimeline, StepRecord
 from twinphase.request import FinishReason, Request, SamplingParams
@@ -34,7 +36,7 @@ class StepError(TwinphaseError):
 
 @dataclass
 class Ticket:
-    """One request under measurement.
+    """One request under measurement; a latency is NaN while it has too few tokens for it.
 
     Attributes:
         request: the engine's.
@@ -54,28 +56,28 @@ class Ticket:
 
     @property
     def ttft(self) -> float:
-        """First token out - submitted, seconds."""
-        return self.times[0] - self.submitted
+        return _known(latency.ttft(self.submitted, self.times))
 
     @property
     def e2e(self) -> float:
-        """Last token out - submitted, seconds."""
-        return self.times[-1] - self.submitted
+        return latency.e2e(self.submitted, self.times[-1])
 
     @property
     def tpot(self) -> float:
-        """(last token - first token) / (output tokens - 1), seconds."""
-        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+        return _known(latency.tpot(self.times[0], self.times[-1], len(self.times)))
 
     @property
     def gaps(self) -> list[float]:
         """Time before each token but the first; `gaps[i]` ends with `times[i + 1]`."""
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+        return latency.itl(self.times)
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids that came out."""
         return self.request.output_token_ids
+
+
+def _known(latency: float | None) -> float:
+    return math.nan if latency is None else latency
 
 
 class Stepped:
@@ -95,7 +97,7 @@ class Stepped:
         self._tickets: dict[str, Ticket] = {}
 
     def submit(self, prompt: list[int], max_tokens: int, *, logprobs: bool = False) -> Ticket:
-        """Queue one greedy request whose end-of-text is ignored."""
+        """Queue one greedy request whose end of text is ignored."""
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0 if logprobs else None
         )
@@ -152,10 +154,24 @@ class Stepped:
         self.submit(prompt, 1)
         return sum(record.seconds for record in self.run())
 
+    def decode_room(self, position: int, batch: int, num_tokens: int) -> int:
+        """Tokens that each of `batch` prompts must ask for, so that all can decode `num_tokens` tokens together.
+
+        The first ones decode already while the chunks of the others' prompts are computed.
+        """
+        chunks = -(-position // max(1, self.engine.scheduler.max_num_batched_tokens - batch)) + 1
+        return num_tokens + 1 + (batch - 1) * chunks
+
+    def begin_decode(self, prompts: list[list[int]], num_tokens: int) -> list[Ticket]:
+        """Compute the prompts, until each has its first token and all can decode `num_tokens` more together."""
+        room = self.decode_room(max(map(len, prompts)), len(prompts), num_tokens)
+        tickets = [self.submit(prompt, room) for prompt in prompts]
+        self.run_until(lambda: all(ticket.times for ticket in tickets))
+        return tickets
+
     def decode(self, prompts: list[list[int]], num_tokens: int) -> list[StepRecord]:
         """Decode `num_tokens` tokens of all prompts together, and give the steps in which all of them decoded."""
-        tickets = [self.submit(prompt, num_tokens + 1 + len(prompts)) for prompt in prompts]
-        self.run_until(lambda: all(ticket.times for ticket in tickets))
+        self.begin_decode(prompts, num_tokens)
         first = len(self.records)
         for _ in range(num_tokens):
             self.step()
@@ -168,10 +184,7 @@ class Workshop:
     """One loaded model, and engines on it.
 
     All engines share the KV memory: only one at a time may have unfinished requests, and what an engine's prefix cache
-    holds is good until another engine computes.
-
-    Attributes:
-        loaded: the model.
+    holds is valid until another engine computes.
     """
 
     def __init__(self, model: str, *, max_num_batched_tokens: int = 4096, **config: Any) -> None:
@@ -185,7 +198,7 @@ class Workshop:
         self.shape = self.loaded.engine.shape
         self.model_config = self.loaded.model_config
         self.units = compute_units(self.loaded.checkpoint, self.config)
-        self._random = random.Random(0)
+        self._prompts = PromptMaker(Sizing(vocab_size=self.model_config.vocab_size))
 
     @property
     def max_model_len(self) -> int:
@@ -199,7 +212,7 @@ class Workshop:
 
     @property
     def kv_memory(self) -> list[NDArray[Any]]:
-        """The arrays that hold keys and values, zeros until written; none where this process cannot reach them."""
+        """The arrays that hold keys and values, zeros until written; empty where this process cannot reach them."""
         backend = getattr(self.loaded.engine.executor, "backend", None)
         return list(getattr(backend, "kv_memory", ()))
 
@@ -240,10 +253,5 @@ class Workshop:
         )
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Random token ids that no other prompt begins with: the first ones differ in all likelihood.
-
-        Speed does not depend on what the tokens are; control tokens, which come first in most vocabularies, are left
-        out.
-        """
-        vocabulary = self.model_config.vocab_size
-        return [self._random.randrange(vocabulary // 16, vocabulary) for _ in range(num_tokens)]
+        """Random token ids that no other prompt of this workshop begins with."""
+        return list(self._prompts.take(num_tokens).token_ids)

@@ -1,8 +1,7 @@
 """What is measured: anything that turns a prompt into tokens, ours or another's.
 
-A `Target` can be asked for one phase at a time, which is what the phase sweep needs; a `LoadTarget` also takes many
-requests at once. `targets/` has them: our engine in this process, any OpenAI-compatible URL, transformers and
-llama.cpp in this process.
+A `Target` can be asked for one phase at a time, as the phase sweep needs it; a `LoadTarget` takes many requests at
+once. The other files of this folder are the targets; `kinds.py` lists them.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ class TargetFacts:
         model: as the target names it.
         precision: of weights, and of the KV cache where known; "unknown" otherwise.
         context_length: longest prompt + output; None is unknown.
+        prefill_definition, decode_definition: what is timed.
         details: more conditions for the report: threads, model hash, flags.
-        prefill_definition: what is timed as prefill.
-        decode_definition: what is timed as decode.
     """
 
     name: str
@@ -50,7 +48,7 @@ class Prompt:
     Attributes:
         text: for targets that take text.
         token_ids: for those that take ids; empty otherwise.
-        num_tokens: as counted by us: exact with ids, about right with text. The target's own count goes into results.
+        num_tokens: exact with ids, about right with text. The target's own count goes into results.
     """
 
     text: str
@@ -60,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PrefillSample:
-    """One prefill: `num_tokens` prompt tokens by the target's count, no prefix of them cached, in `seconds`."""
+    """One prefill: `num_tokens` prompt tokens by the target's count, none of them cached, in `seconds`."""
 
     num_tokens: int
     seconds: float
@@ -73,7 +71,7 @@ class DecodeSample:
     Attributes:
         position: mean number of tokens before the decoded ones.
         batch: sequences that decoded together all the while.
-        gaps: seconds a step, one entry a token of each sequence's; a step gives every sequence a token.
+        gaps: seconds per step; a step gives every sequence one token.
     """
 
     position: float
@@ -82,25 +80,18 @@ class DecodeSample:
 
 
 class Target(Protocol):
-    """Something whose phases can be measured apart."""
+    """Something whose phases can be measured apart; both raise a TwinphaseError where it fails or refuses."""
 
     facts: TargetFacts
 
     def prefill(self, num_tokens: int) -> PrefillSample:
-        """Measure one prefill of about that many tokens, none of them cached.
-
-        Raises:
-            TwinphaseError: the target failed or refused.
-        """
-        ...
+        """Measure one prefill of about that many tokens, none of them cached."""
 
     def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
-        """Measure decode of `num_tokens` tokens a sequence, behind prompts of about `position` tokens each."""
-        ...
+        """Measure decode of `num_tokens` tokens per sequence, behind prompts of about `position` tokens each."""
 
     def close(self) -> None:
         """Let go of the model, or of connections."""
-        ...
 
 
 class LoadTarget(Protocol):
@@ -109,12 +100,7 @@ class LoadTarget(Protocol):
     facts: TargetFacts
 
     async def send(self, prompt: Prompt, max_tokens: int, intended: float) -> Observation:
-        """Send a request now that was to be sent at `intended`, and take its whole answer.
-
-        Failures are written into the observation; nothing is raised for them.
-        """
-        ...
+        """Send a request when it is due, and take its whole answer; failures are in the observation, never raised."""
 
     async def close(self) -> None:
         """Let go of connections."""
-        ...

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from twinphase.bench.extras import require
-from twinphase.bench.targets.prompts import FreshIds
-from twinphase.bench.targets.target import DecodeSample, PrefillSample, TargetFacts
+from twinphase.bench.targets.static_batch import Generated
+from twinphase.bench.targets.target import TargetFacts
 from twinphase.config import available_cores
 from twinphase.errors import ModelNotFoundError, UnsupportedModelError
 
-__all__ = ["TransformersTarget"]
+__all__ = ["Transformers"]
 
 INSTALL = "transformers torch"
 PREFILL = (
@@ -25,10 +24,10 @@ PREFILL = (
 DECODE = "One call of the model with one token for each sequence (a static batch of equal lengths) and argmax."
 
 
-class TransformersTarget:
+class Transformers:
     """A folder with a model as transformers loads it, in eager mode with its default attention."""
 
-    def __init__(self, path: str, *, threads: int | None = None, seed: int = 0) -> None:
+    def __init__(self, path: str, *, threads: int | None = None) -> None:
         """Load from a folder; nothing is fetched.
 
         Raises:
@@ -39,7 +38,7 @@ class TransformersTarget:
         folder = Path(path).expanduser()
         if not (folder / "config.json").is_file():
             raise ModelNotFoundError(
-                f"{path!r} is no folder of a transformers model: it has no config.json.",
+                f"{path!r} is not the folder of a transformers model: it has no config.json.",
                 "Give transformers:FOLDER with config.json and the weights in it.",
             )
         self._torch, transformers = require("torch", INSTALL), require("transformers", INSTALL)
@@ -50,12 +49,10 @@ class TransformersTarget:
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise UnsupportedModelError(
-                f"transformers cannot load {path}: {reason}", "Try it in Python first."
-            ) from None
+            raise UnsupportedModelError(f"transformers cannot load {path}: {reason}", "Try it in Python.") from None
         self._model, self._new_cache = model.eval(), transformers.DynamicCache
         text = model.config.get_text_config()
-        self._ids = FreshIds(text.vocab_size, seed)
+        self.vocab_size = int(text.vocab_size)
         dtype = str(model.dtype).removeprefix("torch.")
         self.facts = TargetFacts(
             name=f"transformers:{path}",
@@ -72,32 +69,18 @@ class TransformersTarget:
             },
         )
 
-    def prefill(self, num_tokens: int) -> PrefillSample:
-        """Time one prompt's prefill."""
-        prompt = self._torch.tensor([self._ids.take(num_tokens)])
-        start = time.perf_counter()
-        with self._torch.inference_mode():
-            int(self._step(prompt, self._new_cache()))
-        return PrefillSample(num_tokens, time.perf_counter() - start)
-
-    def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
-        """Time `num_tokens` steps of a static batch; `gaps` has one entry a step."""
-        gaps = []
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> Generated:
+        """All prompts in one call of the model, then one token of each per call."""
+        tokens, step_ends = self._torch.tensor(prompts), []
+        began = time.perf_counter()
         with self._torch.inference_mode():
             cache = self._new_cache()
-            # One after the other would be slower and the same; a batch is padded by no one here, the lengths are equal.
-            tokens = self._step(self._torch.tensor([self._ids.take(position) for _ in range(batch)]), cache)
             for _ in range(num_tokens):
-                start = time.perf_counter()
-                tokens = self._step(tokens, cache)
-                tokens.tolist()  # on a device the step is over only when its tokens are here
-                gaps.append(time.perf_counter() - start)
-        return DecodeSample(position + (num_tokens - 1) / 2, batch, tuple(gaps))
+                output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)  # [sequences, 1]
+                last = tokens[:, 0].tolist()  # on a device the step is over only when its tokens are here
+                step_ends.append(time.perf_counter())
+        return Generated(began, step_ends, last)
 
     def close(self) -> None:
-        """Nothing to let go of: the memory goes with the object."""
-
-    def _step(self, tokens: Any, cache: Any) -> Any:
-        """Feed tokens [sequences, length]; the next token of each, [sequences, 1]."""
-        output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1].argmax(dim=-1, keepdim=True)
+        """Nothing to do: the memory goes with the object."""
