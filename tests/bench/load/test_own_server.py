@@ -1,4 +1,4 @@
-"""The client against `twinphase serve` with a random model: counts, ids, claims; no times."""
+"""Loads of our own engine and of `twinphase serve`, with a random model: counts, ids, claims; no times."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 
 import pytest
 
+from bench.load.made_load import check_sections
 from running import RunningServer
 from tiny_gguf import write_tiny_gguf
 from twinphase.bench.client.client import run
-from twinphase.bench.load.arrivals import Closed, Poisson
+from twinphase.bench.load.arrivals import Closed, Constant, Poisson
+from twinphase.bench.load.report import load_sections
 from twinphase.bench.load.run import LoadResult, run_load
 from twinphase.bench.load.traces import Scaling, trace_workload
 from twinphase.bench.load.workload import Lengths, PromptMaker, make_workload
 from twinphase.bench.targets.claims import claims_of, claims_reader
+from twinphase.bench.targets.engine_load import EngineLoadTarget
 from twinphase.bench.targets.openai import OpenAITarget
 from twinphase.bench.targets.target import Prompt
 from twinphase.errors import InvalidRequestError
@@ -81,3 +84,69 @@ def test_a_wrong_key_and_a_wrong_model(server):
         run(opened(server, model="another"))
     target = run(opened(server, endpoint="completions"))
     assert target.dialect.endpoint == "completions"
+
+
+def test_an_engine_that_fails_loses_one_request(tmp_path):
+    target = EngineLoadTarget.open(
+        write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=512), backend="reference"
+    )
+    submit = target._engine.submit
+
+    class Empty:
+        request_id = "empty"
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_) -> None:
+            pass
+
+        async def __aiter__(self):
+            for update in ():
+                yield update
+
+    ways = iter(["", "raise", "empty", ""])
+
+    async def broken(asked, params):
+        way = next(ways)
+        if way == "raise":
+            raise RuntimeError("of the engine")
+        return Empty() if way == "empty" else await submit(asked, params)
+
+    async def work() -> LoadResult:
+        target._engine.submit = broken
+        sizing = await target.sizing()
+        assert sizing.encode is not None and sizing.encode("ab")
+        result = await run_load(target, make_workload(Lengths((8, 8), (3, 3)), 4, sizing, num_warm_up=0), Closed(1))
+        await target.close()
+        return result
+
+    result = run(work())
+    assert len(result.succeeded) == 2 and result.failures == {"exception": 1, "no output": 1}
+    assert all(one.tpot is not None for one in result.succeeded)
+
+
+def test_our_engine_in_this_process_as_a_target(tmp_path):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=512)
+    target = EngineLoadTarget.open(path, backend="reference")
+
+    async def work():
+        sizing = await target.sizing()
+        workload = make_workload(Lengths((10, 20), (4, 4)), 6, sizing, num_warm_up=1)
+        result = await run_load(target, workload, Constant(50))
+        closed = await run_load(target, make_workload(Lengths((8, 8), (3, 3)), 4, sizing, seed=1), Closed(2))
+        long = make_workload(Lengths((600, 600), (3, 3)), 1, sizing)
+        with pytest.raises(InvalidRequestError, match="context"):
+            await run_load(target, long, Closed(1))
+        refused = await target.send(long.requests[0].prompt, 3)
+        await target.close()
+        return workload, result, closed, refused
+
+    workload, result, closed, refused = run(work())
+    assert [one.error for one in result.observations] == [""] * 6
+    assert [one.num_prompt_tokens for one in result.observations] == [r.prompt.num_tokens for r in workload.requests]
+    assert [one.num_output_tokens for one in result.observations] == [4] * 6
+    assert all(one.num_cached_tokens == 0 and one.finish_reason == "length" for one in result.observations)
+    assert all(a.ttft > 0 and a.sent <= a.token_times[0] <= a.token_times[-1] <= a.ended for a in result.observations)
+    assert len(closed.succeeded) == 4 and refused.status == 400 and not refused.succeeded
+    check_sections(load_sections(result))

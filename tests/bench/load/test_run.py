@@ -16,20 +16,20 @@ import time
 import pytest
 
 from bench.attempts import check_errors
+from bench.load.made_load import FACTS, Instant, requests
 from bench.stub_server import RunningStub
 from twinphase.bench.client.client import Address, Reply, exchange, run
 from twinphase.bench.client.health import ClientHealth, lags_of_stamps
-from twinphase.bench.client.observation import Observation
 from twinphase.bench.client.sse import failure_kind, observe
 from twinphase.bench.load.arrivals import Closed, Constant, Poisson, Traced
-from twinphase.bench.load.repeat import run_loads
+from twinphase.bench.load.plan import LoadOptions, load_parts
 from twinphase.bench.load.report import load_data
-from twinphase.bench.load.run import LoadFailedError, LoadLimits, LoadResult, run_load
+from twinphase.bench.load.run import LoadFailedError, LoadResult, run_load
 from twinphase.bench.load.slo import Slos
 from twinphase.bench.load.workload import Lengths, LoadRequest, Sizing, Workload, make_workload
 from twinphase.bench.statistics import percentile
 from twinphase.bench.targets.openai import OpenAITarget
-from twinphase.bench.targets.target import Prompt, TargetFacts
+from twinphase.bench.targets.target import Prompt
 from twinphase.errors import InvalidRequestError
 
 SLOW = {"first": 0.05, "gaps": [0.004] * 5, "tokens": [1, 1, 2, 1, 1, 1]}
@@ -44,11 +44,7 @@ def stub():
     running.stop()
 
 
-def requests(number, words=10):
-    return make_workload(Lengths((words, words), (8, 8)), number, Sizing(), num_warm_up=0)
-
-
-def load(stub, scripts, arrivals, slos=None, workload=None, limits=None, beside=None, timeout=60.0):
+def load(stub, scripts, arrivals, workload=None, beside=None, timeout=60.0, **options):
     """The result, and the stub's log."""
 
     async def work():
@@ -56,7 +52,7 @@ def load(stub, scripts, arrivals, slos=None, workload=None, limits=None, beside=
         target = await OpenAITarget.open(stub.url, timeout=timeout)
         stub.script(*scripts)
         other = asyncio.ensure_future(beside()) if beside else None
-        result = await run_load(target, workload or requests(len(scripts)), arrivals, limits, slos)
+        result = await run_load(target, workload or requests(len(scripts)), arrivals, **options)
         if other:
             other.cancel()
         return result
@@ -69,13 +65,14 @@ def load(stub, scripts, arrivals, slos=None, workload=None, limits=None, beside=
 MARGIN = 0.006
 
 
+@pytest.mark.slow
 def test_every_figure_of_a_load_is_right_within_a_millisecond(stub):
     scripts = [SLOW, STALLED, QUICK, QUICK, {"status": 429}, SLOW, {"end": "truncated", "gaps": [0.004]}, QUICK]
     slos = Slos.parse(["ttft:40", "tpot:10"])
     tokens = [7, 4, 5, 5, 0, 7, 0, 5]  # of those that succeed
 
     def errors(number):
-        result, log = load(stub, scripts, Constant(60), slos)
+        result, log = load(stub, scripts, Constant(60), slos=slos)
         good = [entry for entry, count in zip(log, tokens, strict=True) if count]
         seen = {one.request_id: one for one in result.succeeded}
         intended = [seen[f"stub-{i}"].intended for i, count in enumerate(tokens) if count]
@@ -133,7 +130,7 @@ def test_figures_of_recorded_replies_are_exact():
     broken = Reply(11.0, sent=11.0, ended=11.5, error="connection refused: x")
     seen = [observe(reply) for reply in (*replies, broken)]
     slos = Slos.parse(["ttft:600", "tpot:200"])
-    result = LoadResult(Instant.facts, "", "", 4.0, None, seen, 4, ClientHealth(), slos)
+    result = LoadResult(FACTS, "", "", 4.0, None, seen, 4, ClientHealth(), slos)
     assert result.ttft == [0.5, 0.25, 1.0] and result.e2e == [1.0, 0.75, 1.5]
     assert result.tpot == [0.25, 0.5 / 3, 0.125] and result.itl == [0.25, 0.25, 0.5, *[0.125] * 4]
     assert result.seconds == 2.0 and result.request_rate == 1.5 and result.output_rate == 6.0
@@ -212,7 +209,7 @@ def test_connecting_late_is_told_from_asking_late(stub):
 
 
 class Broken:
-    facts = TargetFacts("broken", "test", "none", "none", "unknown", None, "", "")
+    facts = FACTS
 
     async def send(self, prompt, max_tokens, intended):
         if prompt.text.startswith(requests(6).requests[2].prompt.text):
@@ -278,13 +275,20 @@ def test_repetitions_have_prompts_and_gaps_of_their_own():
             sent.append(prompt.text)
             return await super().send(prompt, max_tokens, intended)
 
-    def make(number):
-        return make_workload(Lengths((12, 12), (8, 8)), 5, Sizing(), seed=number, num_warm_up=0)
+    options = LoadOptions(request_rate=500.0, num_prompts=5, input_len=12, output_len=8, repetitions=3, seed=4)
+    parts = load_parts(Watch(), options, lambda *_: None)
+    runs = [parts.data, *parts.data["further runs"]]
+    assert [len(run["observations"]) for run in runs] == [5] * 3 and len(set(sent)) == len(sent) == 3 * (5 + 3)
+    gaps = {run["observations"][1]["intended"] - run["observations"][0]["intended"] for run in runs}
+    assert len(gaps) == 3, "the gaps are drawn anew"
 
-    results = run(run_loads(Watch(), make, Poisson(500, seed=4), 3))
-    assert [len(result.succeeded) for result in results] == [5] * 3 and len(set(sent)) == 15
-    offered = [result.offered for result in results]
-    assert len(set(offered)) == 3, "the gaps are drawn anew"
+
+def test_a_trace_with_texts_of_its_own_is_not_repeated(tmp_path):
+    turns = [{"value": "what is a prefix"}, {"value": "a start"}]
+    (tmp_path / "trace.json").write_text(json.dumps([{"conversations": turns}]))
+    options = LoadOptions(trace=tmp_path / "trace.json", max_concurrency=1, repetitions=2)
+    with pytest.raises(InvalidRequestError, match="--repetitions of a trace"):
+        load_parts(Instant(), options, lambda *_: None)
 
 
 def test_an_infinite_rate_sends_all_at_once():
@@ -339,19 +343,6 @@ def test_a_blocked_event_loop_voids_the_run(stub):
     assert any("loop's lag" in fault for fault in result.void)
 
 
-class Instant:
-    """Answers at once: whatever is late is the client."""
-
-    facts = TargetFacts("instant", "test", "none", "none", "unknown", None, "", "")
-
-    async def send(self, prompt, max_tokens, intended):
-        now = time.perf_counter()
-        return Observation("", intended, now, [now], time.perf_counter(), 1, 0, 1, 200)
-
-    async def close(self):
-        pass
-
-
 def test_more_than_the_client_can_send_voids_the_run(stub):
     result = run(run_load(Instant(), requests(5000), Constant(1e6)))
     assert any("sent late" in fault for fault in result.void)
@@ -361,12 +352,12 @@ def test_more_than_the_client_can_send_voids_the_run(stub):
 
 
 def test_too_many_in_flight_voids_the_run(stub):
-    result, _ = load(stub, [{"first": 1.0}] * 10, Constant(200), limits=LoadLimits(max_in_flight=4))
+    result, _ = load(stub, [{"first": 1.0}] * 10, Constant(200), max_in_flight=4)
     assert len(result.observations) == 4 and "6 requests were not sent" in result.void[-1]
 
 
 def test_a_limit_of_time_ends_the_sending(stub):
-    result, _ = load(stub, [{}] * 40, Constant(100), limits=LoadLimits(send_seconds=0.1))
+    result, _ = load(stub, [{}] * 40, Constant(100), send_seconds=0.1)
     assert 8 <= len(result.observations) <= 12 and result.num_requests == 40 and not result.client.not_sent
 
 
@@ -392,7 +383,7 @@ def test_warm_up_is_sent_first_and_not_counted(stub):
 
 
 def test_a_load_in_which_everything_fails(stub):
-    result, _ = load(stub, [{"status": 503}] * 3, Constant(100), Slos.parse(["ttft:10"]))
+    result, _ = load(stub, [{"status": 503}] * 3, Constant(100), slos=Slos.parse(["ttft:10"]))
     assert result.failures == {"http 503": 3} and not result.ttft and result.output_rate is None
     assert result.request_rate == 0 and result.goodput.rate == 0 and result.goodput.missed == {"failed": 3}
 

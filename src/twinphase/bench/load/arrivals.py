@@ -1,7 +1,6 @@
-"""When requests are sent: open loop (whatever becomes of the others) or closed (when another has ended).
+"""When requests are sent: an open loop sends whatever becomes of the others, a closed loop when another has ended.
 
-An open loop is what independent users are, and the only one in which a slow server cannot slow its own load down. Not
-for what is sent (`workload.py`).
+Independent users are an open loop, and only there a slow server cannot slow its own load down.
 """
 
 from __future__ import annotations
@@ -14,28 +13,23 @@ from dataclasses import dataclass
 from twinphase.bench.load.workload import LoadRequest
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["ALL_AT_ONCE", "Arrivals", "Closed", "Constant", "Poisson", "Traced"]
+__all__ = ["Arrivals", "Closed", "Constant", "Poisson", "Traced"]
 
 ALL_AT_ONCE = "open loop, all at once"
 
 
 @dataclass(frozen=True)
 class Poisson:
-    """Independent users: exponential gaps of mean 1 / rate.
+    """Independent users: exponential gaps of mean 1 / rate."""
 
-    Attributes:
-        rate: requests a second; infinite: all at once.
-        seed: of the gaps.
-    """
-
-    rate: float
+    rate: float  # requests per second; infinite sends all at once
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check_rate(self.rate)
 
     def offsets(self, requests: Sequence[LoadRequest]) -> tuple[float, ...]:
-        """Seconds after the beginning; the first request comes at 0."""
+        """Seconds after the start; the first request comes at 0."""
         draw, found, now = random.Random(f"poisson/{self.seed}"), [], 0.0
         for _ in requests:
             found.append(now)
@@ -48,7 +42,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Constant:
-    """Even gaps of 1 / rate; none at all where it is infinite."""
+    """Even gaps of 1 / rate; an infinite rate sends all at once."""
 
     rate: float
 
@@ -56,7 +50,6 @@ class Constant:
         _check_rate(self.rate)
 
     def offsets(self, requests: Sequence[LoadRequest]) -> tuple[float, ...]:
-        """Seconds after the beginning."""
         return tuple(number / self.rate for number in range(len(requests)))
 
     def __str__(self) -> str:
@@ -65,21 +58,20 @@ class Constant:
 
 @dataclass(frozen=True)
 class Traced:
-    """As the workload's timestamps say."""
+    """An open loop at the workload's own timestamps."""
 
     def offsets(self, requests: Sequence[LoadRequest]) -> tuple[float, ...]:
-        """Seconds after the beginning.
+        """Seconds after the start.
 
         Raises:
-            InvalidRequestError: the workload has no times.
+            InvalidRequestError: the workload has no timestamps.
         """
-        times = [request.timestamp for request in requests]
-        known = [time for time in times if time is not None]
-        if len(known) < len(times):
+        times = [request.timestamp for request in requests if request.timestamp is not None]
+        if len(times) < len(requests):
             raise InvalidRequestError(
                 "The workload has no timestamps.", "Give --request-rate or --max-concurrency, or a trace with times."
             )
-        return tuple(known)
+        return tuple(times)
 
     def __str__(self) -> str:
         return "open loop, at the times of the trace"
@@ -87,10 +79,10 @@ class Traced:
 
 @dataclass(frozen=True)
 class Closed:
-    """So many users who send again as soon as they are answered.
+    """A fixed number of users, each of whom sends again as soon as it is answered.
 
-    Its latencies are those of a load that waits for the server: the number of requests in flight never grows. Between
-    two of a user lies the opening of a connection, which is told in the report.
+    The number of requests in flight never grows, so the latencies are those of a load that waits for the server. Each
+    user opens a new connection between two requests; the report says how long that takes.
     """
 
     concurrency: int
@@ -100,7 +92,7 @@ class Closed:
             raise InvalidRequestError(f"--max-concurrency is {self.concurrency}.", "Give at least 1.")
 
     def offsets(self, requests: Sequence[LoadRequest]) -> None:
-        """None: each is sent when another has ended."""
+        """None: each request is sent when another has ended."""
         return None
 
     def __str__(self) -> str:
@@ -113,5 +105,5 @@ Arrivals = Poisson | Constant | Traced | Closed
 def _check_rate(rate: float) -> None:
     if not rate > 0:
         raise InvalidRequestError(
-            f"--request-rate is {rate}.", "Give requests a second, above 0, or inf for all of them at once."
+            f"--request-rate is {rate}.", "Give requests per second above 0, or inf to send all of them at once."
         )

@@ -1,14 +1,14 @@
-"""Plots of loads: distributions, requests in time, latency against load. Not for tables (`load_report.py`)."""
+"""Plots of loads: distributions, requests in time, latency against load."""
 
 from __future__ import annotations
 
 from twinphase.bench.load.run import LoadResult
-from twinphase.bench.load.saturation import SweepResult
+from twinphase.bench.load.saturation import SaturationSearch
 from twinphase.bench.report.plots import Row, distribution, lines, spans
 from twinphase.bench.report.report import Plot
 from twinphase.bench.statistics import percentile
 
-__all__ = ["latency_plots", "sweep_plots", "timeline_plot"]
+__all__ = ["latency_plots", "saturation_plots", "timeline_plot"]
 
 BARS = 150  # most requests that the timeline shows
 TIMELINE_HEIGHT = 400  # pixels; more or less where that makes a bar too thin or too thick
@@ -72,33 +72,34 @@ def timeline_plot(result: LoadResult) -> Plot:
     )
 
 
-def sweep_plots(sweep: SweepResult) -> tuple[Plot, ...]:
-    """Latency, and what was served, against the load; void points are left out."""
-    points = [point for point in sweep.ordered if not point.result.void]
-    x = ("load", "offered, req/s" if sweep.plan.mode == "rate" else "requests at once")
+def saturation_plots(search: SaturationSearch) -> tuple[Plot, ...]:
+    """Latency, and what was served, against the load; void loads are left out."""
+    x = ("load", "requests at once" if search.plan.closed else "offered, req/s")
     latency, served = [], []
-    for point in points:
+    for point in search.ordered:
         result = point.result
+        if result.void:
+            continue
         for name, values in (("TTFT", result.ttft), ("TPOT", result.tpot)):
-            for q in (50, 99):
-                if values:
-                    row = {"load": point.value, "ms": 1e3 * percentile(values, q), "series": f"{name} p{q}"}
-                    latency.append(row)
-        served.append({"load": point.value, "rate": result.request_rate, "series": "served"})
-        goodput = result.goodput
-        if goodput is not None and goodput.rate is not None:
-            served.append({"load": point.value, "rate": goodput.rate, "series": f"goodput ({result.slos})"})
-    found = []
+            rows = ((f"{name} p{q}", 1e3 * percentile(values, q)) for q in (50, 99) if values)
+            latency += [{"load": point.value, "ms": ms, "series": series} for series, ms in rows]
+        rates = {"served": result.request_rate}
+        if result.goodput is not None and result.goodput.rate is not None:
+            rates[f"goodput ({result.slos})"] = result.goodput.rate
+        served += [{"load": point.value, "rate": rate, "series": series} for series, rate in rates.items()]
+    plots = []
     if latency:
-        caption = "Requests that succeeded; the last load is the one at which the sweep stopped."
-        title = "Latency against load"
-        found.append(
-            lines("load-latency", title, latency, x, ("ms", "ms"), series="series", log_y=True, caption=caption)
-        )
+        caption = "Requests that succeeded; the last load is the one at which the search stopped."
+        plots.append(
+            lines("load-latency", "Latency against load", latency, x, ("ms", "ms"), series="series", log_y=True,
+                  caption=caption)
+        )  # fmt: skip
     if served:
         title = "Served and good requests against load"
-        found.append(lines("load-goodput", title, served, x, ("rate", "req/s"), series="series", caption=sweep.stopped))
-    return tuple(found)
+        plots.append(
+            lines("load-goodput", title, served, x, ("rate", "req/s"), series="series", caption=search.stopped)
+        )
+    return tuple(plots)
 
 
 def _name(result: LoadResult, plot: str) -> str:

@@ -1,22 +1,23 @@
-"""A load, or a sweep of loads, as sections of a report: verdicts, tables with their definitions, plots, metrics.
+"""A load, and its repetitions, as parts of a report: verdicts, tables with their definitions, plots, metrics, raw data.
 
-Not for running loads (`load.py`, `saturation.py`) nor for what servers claim (`foreign_claims.py`).
+`saturation_report.py` reports a search for saturation, `bench/targets/claims.py` what a server says of itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from twinphase.bench.client.health import CPU_OF_CORE, HEARTBEAT_SECONDS
-from twinphase.bench.load.plots import latency_plots, sweep_plots, timeline_plot
+from twinphase.bench.client.sse import failure_kind
+from twinphase.bench.load.plots import latency_plots, timeline_plot
 from twinphase.bench.load.run import LoadResult
-from twinphase.bench.load.saturation import SweepResult
-from twinphase.bench.load.slo import PHASES
+from twinphase.bench.load.slo import BLAMED_PHASE, Goodput
 from twinphase.bench.report.report import Column, Metric, Section, Status, Table, Verdict
-from twinphase.bench.statistics import Summary, has_percentile, percentile, summary
+from twinphase.bench.statistics import has_percentile, percentile
 from twinphase.bench.targets.claims import claims_section
 
 __all__ = [
@@ -24,10 +25,10 @@ __all__ = [
     "load_metrics",
     "load_sections",
     "load_verdicts",
-    "sweep_data",
-    "sweep_metrics",
-    "sweep_sections",
-    "sweep_verdicts",
+    "loads_table",
+    "runs_section",
+    "runs_verdicts",
+    "shown",
 ]
 
 DEFINITIONS = {
@@ -38,293 +39,272 @@ DEFINITIONS = {
     "that it has finished",
     "TTFO": "first piece of the answer itself - intended send, of requests that reasoned first",
 }
-PERCENTILES = "nearest rank: a value that occurred; p50 is the median; -: so few values have none but their highest"
+PERCENTILES = "nearest rank: a value that occurred; p50 is the median; -: too few values for this percentile"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A column of a table with a row per load: its name with the unit, its definition, and its value in that unit."""
+
+    name: str
+    definition: str
+    of: Callable[[LoadResult], float | None]
+
+    def told(self, results: Sequence[LoadResult]) -> str:
+        """Median and range over several runs."""
+        known = [value for run in results if (value := self.of(run)) is not None and math.isfinite(value)]
+        what, _, unit = self.name.partition(", ")
+        if not known:
+            return f"{what} unknown"
+        return f"{what} {shown(statistics.median(known))} {unit} ({shown(min(known))} .. {shown(max(known))})"
+
+
+def _milliseconds(latency: str, q: int) -> Figure:
+    def of(result: LoadResult) -> float | None:
+        values = getattr(result, latency.lower())
+        # A high percentile of a few values would be the highest by another name.
+        return 1e3 * percentile(values, q) if q == 50 or has_percentile(len(values), q) else None
+
+    return Figure(f"{latency} p{q}, ms", DEFINITIONS[latency] if q == 50 else PERCENTILES, of)
+
+
+FIGURES = (
+    Figure("served, req/s", "succeeded / (last end - first intended send)", lambda run: run.request_rate),
+    Figure("output, tok/s", "output tokens of succeeded requests / the same time", lambda run: run.output_rate),
+    *(_milliseconds(latency, q) for latency in ("TTFT", "TPOT") for q in (50, 99)),
+    _milliseconds("E2E", 50),
+)
+
+
+def shown(value: float | None) -> str:
+    """A number to four digits, or more where it has more before the point."""
+    if value is None or math.isnan(value):
+        return "unknown"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def loads_table(title: str, head: str, rows: Iterable[tuple[str, LoadResult, str]]) -> Table:
+    """A row per load, of (name, load, verdict); `head` is the first column's."""
+    columns = [Column(head), *(Column(figure.name, figure.definition) for figure in FIGURES)]
+    columns += [Column("goodput, req/s", "requests that met the service levels / the same time")]
+    columns += [Column("sent", "requests"), Column("failed"), Column("verdict", "void: the client was the limit")]
+    cells = []
+    for name, run, verdict in rows:
+        figures = (shown(figure.of(run)) for figure in FIGURES)
+        good = "-" if run.goodput is None else shown(run.goodput.rate)
+        failed = str(sum(run.failures.values()))
+        ends = (str(len(run.observations)), failed, "void" if run.void else verdict)
+        cells.append((name, *figures, good, *ends))
+    return Table(title, tuple(columns), tuple(cells))
+
+
+def runs_verdicts(results: Sequence[LoadResult]) -> list[Verdict]:
+    """Which runs of one load are void, and the range of the figures of the others."""
+    found = [
+        Verdict(Status.VOID, f"The client was the limit: run {number} of {len(results)} is void.", "; ".join(run.void))
+        for number, run in enumerate(results, 1)
+        if run.void
+    ]
+    sound = [run for run in results if not run.void and run.succeeded]
+    if len(sound) > 1:
+        ranges = "; ".join(figure.told(sound) for figure in FIGURES)
+        text = f"Over {len(sound)} runs with other prompts (median, lowest .. highest): {ranges}."
+        found.append(Verdict(Status.INFO, text))
+    return found
+
+
+def runs_section(results: Sequence[LoadResult]) -> Section:
+    """A row per run."""
+    rows = [(str(number), run, "counts") for number, run in enumerate(results, 1)]
+    return Section("Runs of the load", tables=(loads_table("Runs of the load", "run", rows),))
 
 
 def load_verdicts(result: LoadResult) -> tuple[Verdict, ...]:
     """What is to be known first: whether the figures count, failures, and the figures."""
     found = [Verdict(Status.VOID, "The client was the limit: this load is void.", fault) for fault in result.void]
-    sent = len(result.observations)
     if result.failures:
         kinds = ", ".join(f"{number} x {kind}" for kind, number in result.failures.items())
-        number = sum(result.failures.values())
-        found.append(Verdict(Status.INFO, f"{number} of {sent} requests failed; they have no latencies.", kinds))
+        text = f"{sum(result.failures.values())} of {len(result.observations)} requests failed; they have no latencies."
+        found.append(Verdict(Status.INFO, text, kinds))
     if result.succeeded:
-        ttft, tpot = summary(result.ttft), summary(result.tpot)
-        text = f"{result.request_rate:.3g} req/s served"
-        if result.rate is not None and math.isfinite(result.rate):
-            text += f", {result.rate:.3g} asked for"
-        elif result.offered is not None:
-            text += f" of {result.offered:.3g} offered"
-        text += f", {_number(result.output_rate)} output tok/s; median TTFT {_ms(ttft.median)} ms{_p99(ttft)}"
-        text += f", median TPOT {_ms(tpot.median)} ms{_p99(tpot)}."
+        asked = "" if result.offered is None else f" of {result.offered:.3g} offered"
+        asked = asked if result.rate is None else f", {result.rate:.3g} asked for"
+        text = f"{result.request_rate:.3g} req/s served{asked}, {shown(result.output_rate)} output tok/s; "
+        text += f"median TTFT {_median_and_p99(result.ttft)}, median TPOT {_median_and_p99(result.tpot)}."
         found.append(Verdict(Status.INFO, _void_mark(result) + text))
-    goodput = result.goodput
-    if goodput is not None:
-        found.append(_goodput_verdict(result))
+    if result.goodput is not None:
+        found.append(_goodput_verdict(result, result.goodput))
     return (*found, *_doubts(result))
 
 
-def _goodput_verdict(result: LoadResult) -> Verdict:
-    goodput = result.goodput
-    assert goodput is not None
+def _median_and_p99(values: Sequence[float]) -> str:
+    if not values:
+        return "unknown"
+    p99 = f"p99 {_ms(percentile(values, 99))}" if has_percentile(len(values), 99) else f"of {len(values)} requests"
+    return f"{_ms(percentile(values, 50))} ms ({p99})"
+
+
+def _goodput_verdict(result: LoadResult, goodput: Goodput) -> Verdict:
     if goodput.rate is None or goodput.fraction is None:
-        return Verdict(
-            Status.UNKNOWN, f"Goodput for {result.slos} is unknown.", "The target does not count its tokens."
-        )
+        text = f"Goodput for {result.slos} is unknown."
+        return Verdict(Status.UNKNOWN, text, "The target does not count its tokens.")
     text = f"Goodput {goodput.rate:.3g} req/s: {goodput.fraction:.0%} of the requests met {result.slos}."
-    late = {name: goodput.by_level[name] for name in PHASES if name in goodput.by_level}
-    everyone = len(result.observations)
-    blamed = [f"{number} of {everyone} requests missed {name} ({PHASES[name]})" for name, number in late.items()]
+    blamed = [
+        f"{goodput.by_level[name]} of {goodput.total} requests missed {name} ({phase})"
+        for name, phase in BLAMED_PHASE.items()
+        if name in goodput.by_level
+    ]
     return Verdict(Status.INFO, _void_mark(result) + text, "; ".join(blamed))
 
 
 def _doubts(result: LoadResult) -> list[Verdict]:
     """What makes the figures say less than they seem to."""
     found, seen = [], result.succeeded
-    cached = sum(one.num_cached_tokens or 0 for one in seen)
-    prompt = sum(one.num_prompt_tokens or 0 for one in seen)
+    cached, prompt = (sum(getattr(one, f"num_{name}_tokens") or 0 for one in seen) for name in ("cached", "prompt"))
     if prompt and cached > 0.02 * prompt and not any("share prefixes" in note for note in result.notes):
         text = f"{cached / prompt:.0%} of the prompt tokens came out of the server's prefix cache: prefill was less."
         reason = "Prompts have unique words; a template before them, or an earlier run with the same seed, is shared."
         if "sharegpt" in result.conditions.get("trace", ""):
             reason = "Questions of a file may begin alike; a template before them, or an earlier run of it, is shared."
-        found.append(Verdict(Status.INFO, text, reason))
+        found.append((text, reason))
     short = sum(one.finish_reason not in ("length", "") for one in seen)
     if short:
-        found.append(Verdict(Status.INFO, f"{short} of {len(seen)} outputs ended before the length asked for."))
-    if any(kind == "broken off" for kind in result.failures):
-        text = "Outputs that the server broke off are failures."
-        reason = "llama-cpp-python does, when another request comes, unless started with --interrupt_requests False."
-        found.append(Verdict(Status.INFO, text, reason))
-    if result.client.connected_late:
-        text = f"{result.client.connected_late} requests waited for their connection: it is in their latencies."
-        found.append(Verdict(Status.INFO, text, "The client asked for it in time; an overloaded server takes it late."))
+        found.append((f"{short} of {len(seen)} outputs ended before the length asked for.", ""))
+    if "broken off" in result.failures:
+        reason = "llama-cpp-python does so when another request comes, unless started with --interrupt_requests False."
+        found.append(("Outputs that the server broke off are failures.", reason))
+    if late := result.client.connected_late:
+        reason = "The client asked for it in time; an overloaded server takes it late."
+        found.append((f"{late} requests waited for their connection: it is in their latencies.", reason))
     pieces, tokens = sum(len(one.token_times) for one in seen), result.num_output_tokens
     if tokens and tokens > 1.02 * pieces:
         text = f"A piece of output has {tokens / pieces:.2f} tokens on average: ITL is of pieces, TPOT of tokens."
-        reason = "Or tokens have no text, and the server sends nothing for them."
-        found.append(Verdict(Status.INFO, text, reason))
-    return found
+        found.append((text, "Or tokens have no text, and the server sends nothing for them."))
+    return [Verdict(Status.INFO, *texts) for texts in found]
 
 
 def load_sections(result: LoadResult) -> tuple[Section, ...]:
     """Everything of one load."""
-    tables: tuple[Table, ...] = (_latencies(result), _throughput(result), _client(result))
+    tables = [_latencies(result), _throughput(result), _client(result)]
     if result.failures:
-        tables = (*tables, _failures(result))
+        tables.append(_failures(result))
     paragraphs = (
         f"{result.workload}; {result.arrivals}.",
         *(f"{note[:1].upper()}{note[1:]}." for note in result.notes),
     )
     title = f"{_void_mark(result)}Load: {result.arrivals}"
-    first = Section(title, load_verdicts(result), paragraphs, tables, (*latency_plots(result), timeline_plot(result)))
-    return (first, claims_section(result))
+    plots = (*latency_plots(result), timeline_plot(result))
+    return Section(title, load_verdicts(result), paragraphs, tuple(tables), plots), claims_section(result)
 
 
 def _latencies(result: LoadResult) -> Table:
-    columns = (Column("figure"), Column("n"), *(Column(f"{p}, ms", PERCENTILES) for p in ("p50", "p90", "p95", "p99")))
+    columns = (Column("figure"), Column("n"), *(Column(f"p{q}, ms", PERCENTILES) for q in (50, 90, 95, 99)))
     rows = []
-    figures = [("TTFT", result.ttft), ("TPOT", result.tpot), ("ITL", result.itl), ("E2E", result.e2e)]
-    for name, values in figures + ([("TTFO", result.ttfo)] if result.ttfo else []):
-        s = summary(values)
-        tails = (_tail(s, q, value) for q, value in ((90, s.p90), (95, s.p95), (99, s.p99)))
-        rows.append((name, str(s.n), _ms(s.median), *tails, DEFINITIONS[name]))
-    return Table(
-        _void_mark(result) + "Latencies of requests that succeeded", (*columns, Column("definition")), tuple(rows)
-    )
+    for name, definition in DEFINITIONS.items():
+        values = getattr(result, name.lower())
+        if values or name != "TTFO":
+            tails = (_ms(percentile(values, q)) if has_percentile(len(values), q) else "-" for q in (90, 95, 99))
+            rows.append((name, str(len(values)), _ms(percentile(values, 50)), *tails, definition))
+    title = _void_mark(result) + "Latencies of requests that succeeded"
+    return Table(title, (*columns, Column("definition")), tuple(rows))
 
 
 def _throughput(result: LoadResult) -> Table:
-    sent, seconds = len(result.observations), "seconds = last end - first intended send"
-    goodput = result.goodput
+    seconds, goodput = "seconds = last end - first intended send", result.goodput
     offered = "req/s: (requests - 1) / (last intended send - first)"
-    if result.rate is not None and _number(result.rate) != _number(result.offered):
+    if result.rate is not None and shown(result.rate) != shown(result.offered):
         offered += f"; random gaps of a mean of {result.rate:.4g} req/s"
     rows = [
-        ("requests offered", _number(result.offered) if result.concurrency is None else "closed loop", offered),
-        ("requests served", _number(result.request_rate), f"req/s: succeeded / seconds; {seconds}"),
-        ("output", _number(result.output_rate), "tok/s: output tokens of succeeded requests / seconds"),
-        *_reasoning(result),
-        ("prompt and output", _number(result.total_rate), "tok/s, cached prompt tokens in it"),
-        ("sent", str(sent), f"requests, of {result.num_requests} in the workload"),
+        ("requests offered", shown(result.offered) if result.concurrency is None else "closed loop", offered),
+        ("requests served", shown(result.request_rate), f"req/s: succeeded / seconds; {seconds}"),
+    ]
+    if goodput is not None:
+        missed = ", ".join(f"{number} {name}" for name, number in goodput.missed.items()) or "none"
+        rows.append(("goodput", shown(goodput.rate), f"req/s: succeeded and {result.slos} / seconds"))
+        rows.append(("missed", missed, "requests by the levels they missed"))
+    rows.append(("output", shown(result.output_rate), "tok/s: output tokens of succeeded requests / seconds"))
+    reasoning = [one.num_reasoning_tokens for one in result.succeeded if one.num_reasoning_tokens is not None]
+    if any(reasoning):
+        what = f"tokens before the answers, by the target's count of {len(reasoning)} requests; part of the output"
+        rows.append(("reasoning", f"{sum(reasoning):,}", what))
+    rows += [
+        ("prompt and output", shown(result.total_rate), "tok/s, cached prompt tokens in it"),
+        ("sent", str(len(result.observations)), f"requests, of {result.num_requests} in the workload"),
         ("succeeded", str(len(result.succeeded)), "requests"),
         ("seconds", f"{result.seconds:.2f}", seconds),
     ]
-    if goodput is not None:
-        rate = "unknown" if goodput.rate is None else f"{goodput.rate:.3g}"
-        rows.insert(2, ("goodput", rate, f"req/s: succeeded and {result.slos} / seconds"))
-        missed = ", ".join(f"{number} {name}" for name, number in goodput.missed.items()) or "none"
-        rows.insert(3, ("missed", missed, "requests by the levels they missed"))
-    return Table(
-        _void_mark(result) + "Throughput", (Column("figure"), Column("value"), Column("definition")), tuple(rows)
-    )
-
-
-def _reasoning(result: LoadResult) -> list[tuple[str, str, str]]:
-    counts = [one.num_reasoning_tokens for one in result.succeeded if one.num_reasoning_tokens is not None]
-    if not any(counts):
-        return []
-    told = f"by the target's count, of {len(counts)} requests that have one; part of the output"
-    return [("reasoning", f"{sum(counts):,}", f"tokens before the answers, {told}")]
+    columns = (Column("figure"), Column("value"), Column("definition"))
+    return Table(_void_mark(result) + "Throughput", columns, tuple(rows))
 
 
 def _client(result: LoadResult) -> Table:
     client = result.client
-    send, loop = summary(client.send_lags), summary(client.loop_lags)
     connect = [c for one in result.observations if (c := one.claims.get("client_connect_seconds")) is not None]
-    columns = (Column("figure"), Column("p50, ms"), Column("p99, ms"), Column("most, ms"), Column("definition"))
+    opening = "opening a connection; part of no latency unless it was there too late"
+    if client.connected_late:
+        opening += f", as {client.connected_late} were, which were asked for in time: the server took them slowly"
     beat = f"how late a heartbeat of {1e3 * HEARTBEAT_SECONDS:.0f} ms was at each token; up to 1 ms is its timer's own"
-    rows = [
-        ("send lag", _ms(send.median), _ms(send.p99), _ms(send.highest), "sent - intended; part of every latency"),
-        ("loop lag", _ms(loop.median), _ms(loop.p99), _ms(loop.highest), beat),
-        ("CPU", f"{client.cpu:.2f} cores", "", "", f"of the client's thread; void above {CPU_OF_CORE}"),
+    lags = [
+        ("send lag", client.send_lags, "sent - intended; part of every latency"),
+        ("loop lag", client.loop_lags, beat),
+        ("connect", connect, opening),
     ]
-    if connect:
-        c = summary(connect)
-        what = "opening a connection; part of no latency unless it was there too late"
-        if client.connected_late:
-            what += f", as {client.connected_late} were, which were asked for in time: the server took them slowly"
-        rows.append(("connect", _ms(c.median), _ms(c.p99), _ms(c.highest), what))
+    rows = [
+        (name, _ms(percentile(values, 50)), _ms(percentile(values, 99)), _ms(max(values)), definition)
+        for name, values, definition in lags
+        if values
+    ]
+    rows.append(("CPU", f"{client.cpu:.2f} cores", "", "", f"of the client's thread; void above {CPU_OF_CORE}"))
+    columns = (Column("figure"), Column("p50, ms"), Column("p99, ms"), Column("most, ms"), Column("definition"))
     return Table("The client itself", columns, tuple(rows))
 
 
 def _failures(result: LoadResult) -> Table:
-    rows = []
-    for kind, number in result.failures.items():
-        example = next(one.error for one in result.observations if (one.error or "no output").startswith(kind))
-        rows.append((kind, str(number), example.partition(": ")[2]))
+    first = {failure_kind(one.error): one.error.partition(": ")[2] for one in reversed(result.observations)}
+    rows = [(kind, str(number), first.get(kind, "")) for kind, number in result.failures.items()]
     return Table("Failures", (Column("kind"), Column("requests"), Column("the first one")), tuple(rows))
 
 
-def load_metrics(results: LoadResult | Sequence[LoadResult], point: str = "") -> tuple[Metric, ...]:
-    """What `bench compare` compares: one value a run, so that how runs differ is in it.
+def load_metrics(results: Sequence[LoadResult], point: str = "") -> tuple[Metric, ...]:
+    """What `bench compare` compares, of the runs of one load: one value per run that is neither void nor empty.
 
-    The requests of a run wait in one queue and depend on each other; as if independent, they would make any two runs
-    differ.
-
-    Args:
-        results: of a load, or of its repetitions; those that are void or empty give nothing.
-        point: in the names, "rate=4" for instance, where a report has several loads.
+    The requests of a run wait in one queue and depend on each other; taken as independent, they would make any two
+    runs differ. `point` is in the names, "rate=4" for instance, where a report has several loads.
     """
-    runs = [results] if isinstance(results, LoadResult) else list(results)
-    runs = [run for run in runs if not run.void and run.succeeded]
+    runs = [run for run in results if not run.void and run.succeeded]
     at = f"[{point}]" if point else ""
     found = []
     for name in ("TTFT", "TPOT", "E2E"):
-        of_runs = [values for run in runs if (values := getattr(run, name.lower()))]
-        for word, q in (("p50", 50), ("p99", 99)):
-            values = tuple(percentile(of_run, q) for of_run in of_runs)
-            definition = f"{word} over a run's requests of {DEFINITIONS[name]}"
-            found.append(Metric(f"{name.lower()}_{word}_seconds{at}", "s", "lower", values, definition))
+        known = [values for run in runs if (values := getattr(run, name.lower()))]
+        for q in (50, 99):
+            definition = f"p{q} over a run's requests of {DEFINITIONS[name]}"
+            values = tuple(percentile(of_run, q) for of_run in known)
+            found.append(Metric(f"{name.lower()}_p{q}_seconds{at}", "s", "lower", values, definition))
+    goodput = [run.goodput.rate for run in runs if run.goodput]
     for name, unit, rates, definition in (
         ("requests_per_second", "req/s", [run.request_rate for run in runs], "succeeded requests / seconds"),
         ("output_tokens_per_second", "tok/s", [run.output_rate for run in runs], "output tokens / seconds"),
-        ("goodput", "req/s", [_goodput_rate(run) for run in runs], "requests that met the levels / seconds"),
+        ("goodput", "req/s", goodput, "requests that met the levels / seconds"),
     ):
-        known = tuple(rate for rate in rates if rate is not None)
-        found.append(Metric(f"{name}{at}", unit, "higher", known, f"{definition}, of each run"))
+        values = tuple(rate for rate in rates if rate is not None)
+        found.append(Metric(f"{name}{at}", unit, "higher", values, f"{definition}, of each run"))
     return tuple(metric for metric in found if metric.values)
-
-
-def _goodput_rate(result: LoadResult) -> float | None:
-    return None if result.goodput is None else result.goodput.rate
 
 
 def load_data(result: LoadResult) -> dict[str, Any]:
     """Everything raw, plain values for JSON."""
+    data = {
+        name: getattr(result, name)
+        for name in ("workload", "arrivals", "rate", "concurrency", "num_requests", "conditions", "failures")
+    }
     return {
         "target": asdict(result.facts),
-        "workload": result.workload,
-        "arrivals": result.arrivals,
-        "rate": result.rate,
-        "concurrency": result.concurrency,
-        "num_requests": result.num_requests,
-        "conditions": dict(result.conditions),
+        **data,
         "notes": list(result.notes),
         "slos": result.slos.bounds,
         "void": list(result.void),
-        "failures": result.failures,
         "client": asdict(result.client),
         "observations": [asdict(one) for one in result.observations],
-    }
-
-
-def sweep_verdicts(sweep: SweepResult) -> tuple[Verdict, ...]:
-    """Where the target saturates, and what it serves within its levels."""
-    unit = "req/s" if sweep.plan.mode == "rate" else "at once"
-    found = []
-    if sweep.capacity is not None and sweep.saturated_at is not None:
-        text = f"Serves {sweep.capacity:.3g} {unit}, saturated at {sweep.saturated_at:.3g}."
-        found.append(Verdict(Status.INFO, text, sweep.stopped))
-    else:
-        found.append(Verdict(Status.UNKNOWN, "Where the target saturates is not known.", sweep.stopped))
-    best = sweep.best_goodput
-    if best is not None and best.result.goodput is not None and best.result.goodput.rate is not None:
-        goodput = best.result.goodput
-        text = f"Highest goodput {goodput.rate:.3g} req/s, at {best.value:.3g} {unit} ({best.result.slos})."
-        found.append(Verdict(Status.INFO, text))
-    found += [Verdict(Status.VOID, "Alone is void.", fault) for fault in sweep.alone.void]
-    for point in sweep.ordered:
-        found += [Verdict(Status.VOID, f"{point.value:.3g} {unit} is void.", fault) for fault in point.result.void]
-    return tuple(found)
-
-
-def sweep_sections(sweep: SweepResult) -> tuple[Section, ...]:
-    """The whole sweep; a table with a row for each load, and the loads' latencies against it."""
-    unit = "rate, req/s" if sweep.plan.mode == "rate" else "concurrency"
-    columns = (
-        Column(unit),
-        Column("n", "requests sent"),
-        Column("served, req/s", "succeeded / (last end - first intended send)"),
-        Column("output, tok/s"),
-        Column("TTFT p50, ms", DEFINITIONS["TTFT"]),
-        Column("TTFT p99, ms", PERCENTILES),
-        Column("TPOT p50, ms", DEFINITIONS["TPOT"]),
-        Column("TPOT p99, ms", PERCENTILES),
-        Column("goodput, req/s", str(sweep.alone.slos) or "no service levels were given"),
-        Column("failed"),
-        Column("verdict"),
-    )
-    rows = [_sweep_row("alone", sweep.alone, "")]
-    rows += [_sweep_row(f"{point.value:.3g}", point.result, point.saturated, point.untold) for point in sweep.ordered]
-    table = Table("Loads", columns, tuple(rows))
-    paragraph = f"{sweep.alone.workload.partition(', ')[2]}. The sweep ended: {sweep.stopped}."
-    return (Section("Sweep to saturation", sweep_verdicts(sweep), (paragraph,), (table,), sweep_plots(sweep)),)
-
-
-def _sweep_row(name: str, result: LoadResult, saturated: str, untold: str = "") -> tuple[str, ...]:
-    ttft, tpot, goodput = summary(result.ttft), summary(result.tpot), result.goodput
-    good = "" if goodput is None else _number(goodput.rate)
-    verdict = f"saturated: {saturated}" if saturated else "served"
-    verdict = "void" if result.void else (f"unknown: {untold}" if untold else verdict)
-    cells = (_ms(ttft.median), _tail(ttft, 99, ttft.p99), _ms(tpot.median), _tail(tpot, 99, tpot.p99))
-    failed = sum(result.failures.values())
-    served, output = _number(result.request_rate), _number(result.output_rate)
-    return (name, str(len(result.observations)), served, output, *cells, good, str(failed), verdict)
-
-
-def sweep_metrics(sweep: SweepResult) -> tuple[Metric, ...]:
-    """Of each load, and the capacity found."""
-    name = sweep.plan.mode
-    found = [metric for value, runs in sweep.runs.items() for metric in load_metrics(runs, f"{name}={value:.4g}")]
-    if sweep.capacity is not None and sweep.saturated_at is not None:
-        unit = "req/s" if name == "rate" else "requests"
-        definition = f"highest {name} below every saturated one"
-        found.append(Metric(f"capacity_{name}", unit, "higher", (sweep.capacity,), definition))
-    return tuple(found)
-
-
-def sweep_data(sweep: SweepResult) -> dict[str, Any]:
-    """Everything raw, plain values for JSON."""
-    points: Sequence[Any] = sweep.points
-    return {
-        "plan": asdict(sweep.plan),
-        "stopped": sweep.stopped,
-        "alone": load_data(sweep.alone),
-        "points": [
-            {"value": p.value, "saturated": p.saturated, "untold": p.untold, **load_data(p.result)} for p in points
-        ],
     }
 
 
@@ -337,16 +317,3 @@ def _ms(seconds: float) -> str:
     if math.isnan(seconds):
         return "unknown"
     return f"{1e3 * seconds:,.2f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
-
-
-def _tail(of: Summary, q: int, value: float) -> str:
-    """A percentile that so many values can have; p99 of three would be the highest by another name."""
-    return _ms(value) if not of.n or has_percentile(of.n, q) else "-"
-
-
-def _p99(of: Summary) -> str:
-    return f" (p99 {_ms(of.p99)})" if has_percentile(of.n, 99) else f" (of {of.n} requests)"
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None or math.isnan(value) else f"{value:,.4g}"

@@ -1,8 +1,6 @@
 """Run a load against a target: send each request when it is due, watch the client itself, and keep everything raw.
 
-The run is void when the client was the limit (`client_health.py`).
-
-Not for what is sent and when (`workload.py`, `arrivals.py`), nor for reports (`load_report.py`).
+The run is void when the client was the limit (`bench/client/health.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,9 +26,11 @@ from twinphase.bench.statistics import percentile
 from twinphase.bench.targets.target import LoadTarget, TargetFacts
 from twinphase.errors import TwinphaseError
 
-__all__ = ["ClientHealth", "LoadFailedError", "LoadLimits", "LoadResult", "Progress", "quiet", "run_load"]
+__all__ = ["ClientHealth", "LoadFailedError", "LoadResult", "Progress", "quiet", "run_load"]
 
 Progress = Callable[[str, int, int], None]
+MAX_IN_FLIGHT = 4096  # of an open loop: what is due above it is not sent, and the run is void
+START_DELAY = 0.05  # seconds before the first request of an open loop, so that its task is ready in time
 
 
 class LoadFailedError(TwinphaseError):
@@ -38,112 +38,80 @@ class LoadFailedError(TwinphaseError):
 
 
 class ClaimsReader(Protocol):
-    """Reads what a server says of itself, before and after a load (`foreign_claims.py`)."""
+    """Reads what a server says of itself, before the first measured request and after the last."""
 
-    async def before(self) -> None:
-        """Right before the first measured request."""
-        ...
+    async def before(self) -> None: ...
 
-    async def after(self) -> None:
-        """When the last one has ended."""
-        ...
-
-
-@dataclass(frozen=True)
-class LoadLimits:
-    """Where a load ends though it has not sent everything.
-
-    Attributes:
-        send_seconds: send nothing after so many seconds.
-        max_in_flight: of an open loop; what would be sent above it is not sent, and the run is void.
-    """
-
-    send_seconds: float = math.inf
-    max_in_flight: int = 4096
+    async def after(self) -> None: ...
 
 
 @dataclass
 class LoadResult:
-    """Everything of one load.
-
-    Attributes:
-        facts: of the target.
-        workload, arrivals: as told in a line each.
-        rate: requests a second that were to be sent; None for a closed loop, and where all were due at once.
-        concurrency: of a closed loop; None for an open one.
-        observations: of the measured requests, in the order of their intended moments.
-        num_requests: in the workload; more than observations where a limit ended the load.
-        client: how well it kept up.
-        slos: service levels; without bounds if none were given.
-        conditions: of the workload.
-        notes: what a reader must know to judge it.
-        claims: the reader that saw the server before and after, for `foreign_claims.py`.
-    """
+    """One load: what was asked for, and every request as the client saw it. Times and latencies are seconds."""
 
     facts: TargetFacts
-    workload: str
-    arrivals: str
-    rate: float | None
-    concurrency: int | None
-    observations: list[Observation]
-    num_requests: int
+    workload: str  # one line
+    arrivals: str  # one line
+    rate: float | None  # requests per second; None for a closed loop, and where all were due at once
+    concurrency: int | None  # of a closed loop
+    observations: list[Observation]  # of the measured requests, in the order of their intended moments
+    num_requests: int  # in the workload; more than observations where a limit ended the load
     client: ClientHealth
     slos: Slos = field(default_factory=Slos)
     conditions: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    claims: Any = None
+    notes: tuple[str, ...] = ()  # what a reader must know to judge it
+    claims: Any = None  # the reader that saw the server before and after
 
     @property
     def succeeded(self) -> list[Observation]:
-        """Requests with latencies."""
         return [seen for seen in self.observations if seen.succeeded]
 
     @property
     def failures(self) -> dict[str, int]:
         """Failed requests by kind, the most frequent first."""
-        return dict(
-            Counter(failure_kind(s.error) or "no output" for s in self.observations if not s.succeeded).most_common()
-        )
+        kinds = (failure_kind(seen.error) or "no output" for seen in self.observations if not seen.succeeded)
+        return dict(Counter(kinds).most_common())
 
     @property
     def seconds(self) -> float:
         """Last end - first intended send."""
-        if not self.observations:
-            return 0.0
-        return max(seen.ended for seen in self.observations) - min(seen.intended for seen in self.observations)
+        seen = self.observations
+        return max(one.ended for one in seen) - min(one.intended for one in seen) if seen else 0.0
 
     @property
     def offered(self) -> float | None:
-        """Requests a second that were due: `rate` is a mean, of which random gaps are one draw; None if closed."""
+        """Requests per second that were due: random gaps are one draw of `rate`, their mean; None for a closed loop."""
         if self.concurrency is not None or len(self.observations) < 2:
             return None
         window = self.observations[-1].intended - self.observations[0].intended
         return (len(self.observations) - 1) / window if window > 0 else None
 
+    def _known(self, latency: str) -> list[float]:
+        """Of each request that has one."""
+        return [value for seen in self.succeeded if (value := getattr(seen, latency)) is not None]
+
     @property
     def ttft(self) -> list[float]:
-        """Client TTFT of each request that succeeded, seconds."""
-        return [seen.ttft for seen in self.succeeded if seen.ttft is not None]
+        return self._known("ttft")
 
     @property
     def tpot(self) -> list[float]:
-        """Of each request of two tokens or more that the target counted, seconds."""
-        return [seen.tpot for seen in self.succeeded if seen.tpot is not None]
+        """Of each request with two tokens or more that the target counted."""
+        return self._known("tpot")
 
     @property
     def ttfo(self) -> list[float]:
-        """To the first piece of the answer itself, of each request that reasoned first, seconds."""
-        return [seen.ttfo for seen in self.succeeded if seen.ttfo is not None]
-
-    @property
-    def itl(self) -> list[float]:
-        """All gaps between pieces of output, pooled, seconds."""
-        return [gap for seen in self.succeeded for gap in seen.itl]
+        """To the first piece of the answer itself, of each request that reasoned first."""
+        return self._known("ttfo")
 
     @property
     def e2e(self) -> list[float]:
-        """Of each request that succeeded, seconds."""
-        return [seen.e2e for seen in self.succeeded if seen.e2e is not None]
+        return self._known("e2e")
+
+    @property
+    def itl(self) -> list[float]:
+        """All gaps between pieces of output, pooled."""
+        return [gap for seen in self.succeeded for gap in seen.itl]
 
     @property
     def num_output_tokens(self) -> int | None:
@@ -163,13 +131,16 @@ class LoadResult:
     @property
     def output_rate(self) -> float | None:
         """Output tokens of succeeded requests / seconds."""
-        return _rate(self.num_output_tokens, self.seconds)
+        return self._per_second(self.num_output_tokens)
 
     @property
     def total_rate(self) -> float | None:
         """Prompt and output tokens of succeeded requests / seconds."""
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
-        return None if prompt is None or output is None else _rate(prompt + output, self.seconds)
+        return None if prompt is None or output is None else self._per_second(prompt + output)
+
+    def _per_second(self, count: int | None) -> float | None:
+        return None if count is None or self.seconds <= 0 else count / self.seconds
 
     @property
     def goodput(self) -> Goodput | None:
@@ -186,8 +157,10 @@ async def run_load(
     target: LoadTarget,
     workload: Workload,
     arrivals: Arrivals,
-    limits: LoadLimits | None = None,
+    *,
     slos: Slos | None = None,
+    send_seconds: float = math.inf,
+    max_in_flight: int = MAX_IN_FLIGHT,
     progress: Progress = lambda what, done, total: None,
     claims: ClaimsReader | None = None,
     warm_up_at_once: int = 1,
@@ -199,8 +172,9 @@ async def run_load(
             `SEND_NOW` for its moment; one with `start` and `read` (`OpenAITarget`) is read when the load is over.
         workload: what is sent.
         arrivals: when.
-        limits: where to stop early.
         slos: for goodput.
+        send_seconds: send nothing after so many seconds.
+        max_in_flight: of an open loop; what is due above it is not sent, and the run is void.
         progress: told how many requests have ended.
         claims: asks the server before and after.
         warm_up_at_once: warm-up requests in flight; where it is more than one, they may fail, as under load.
@@ -210,29 +184,33 @@ async def run_load(
         LoadFailedError: a warm-up request, sent alone, failed.
     """
     workload.require_fit(target.facts.context_length)
-    offsets, limits = arrivals.offsets(workload.requests), limits or LoadLimits()
-    allow_connections(min(limits.max_in_flight, len(workload.requests)))
+    offsets = arrivals.offsets(workload.requests)
+    allow_connections(min(max_in_flight, len(workload.requests)))
     await _warm_up(target, workload, progress, warm_up_at_once)
     if claims is not None:
         await claims.before()
     client, beats = ClientHealth(), list[Beat]()
-    sender = _Sender(target, workload.requests, client, limits, progress)
+    sender = _Sender(target, workload.requests, client, max_in_flight, progress)
     with quiet():
         began, cpu = time.perf_counter(), time.thread_time()
         heart = asyncio.ensure_future(watch_loop(beats))
         try:
-            await sender.all(arrivals, offsets)
+            if isinstance(arrivals, Closed):
+                await sender.closed(arrivals.concurrency, send_seconds)
+            else:
+                await sender.open(offsets or (), send_seconds)
         finally:
             client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
             heart.cancel()
     if claims is not None:
         await claims.after()
-    observations = _judged(sender.read(), client, beats)
+    observations = sender.read()
+    _judge(client, observations, beats)
     return LoadResult(
         facts=target.facts,
         workload=workload.description,
         arrivals=str(arrivals),
-        rate=_offered(arrivals, offsets),
+        rate=_rate(arrivals, offsets),
         concurrency=arrivals.concurrency if isinstance(arrivals, Closed) else None,
         observations=observations,
         num_requests=len(workload.requests),
@@ -258,14 +236,13 @@ async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress, a
     await asyncio.gather(*(user() for _ in range(min(at_once, total))))
 
 
-def _judged(observations: list[Observation], client: ClientHealth, beats: Sequence[Beat]) -> list[Observation]:
-    """Note how late what was sent, and what was stamped; the same observations."""
+def _judge(client: ClientHealth, observations: Sequence[Observation], beats: Sequence[Beat]) -> None:
+    """Note how late requests were sent and tokens stamped, and which requests this machine refused."""
     client.send_lags = [seen.lag for seen in observations if not seen.connected_late]
     client.connected_late = sum(seen.connected_late for seen in observations)
     client.loop_lags = lags_of_stamps(beats, [moment for seen in observations for moment in seen.token_times])
-    own = [seen.error.partition(": ")[2] for seen in observations if failure_kind(seen.error) == CLIENT_LIMIT]
-    client.refused = dict(Counter(own))
-    return observations
+    refused = [seen.error.partition(": ")[2] for seen in observations if failure_kind(seen.error) == CLIENT_LIMIT]
+    client.refused = dict(Counter(refused))
 
 
 class _Sender:
@@ -276,36 +253,32 @@ class _Sender:
         target: LoadTarget,
         requests: Sequence[LoadRequest],
         client: ClientHealth,
-        limits: LoadLimits,
+        max_in_flight: int,
         progress: Progress,
     ) -> None:
-        self._requests, self._client, self._limits, self._progress = requests, client, limits, progress
+        self._requests, self._client, self._max_in_flight, self._progress = requests, client, max_in_flight, progress
         self._lead = float(getattr(target, "lead", 0.0))
         self._read = getattr(target, "read", None)
         self._send: Any = target.send if self._read is None else getattr(target, "start")  # noqa: B009
         self._replies: dict[int, Any] = {}  # by the request's place in the workload
         self._in_flight = 0
 
-    async def all(self, arrivals: Arrivals, offsets: Sequence[float] | None) -> None:
-        """The whole workload."""
-        await (self.closed(arrivals.concurrency) if isinstance(arrivals, Closed) else self.open(offsets or ()))
-
-    async def open(self, offsets: Sequence[float]) -> None:
-        """Each at its moment, whatever becomes of the others."""
-        began, tasks = time.perf_counter() + 0.05 + self._lead, []
+    async def open(self, offsets: Sequence[float], send_seconds: float) -> None:
+        """Each request at its moment, whatever becomes of the others."""
+        began, tasks = time.perf_counter() + START_DELAY + self._lead, []
         for number, offset in enumerate(offsets):
-            if offset > self._limits.send_seconds:
+            if offset > send_seconds:
                 break
             await asyncio.sleep(began + offset - self._lead - time.perf_counter())
-            if self._in_flight >= self._limits.max_in_flight:
+            if self._in_flight >= self._max_in_flight:
                 self._client.not_sent += 1
                 continue
             tasks.append(asyncio.ensure_future(self._one(number, began + offset)))
         await asyncio.gather(*tasks)
 
-    async def closed(self, concurrency: int) -> None:
-        """The next one when one has ended."""
-        waiting, end = iter(range(len(self._requests))), time.perf_counter() + self._limits.send_seconds
+    async def closed(self, concurrency: int, send_seconds: float) -> None:
+        """The next request when one has ended."""
+        waiting, end = iter(range(len(self._requests))), time.perf_counter() + send_seconds
 
         async def user() -> None:
             for number in waiting:
@@ -360,19 +333,15 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
-def _offered(arrivals: Arrivals, offsets: Sequence[float] | None) -> float | None:
-    rate = getattr(arrivals, "rate", None)
-    if rate is not None and math.isinf(rate):
-        return None
+def _rate(arrivals: Arrivals, offsets: Sequence[float] | None) -> float | None:
+    """As asked for, or a trace's own."""
+    rate: float | None = getattr(arrivals, "rate", None)
     if rate is None and offsets and offsets[-1] > 0:
         return (len(offsets) - 1) / offsets[-1]
-    return rate
+    return None if rate is None or math.isinf(rate) else rate
 
 
-def _sum(counts: Iterator[int | None] | Any) -> int | None:
-    found = list(counts)
-    return None if not found or None in found else sum(found)
-
-
-def _rate(count: int | None, seconds: float) -> float | None:
-    return None if count is None or seconds <= 0 else count / seconds
+def _sum(counts: Iterable[int | None]) -> int | None:
+    found = [count for count in counts]
+    known = [count for count in found if count is not None]
+    return sum(known) if known and len(known) == len(found) else None

@@ -1,7 +1,6 @@
-"""Prompts of wanted lengths that share no prefix unless they are to, and lengths: fixed, uniform, or of a trace.
+"""What a load sends: made-up prompts of given lengths that share no prefix unless they are meant to.
 
-The words are ours, so that no text of others is needed. Not for when requests are sent (`arrivals.py`), nor for
-reading trace files (`traces.py`).
+`arrivals.py` says when they are sent; `traces.py` reads workloads from files.
 """
 
 from __future__ import annotations
@@ -40,22 +39,14 @@ NONCE_WORDS = 8  # words that no other prompt begins with
 
 @dataclass(frozen=True)
 class Sizing:
-    """How prompts become as long as wanted for a target.
+    """How prompts get the lengths asked for, for one target."""
 
-    Attributes:
-        tokens_per_word: of our words, by the target's own count.
-        overhead: tokens that every prompt has besides: begin of text, chat template.
-        vocab_size: with it prompts are random token ids of exact length, and the above is not used.
-        reserved: ids below this are control tokens, as a rule, and are not drawn.
-        encode: token ids of a text, for a target of ids that has the model's tokenizer; None for others.
-        counted: False if the target does not count: lengths are in words.
-    """
-
-    tokens_per_word: float = 1.0
-    overhead: float = 0.0
-    vocab_size: int | None = None
-    reserved: int = 256
-    counted: bool = True
+    tokens_per_word: float = 1.0  # of our words, by the target's own count
+    overhead: float = 0.0  # tokens that every prompt has besides: begin of text, chat template
+    vocab_size: int | None = None  # with it prompts are random token ids of exact length, and the above is not used
+    reserved: int = 256  # ids below this are control tokens, as a rule, and are not drawn
+    counted: bool = True  # False if the target does not count tokens: lengths are in words
+    # Token ids of a text, for a target of ids that has the model's tokenizer.
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False)
 
     def num_words(self, num_tokens: float) -> int:
@@ -74,8 +65,8 @@ class TextMaker:
     def words(self, count: int, number: int) -> str:
         """Text number `number`.
 
-        The first word is another for every number up to the length of our list, and the first eight together are
-        the number in words of a shuffled list, so that they are never those of another number.
+        Its first eight words spell the number in a shuffled list of words, lowest digit first: no two numbers share
+        all eight, and the very first word differs up to the length of the list.
         """
         rest, nonce = number, []
         for _ in range(NONCE_WORDS):
@@ -112,10 +103,10 @@ class PromptMaker:
         """A prompt of blocks: two prompts whose first k blocks are equal share a prefix of k blocks."""
         if self.sizing.vocab_size is not None:
             size = max(1, round(block_tokens))
-            found = [i for block in blocks for i in self._ids(size, f"block/{block}")]
-            found += self._ids(num_tokens - len(found), f"tail/{blocks[-1:]}")
-            return Prompt("", tuple(found[:num_tokens]), num_tokens)
-        size = max(1, self.sizing.num_words(block_tokens))
+            ids = [i for block in blocks for i in self._ids(size, f"block/{block}")]
+            ids += self._ids(num_tokens - len(ids), f"tail/{blocks[-1:]}")
+            return Prompt("", tuple(ids[:num_tokens]), num_tokens)
+        size = self.sizing.num_words(block_tokens)
         count = self.sizing.num_words(num_tokens - self.sizing.overhead)
         words = [word for block in blocks for word in self._text.block(size, f"block/{block}")]
         words += self._text.block(count - len(words), f"tail/{blocks[-1:]}")
@@ -133,26 +124,20 @@ class PromptMaker:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request of a load.
-
-    Attributes:
-        prompt: what is asked.
-        max_tokens: tokens of output asked for.
-        timestamp: seconds after the first request, in a trace; None otherwise.
-    """
+    """One request of a load."""
 
     prompt: Prompt
     max_tokens: int
-    timestamp: float | None = None
+    timestamp: float | None = None  # seconds after the first request, in a trace
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt.num_tokens + self.max_tokens
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths in tokens, drawn evenly between two bounds, which may be equal.
-
-    Attributes:
-        prompt, output: (shortest, longest).
-    """
+    """(shortest, longest) prompt and output in tokens; lengths are drawn evenly between the two."""
 
     prompt: tuple[int, int]
     output: tuple[int, int]
@@ -162,75 +147,55 @@ class Lengths:
             if not 1 <= low <= high:
                 raise InvalidRequestError(f"{name} lengths {low} to {high}.", "Give 1 <= shortest <= longest.")
 
-    def draw(self, draw: random.Random) -> tuple[int, int]:
-        """A prompt's and its output's."""
-        return draw.randint(*self.prompt), draw.randint(*self.output)
-
     def __str__(self) -> str:
-        def told(low: int, high: int) -> str:
-            return str(low) if low == high else f"{low} to {high} (uniform)"
-
-        return f"prompts of {told(*self.prompt)} tokens, outputs of {told(*self.output)}"
+        prompt, output = (
+            str(low) if low == high else f"{low} to {high} (uniform)" for low, high in (self.prompt, self.output)
+        )
+        return f"prompts of {prompt} tokens, outputs of {output}"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of a target.
+    """What is asked of a target."""
 
-    Attributes:
-        requests: measured, in the order of sending.
-        warm_up: sent before, with prompts of their own, and not counted.
-        description: one line for the report.
-        conditions: more for it: scale of lengths and times, file, seed.
-        notes: what a reader must know to judge it.
-    """
-
-    requests: tuple[LoadRequest, ...]
-    warm_up: tuple[LoadRequest, ...] = ()
-    description: str = ""
-    conditions: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    requests: tuple[LoadRequest, ...]  # measured, in the order of sending
+    warm_up: tuple[LoadRequest, ...] = ()  # sent before, with prompts of their own, and not counted
+    description: str = ""  # one line for the report
+    conditions: dict[str, str] = field(default_factory=dict)  # scale of lengths and times, file, seed
+    notes: tuple[str, ...] = ()  # what a reader must know to judge it
 
     def require_fit(self, context_length: int | None) -> None:
         """Check lengths against a target's context.
 
         Raises:
-            InvalidRequestError: some do not fit.
+            InvalidRequestError: some requests do not fit.
         """
-        if context_length is None or not self.requests:
-            return
-        longest = max(request.prompt.num_tokens + request.max_tokens for request in self.requests)
-        if longest > context_length:
-            number = sum(r.prompt.num_tokens + r.max_tokens > context_length for r in self.requests)
+        longest = max((request.num_tokens for request in self.requests), default=0)
+        if context_length is not None and longest > context_length:
+            number = sum(request.num_tokens > context_length for request in self.requests)
+            fix = "Give a shorter --random-input-len or --random-output-len."
+            if "--scale-lengths" in self.conditions:
+                present = float(self.conditions["--scale-lengths"])
+                fix = f"Give --scale-lengths {0.98 * present * context_length / longest:.3g}, or less."
             raise InvalidRequestError(
                 f"{number} of {len(self.requests)} requests are longer than the context of {context_length} tokens "
                 f"(the longest has {longest}).",
-                f"Use shorter lengths, or --scale-lengths {0.98 * context_length / longest:.3g} of the present ones.",
+                fix,
             )
 
 
 def make_workload(
     lengths: Lengths, num_prompts: int, sizing: Sizing, *, seed: int = 0, num_warm_up: int = 3
 ) -> Workload:
-    """Requests with unique prompts.
-
-    Args:
-        lengths: of prompts and outputs.
-        num_prompts: to be measured.
-        sizing: of the target: `await target.sizing()`.
-        seed: of lengths and texts.
-        num_warm_up: sent before.
-    """
+    """Requests with unique prompts; `sizing` is `await target.sizing()`, `seed` that of lengths and texts."""
     draw, maker = random.Random(f"lengths/{seed}"), PromptMaker(sizing, seed)
-    make: Callable[[], LoadRequest] = lambda: _draw_request(lengths, draw, maker)  # noqa: E731
-    requests = tuple(make() for _ in range(num_prompts))
-    warm_up = tuple(make() for _ in range(num_warm_up))
+
+    def requests(number: int) -> tuple[LoadRequest, ...]:
+        drawn = ((draw.randint(*lengths.prompt), draw.randint(*lengths.output)) for _ in range(number))
+        return tuple(LoadRequest(maker.take(prompt), output) for prompt, output in drawn)
+
     counted = "" if sizing.counted else "; the target does not count tokens: lengths are in words"
-    what = "random token ids" if sizing.vocab_size is not None else f"{sizing.tokens_per_word:.3f} tokens a word"
+    what = "random token ids" if sizing.vocab_size is not None else f"{sizing.tokens_per_word:.3f} tokens per word"
     conditions = {"seed": str(seed), "prompts": what, "warm-up requests": str(num_warm_up)}
-    return Workload(requests, warm_up, f"{num_prompts} requests, {lengths}{counted}", conditions)
-
-
-def _draw_request(lengths: Lengths, draw: random.Random, maker: PromptMaker) -> LoadRequest:
-    prompt, output = lengths.draw(draw)
-    return LoadRequest(maker.take(prompt), output)
+    description = f"{num_prompts} requests, {lengths}{counted}"
+    return Workload(requests(num_prompts), requests(num_warm_up), description, conditions)

@@ -1,0 +1,64 @@
+"""Loads without a server: results of given moments, and targets that need no network."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from twinphase.bench.client.observation import Observation
+from twinphase.bench.load.run import ClientHealth, LoadResult
+from twinphase.bench.load.workload import Lengths, Sizing, Workload, make_workload
+from twinphase.bench.report.report import Section
+from twinphase.bench.targets.target import TargetFacts
+
+FACTS = TargetFacts("made up", "test", "none", "m", "unknown", None, "", "")
+LATE = ClientHealth([0.5] * 3, [0.3] * 100, 0.95)  # a client that voids every run
+
+
+def requests(number: int, words: int = 10, seed: int = 0) -> Workload:
+    return make_workload(Lengths((words, words), (8, 8)), number, Sizing(), seed=seed, num_warm_up=0)
+
+
+def made(rows: list[tuple[float, list[float], str]], **more: Any) -> LoadResult:
+    """A result of requests as (intended, token times after it, error)."""
+    seen = [
+        Observation(
+            str(i), at, at, [at + t for t in times], at + (times[-1] if times else 0.1), 10, 0, len(times), 200, error
+        )
+        for i, (at, times, error) in enumerate(rows)
+    ]
+    values: dict[str, Any] = {"rate": 1.0, "concurrency": None, "client": ClientHealth([0.0], [0.0]), **more}
+    return LoadResult(FACTS, "work", "arrivals", observations=seen, num_requests=len(seen), **values)
+
+
+def every(seconds: float, number: int, *times: float) -> list[tuple[float, list[float], str]]:
+    """Requests at even distances, all of the same latencies."""
+    return [(i * seconds, list(times), "") for i in range(number)]
+
+
+class Instant:
+    """A target that answers at once: whatever is late is the client."""
+
+    facts = FACTS
+
+    async def sizing(self) -> Sizing:
+        return Sizing()
+
+    async def send(self, prompt: Any, max_tokens: int, intended: float) -> Observation:
+        now = time.perf_counter()
+        return Observation("", intended, now, [now], time.perf_counter(), 1, 0, 1, 200)
+
+    async def close(self) -> None:
+        pass
+
+
+def check_sections(sections: tuple[Section, ...]) -> None:
+    """Tables have a cell of text for each column, plots have data and unique names, and all of it is JSON."""
+    for section in sections:
+        for table in section.tables:
+            assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
+            assert all(isinstance(cell, str) for row in table.rows for cell in row)
+        names = [plot.name for plot in section.plots]
+        assert len(set(names)) == len(names)
+        assert all("values" in json.dumps(plot.spec, allow_nan=False) for plot in section.plots)
