@@ -27,6 +27,7 @@ Progress = Callable[[str, int, int], None]
 NUM_PROMPTS, QUICK_PROMPTS = 100, 20
 INPUT_LEN, OUTPUT_LEN = 256, 64  # tokens
 SEED_STEP = 100_003  # between runs, so that neither prompts nor random gaps of two runs begin alike
+WITHOUT_LOAD = "needs a load: --request-rate, --max-concurrency, --saturate or --trace"
 QUICK_SECONDS = 8.0  # of each load of a search for saturation
 
 
@@ -91,7 +92,7 @@ class LoadOptions:
         paced = closed or self.request_rate is not None
         lengths, scales = ("--random-input-len", "--random-output-len"), ("--scale-lengths", "--time-scale")
         rules: list[tuple[bool, tuple[str, ...], str]] = [
-            (not self.wanted, tuple(given), "needs --request-rate, --max-concurrency, --saturate or --trace"),
+            (not self.wanted, tuple(given), WITHOUT_LOAD),
             (closed, ("--constant",), "is a way of --request-rate or --saturate, not of --max-concurrency"),
             (traced and not paced, ("--constant",), "has no meaning at the times of a trace"),
             (self.saturate, ("--num-prompts",), "has no meaning with --saturate, which counts by itself"),
