@@ -351,8 +351,9 @@ def test_more_than_the_client_can_send_voids_the_run(stub):
     assert any(tries), "neither by lag nor by CPU"
 
 
-def test_too_many_in_flight_voids_the_run(stub):
-    result, _ = load(stub, [{"first": 1.0}] * 10, Constant(200), max_in_flight=4)
+def test_too_many_in_flight_voids_the_run(stub, monkeypatch):
+    monkeypatch.setattr("twinphase.bench.load.run.MAX_IN_FLIGHT", 4)
+    result, _ = load(stub, [{"first": 1.0}] * 10, Constant(200))
     assert len(result.observations) == 4 and "6 requests were not sent" in result.void[-1]
 
 

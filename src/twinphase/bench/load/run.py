@@ -160,7 +160,6 @@ async def run_load(
     *,
     slos: Slos | None = None,
     send_seconds: float = math.inf,
-    max_in_flight: int = MAX_IN_FLIGHT,
     progress: Progress = lambda what, done, total: None,
     claims: ClaimsReader | None = None,
     warm_up_at_once: int = 1,
@@ -174,7 +173,6 @@ async def run_load(
         arrivals: when.
         slos: for goodput.
         send_seconds: send nothing after so many seconds.
-        max_in_flight: of an open loop; what is due above it is not sent, and the run is void.
         progress: told how many requests have ended.
         claims: asks the server before and after.
         warm_up_at_once: warm-up requests in flight; where it is more than one, they may fail, as under load.
@@ -185,12 +183,12 @@ async def run_load(
     """
     workload.require_fit(target.facts.context_length)
     offsets = arrivals.offsets(workload.requests)
-    allow_connections(min(max_in_flight, len(workload.requests)))
+    allow_connections(min(MAX_IN_FLIGHT, len(workload.requests)))
     await _warm_up(target, workload, progress, warm_up_at_once)
     if claims is not None:
         await claims.before()
     client, beats = ClientHealth(), list[Beat]()
-    sender = _Sender(target, workload.requests, client, max_in_flight, progress)
+    sender = _Sender(target, workload.requests, client, progress)
     with quiet():
         began, cpu = time.perf_counter(), time.thread_time()
         heart = asyncio.ensure_future(watch_loop(beats))
@@ -253,10 +251,9 @@ class _Sender:
         target: LoadTarget,
         requests: Sequence[LoadRequest],
         client: ClientHealth,
-        max_in_flight: int,
         progress: Progress,
     ) -> None:
-        self._requests, self._client, self._max_in_flight, self._progress = requests, client, max_in_flight, progress
+        self._requests, self._client, self._progress = requests, client, progress
         self._lead = float(getattr(target, "lead", 0.0))
         self._read = getattr(target, "read", None)
         self._send: Any = target.send if self._read is None else getattr(target, "start")  # noqa: B009
@@ -270,7 +267,7 @@ class _Sender:
             if offset > send_seconds:
                 break
             await asyncio.sleep(began + offset - self._lead - time.perf_counter())
-            if self._in_flight >= self._max_in_flight:
+            if self._in_flight >= MAX_IN_FLIGHT:
                 self._client.not_sent += 1
                 continue
             tasks.append(asyncio.ensure_future(self._one(number, began + offset)))
