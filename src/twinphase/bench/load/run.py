@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -187,19 +187,12 @@ async def run_load(
     await _warm_up(target, workload, progress, warm_up_at_once)
     if claims is not None:
         await claims.before()
-    client, beats = ClientHealth(), list[Beat]()
+    client = ClientHealth()
     sender = _Sender(target, workload.requests, client, progress)
-    with quiet():
-        began, cpu = time.perf_counter(), time.thread_time()
-        heart = asyncio.ensure_future(watch_loop(beats))
-        try:
-            if isinstance(arrivals, Closed):
-                await sender.closed(arrivals.concurrency, send_seconds)
-            else:
-                await sender.open(offsets or (), send_seconds)
-        finally:
-            client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
-            heart.cancel()
+    if isinstance(arrivals, Closed):
+        beats = await _watched(client, sender.closed(arrivals.concurrency, send_seconds))
+    else:
+        beats = await _watched(client, sender.open(offsets or (), send_seconds))
     if claims is not None:
         await claims.after()
     observations = sender.read()
@@ -232,6 +225,20 @@ async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress, a
                 raise LoadFailedError(f"{target.facts.name} failed on a warm-up request: {seen.error}.", "See its log.")
 
     await asyncio.gather(*(user() for _ in range(min(at_once, total))))
+
+
+async def _watched(client: ClientHealth, sending: Coroutine[Any, Any, None]) -> list[Beat]:
+    """Send without garbage collection, and note the client's CPU and heartbeats meanwhile."""
+    beats: list[Beat] = []
+    with quiet():
+        began, cpu = time.perf_counter(), time.thread_time()
+        heart = asyncio.ensure_future(watch_loop(beats))
+        try:
+            await sending
+        finally:
+            client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
+            heart.cancel()
+    return beats
 
 
 def _judge(client: ClientHealth, observations: Sequence[Observation], beats: Sequence[Beat]) -> None:
