@@ -63,7 +63,9 @@ def test_the_home_folder_is_not_named(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert command_line(["twinphase", "/home/someone/models/m.gguf"]) == "twinphase ~/models/m.gguf"
     assert command_line(["twinphase", "/home/someone/a b"]) == "twinphase ~/'a b'"
+    assert command_line(["twinphase", "--out=/home/someone/r"]) == "twinphase '--out=~/r'"
     assert command_line(["twinphase", "/home/someoneelse/m"]) == "twinphase /home/someoneelse/m"
+    assert command_line(["twinphase", "/mnt/home/someone/m"]) == "twinphase /mnt/home/someone/m"
     assert conditions(flags={"api_key": "abc"}, command=["x"])["api_key"] == "***"
 
 

@@ -15,22 +15,22 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 
 from twinphase import __version__
 from twinphase.bench.targets.target import TargetFacts
+from twinphase.config import available_cores
 from twinphase.phases.hardware import processor_name
 
-__all__ = ["Bystanders", "command_line", "conditions", "file_sha256", "public"]
+__all__ = ["NOTABLE_CORES", "Bystanders", "command_line", "conditions", "file_sha256", "public"]
 
 UNKNOWN = "unknown"
-SECRET_WORDS = ("key", "token", "secret", "password", "authorization", "header")
-# Anywhere in a text: scheme, user and password, host, path, query, fragment.
-URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)([^\s/?#]*@)?([^\s/?#]*)([^\s?#]*)(\?[^\s#]*)?(#\S*)?")
+SECRET_WORDS = {"key", "token", "secret", "password", "authorization", "header"}
+# Anywhere in a text: scheme, user and password, host and path, query, fragment.
+URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)([^\s/?#]*@)?([^\s?#]*)(\?[^\s#]*)?(#\S*)?")
 NOTABLE_CORES = 0.1  # used by others: below it is what any system does
 
 
@@ -61,109 +61,64 @@ def conditions(
         found["context length"] = f"{facts.context_length:,}" if facts.context_length else UNKNOWN
         found |= {key: public(value) for key, value in facts.details.items()}
     if model is not None:
-        found["model file"] = _model_file(model)
+        size = _known(lambda: f", {model.stat().st_size:,} bytes")
+        found["model file"] = model.name + (size if size != UNKNOWN else "")
         found["model SHA-256"] = file_sha256(model)
-    found |= {key: _flag(key, value) for key, value in (flags or {}).items()}
-    return found | _machine(threads, isa)
-
-
-def _machine(threads: int | None, isa: str) -> dict[str, str]:
-    versions = {name: _version(name) for name in ("numba", "numpy")}
+    distribution = _known(lambda: platform.freedesktop_os_release()["PRETTY_NAME"])
+    found |= {key: "***" if _is_secret(key) else public(str(value)) for key, value in (flags or {}).items()}
     return {
+        **found,
         "processor": processor_name(),
-        "cores": f"{_usable_cores()} usable of {os.cpu_count() or UNKNOWN}",
+        "cores": f"{available_cores()} usable of {os.cpu_count() or UNKNOWN}",
         "threads": str(threads or UNKNOWN),
         "instruction set": isa or UNKNOWN,
-        "memory": _memory(),
-        "system": _system(),
+        "memory": _known(lambda: f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"),
+        "system": f"{distribution}, {platform.system()} {platform.release()}",
         "Python": platform.python_version(),
         "twinphase": __version__,
-        **versions,
-        "load average": _load_average(),
+        "numba": _known(lambda: metadata.version("numba")),
+        "numpy": _known(lambda: metadata.version("numpy")),
+        "load average": _known(lambda: "{:.2f}, {:.2f}, {:.2f} (1, 5, 15 minutes before)".format(*os.getloadavg())),
     }
 
 
-def _usable_cores() -> int | str:
+def _known(find: Callable[[], str]) -> str:
     try:
-        return len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):
-        return os.cpu_count() or UNKNOWN
-
-
-def _memory() -> str:
-    try:
-        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
-    except (ValueError, OSError, AttributeError):
+        return find()
+    except (OSError, ValueError, KeyError, AttributeError, metadata.PackageNotFoundError):
         return UNKNOWN
-
-
-def _system() -> str:
-    kernel = f"{platform.system()} {platform.release()}".strip() or UNKNOWN
-    try:
-        return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
-    except (OSError, KeyError):
-        return kernel
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return UNKNOWN
-
-
-def _load_average() -> str:
-    try:
-        return ", ".join(f"{value:.2f}" for value in os.getloadavg()) + " (1, 5, 15 minutes before)"
-    except (OSError, AttributeError):
-        return UNKNOWN
-
-
-def _model_file(path: Path) -> str:
-    try:
-        return f"{path.name}, {path.stat().st_size:,} bytes"
-    except OSError:
-        return path.name
 
 
 def file_sha256(path: Path) -> str:
     """SHA-256 over every byte of a file, "unknown" where it is not a readable file. Seconds for a large model."""
-    try:
+
+    def digest() -> str:
         stat = path.stat()
         return _sha256(path, stat.st_size, stat.st_mtime_ns)
-    except OSError:
-        return UNKNOWN
+
+    return _known(digest)
 
 
 @functools.cache
 def _sha256(path: Path, size: int, mtime_ns: int) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def command_line(arguments: Sequence[str]) -> str:
     """A command line to type again, without secrets, and without the folder that the program lies in."""
-    words: list[str] = []
-    secret = False
-    for index, argument in enumerate(arguments):
+    program = Path(arguments[0]).name
+    words = ["twinphase" if program in ("__main__.py", "cli.py") else program]
+    hide_next = False
+    for argument in arguments[1:]:
         name, equals, _ = argument.partition("=")
-        is_option = argument.startswith("-")
-        if index == 0:
-            words.append("twinphase" if Path(argument).name in ("__main__.py", "cli.py") else Path(argument).name)
-        elif secret:  # whatever it begins with: a key may begin with a hyphen
+        secret = argument.startswith("-") and _is_secret(name)
+        if hide_next:  # whatever it begins with: a key may begin with a hyphen
             words.append("***")
-            secret = False
+            hide_next = False
             continue
-        elif is_option and equals and _is_secret(name):
-            words.append(f"{name}=***")
-        elif is_option and equals:
-            words.append(_quoted(f"{name}={public(argument[len(name) + 1 :])}"))
-        else:
-            words.append(_quoted(public(argument)) if index else argument)
-        secret = is_option and not equals and _is_secret(name)
+        words.append(f"{name}=***" if secret and equals else _quoted(public(argument)))
+        hide_next = secret and not equals
     return " ".join(words)
 
 
@@ -174,35 +129,30 @@ def _quoted(argument: str) -> str:
 
 def _is_secret(name: str) -> bool:
     # Whole words, so that "--max-tokens" is no secret and "--api-key" is.
-    return any(word in SECRET_WORDS for word in name.lower().replace("_", "-").split("-"))
-
-
-def _flag(name: str, value: object) -> str:
-    return "***" if _is_secret(name) else public(str(value))
+    return not SECRET_WORDS.isdisjoint(name.lower().replace("_", "-").split("-"))
 
 
 def public(text: str) -> str:
     """Text without what a URL may keep secret (password, query, fragment), and without the user's home folder."""
     text = URL.sub(_public_url, text)
     home = os.path.expanduser("~")
-    return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if len(home) > 1 else text
+    return re.sub(rf"(?<!\w){re.escape(home)}(?=/|$)", "~", text) if len(home) > 1 else text
 
 
 def _public_url(found: re.Match[str]) -> str:
-    scheme, user, host, path, query, fragment = found.groups()
-    user = "***@" if user else ""
-    return f"{scheme}{user}{host}{path}{'?***' if query else ''}{'#***' if fragment else ''}"
+    scheme, user, place, query, fragment = found.groups()
+    return f"{scheme}{'***@' if user else ''}{place}{'?***' if query else ''}{'#***' if fragment else ''}"
 
 
 class Bystanders:
     """Whoever else used the CPU while something was measured, by the kernel's counters.
 
-    A context manager: the measurement runs inside. This process, its descendants and those of `pids` are the
-    measurement; everything else on the machine is a bystander.
+    A context manager: the measurement runs inside. This process, its descendants and those of `pids` (a server that is
+    measured here) are the measurement; everything else on the machine is a bystander. Afterwards `cores` says how many
+    cores others used on average, None where the kernel does not say.
     """
 
     def __init__(self, pids: Iterable[int] = ()) -> None:
-        """Count `pids` (a server that is measured here) as part of the measurement."""
         self._pids = {os.getpid(), *pids}
         self._start: tuple[int, int] | None = None
         self._time = 0.0
@@ -212,9 +162,7 @@ class Bystanders:
         self._time, self._start = time.perf_counter(), self._read()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         end, seconds = self._read(), time.perf_counter() - self._time
         if self._start is not None and end is not None and seconds > 0 and end[0] > self._start[0]:
             ticks = (end[0] - self._start[0]) - (end[1] - self._start[1])
@@ -250,20 +198,17 @@ def _machine_ticks() -> int | None:
 
 def _ticks_of_trees(roots: set[int]) -> int:
     """CPU ticks of processes and their descendants, those included that have ended and were waited for."""
-    parents, ticks = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
-                words = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents[int(entry.name)], ticks[int(entry.name)] = int(words[1]), sum(map(int, words[11:15]))
-    return sum(ticks[pid] for pid in ticks if _descends(pid, roots, parents))
-
-
-def _descends(pid: int, roots: set[int], parents: Mapping[int, int]) -> bool:
-    seen = set()
-    while pid and pid not in seen:
-        if pid in roots:
-            return True
-        seen.add(pid)
-        pid = parents.get(pid, 0)
-    return False
+    children: dict[int, list[int]] = {}
+    ticks = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+            words = (entry / "stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(words[1]), []).append(int(entry.name))
+            ticks[int(entry.name)] = sum(map(int, words[11:15]))
+    found, waiting = set(), [*roots]
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found.add(pid)
+            waiting += children.get(pid, [])
+    return sum(ticks.get(pid, 0) for pid in found)

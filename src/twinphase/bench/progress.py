@@ -1,7 +1,4 @@
-"""Live progress of a measurement on stderr: what is measured now, how far it is, and about how long it still takes.
-
-Not for answers, which go to stdout, nor for measuring: what it shows is what it is told.
-"""
+"""Live progress of a measurement on stderr: what is measured now, how far it is, and about how long it still takes."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bars
-    from rich.progress import TaskID
+    from rich.progress import Progress as RichProgress
 
 __all__ = ["Progress", "live"]
 
@@ -34,67 +30,50 @@ def live(title: str, stream: TextIO | None = None, *, percent: bool = False) -> 
     Args:
         title: what all of it is: "twinphase bench".
         stream: where to; stderr unless told.
-        percent: show the share that is done; the number of pieces unless told.
+        percent: show the share that is done instead of the number of pieces.
     """
     stream = sys.stderr if stream is None else stream
     if not stream.isatty():
-        yield _Lines(title, stream, percent)
+        yield _lines(title, stream, percent)
         return
+    with _bars(title, stream, percent) as bars:
+        task = bars.add_task("", total=None)
+        yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total or None)
+
+
+def _bars(title: str, stream: TextIO, percent: bool) -> RichProgress:
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as Bars
+    from rich.markup import escape
     from rich.table import Column
 
     console = Console(file=stream)
-    # Four drawings a second cost next to nothing; more would be work on a core that is being measured.
-    bars = Bars(
-        TextColumn("[bold]{task.fields[title]}", markup=True),
-        BarColumn(bar_width=24 if console.width >= ROOMY else 8),
-        TaskProgressColumn() if percent else MofNCompleteColumn(),
-        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(compact=True, elapsed_when_finished=False),
+    what = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    return progress.Progress(
+        progress.TextColumn(f"[bold]{escape(title)}"),
+        progress.BarColumn(bar_width=24 if console.width >= ROOMY else 8),
+        progress.TaskProgressColumn() if percent else progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.description}", markup=False, table_column=what),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(compact=True, elapsed_when_finished=False),
         console=console,
-        refresh_per_second=4,
+        refresh_per_second=4,  # costs next to nothing; more would be work on a core that is being measured
         expand=True,
         transient=True,
     )
-    with bars:
-        yield _Bar(bars, bars.add_task("", total=None, title=title))
 
 
-class _Bar:
-    """Draws on a terminal."""
+def _lines(title: str, stream: TextIO, percent: bool) -> Progress:
+    start, last_text, last_time = time.monotonic(), "", 0.0
 
-    def __init__(self, bars: Bars, task: TaskID) -> None:
-        self._bars, self._task = bars, task
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        self._bars.update(self._task, description=what, completed=done, total=total or None)
-
-
-class _Lines:
-    """Writes a line now and then."""
-
-    def __init__(self, title: str, stream: TextIO, percent: bool) -> None:
-        self._title, self._stream, self._percent = title, stream, percent
-        self._start = time.monotonic()
-        self._written: tuple[str, float] | None = None
-
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def write(what: str, done: int, total: int) -> None:
+        nonlocal last_text, last_time
         now = time.monotonic()
-        if self._written and (what == self._written[0] or now - self._written[1] < QUIET_SECONDS):
+        if last_text and (what == last_text or now - last_time < QUIET_SECONDS):
             return
-        self._written = (what, now)
-        share = ""
-        if total:
-            share = f"{100 * done // total} % " if self._percent else f"{done}/{total} "
-        self._stream.write(f"{self._title}: {share}{what} ({now - self._start:.0f} s)\n")
-        self._stream.flush()
+        last_text, last_time = what, now
+        share = f"{100 * done // max(1, total)} % " if percent else f"{done}/{total} "
+        stream.write(f"{title}: {share if total else ''}{what} ({now - start:.0f} s)\n")
+        stream.flush()
+
+    return write

@@ -56,9 +56,12 @@ def roofline(
 
         print(result_json(drawing.report))
     else:
-        from twinphase.bench.roofline.terminal import show
+        from twinphase.bench.report.terminal import show
+        from twinphase.bench.roofline.plots import text_drawing
+        from twinphase.terminal import answers
 
-        show(drawing)
+        lines = text_drawing(drawing.line, drawing.marks, answers().width)
+        show(drawing.report, drawing=lines, tables="all")
     if out is not None:
         from twinphase.bench.report.render import write_report
         from twinphase.terminal import note

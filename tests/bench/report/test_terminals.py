@@ -1,18 +1,15 @@
-"""What commands print where there is no terminal: tables are whole, and not cut at a width that nobody asked for."""
+"""What commands print: every verdict, and tables that are whole and not cut at a width that nobody asked for."""
 
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from twinphase.bench.lab import terminal as lab_terminal
-from twinphase.bench.report import terminal as bench_terminal
 from twinphase.bench.report.markdown import markdown
 from twinphase.bench.report.page import page
 from twinphase.bench.report.report import Column, Report, Section, Status, Table, Verdict
-from twinphase.bench.roofline import terminal as roofline_terminal
+from twinphase.bench.report.terminal import show
 from twinphase.terminal import PLAIN_WIDTH, answers
 
 HEADS = tuple(Column(f"a column of {n} words") for n in range(5))
@@ -25,35 +22,43 @@ def no_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
-def test_a_table_is_whole_where_there_is_no_terminal(no_terminal, capsys):
-    report = Report(kind="roofline", title="t", verdicts=(), conditions={}, noise=(),
-                    sections=(Section(title="s", tables=(Table("t", HEADS, (ROW,)),)),))  # fmt: skip
-    drawing = SimpleNamespace(report=report, line=SimpleNamespace(roofs=(), slopes=(), source="measured"), marks=())
-    roofline_terminal.show(drawing)
-    bench_terminal.show(report)
-    shown = capsys.readouterr().out
-    assert shown.count("cell 4: 123,456.789") == 2 and "…" not in shown
+def report(**parts) -> Report:
+    return Report("bench", "title", **{"verdicts": (), "conditions": {}, **parts})
+
+
+@pytest.mark.parametrize(
+    ("tables", "shown"), [("none", []), ("short", ["short", "only"]), ("all", ["short", "second", "long", "only"])]
+)
+def test_tables_are_whole_or_left_to_the_files(no_terminal, capsys, tables, shown):
+    found = {title: Table(title, HEADS, (ROW,)) for title in ("short", "second", "only")}
+    found["long"] = Table("long", HEADS, (ROW,) * 41)
+    sections = (
+        Section("a", tables=(found["short"], found["second"])),
+        Section("b", tables=(found["long"],)),
+        Section("c", tables=(found["only"],)),
+    )
+    show(report(sections=sections), tables=tables)
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line in found] == shown and "…" not in out
+    assert out.count("cell 4: 123,456.789") == sum(len(found[title].rows) for title in shown)
+    assert ("report.md" in out) == (tables != "all")
 
 
 def test_a_verdict_has_the_same_word_everywhere(no_terminal, capsys):
-    verdicts = tuple(Verdict(status, f"text of {status.value}") for status in Status)
-    report = Report(kind="roofline", title="t", verdicts=verdicts, conditions={})
-    line = SimpleNamespace(roofs=(), slopes=(), source="measured")
-    bench_terminal.show(report)
-    roofline_terminal.show(SimpleNamespace(report=report, line=line, marks=()))
+    verdicts = tuple(Verdict(status, f"text of {status.value}", "why " * 60) for status in Status)
+    told = report(verdicts=verdicts, noise=("others were quiet",))
+    show(told, drawing=["  /-- drawn as it is"])
     shown = capsys.readouterr().out.splitlines()
-    html, text = page(report, "{}"), markdown(report)
+    html, text = page(told, "{}"), markdown(told)
     for status, word in zip(Status, ("holds", "fails", "undecided", "finding", "void"), strict=True):
-        assert shown.count(f"{word.upper():<10}text of {status.value}") == 2
+        at = shown.index(f"{word.upper():<10}text of {status.value}")
+        assert shown[at + 1].startswith(" " * 10 + "why why") and shown[at + 2].startswith(" " * 10 + "why")
         assert f'<span class="status">{word}</span>' in html and f"**{word}**: text of {status.value}" in text
+    assert shown.index("  /-- drawn as it is") < shown.index("others were quiet")
 
 
-def test_all_of_them_ask_the_same_place(no_terminal):
+def test_a_terminal_says_its_own_width_and_a_file_gets_room_for_tables(no_terminal, monkeypatch):
     assert answers().width == PLAIN_WIDTH
-    assert {one.answers for one in (bench_terminal, lab_terminal, roofline_terminal)} == {answers}
-
-
-def test_a_terminal_says_its_own_width(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "91")
     assert answers().width == 91

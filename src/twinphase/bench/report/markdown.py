@@ -1,4 +1,4 @@
-"""A report as Markdown: what is pasted into an issue or a README. Not for plots, which are files beside it."""
+"""A report as Markdown, to be pasted into an issue or a README; its plots are files beside it."""
 
 from __future__ import annotations
 

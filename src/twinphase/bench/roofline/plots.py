@@ -13,7 +13,7 @@ from twinphase.bench.report.theme import PHASES, colour, colour_scale, colours_o
 from twinphase.bench.roofline.arithmetic import Roofline, Slope
 from twinphase.bench.roofline.report import rate_text
 
-__all__ = ["Mark", "batching_plot", "canvas", "roofline_plot", "stacked_plot", "thread_plot"]
+__all__ = ["Mark", "batching_plot", "canvas", "roofline_plot", "stacked_plot", "text_drawing", "thread_plot"]
 
 SAME = 1.25  # slopes nearer than this factor are drawn as one
 PARTS = {"linear": "linear layers", "attention": "attention"}
@@ -300,6 +300,16 @@ def canvas(line: Roofline, marks: Sequence[Mark], width: int = 76, height: int =
             at = column(10.0**power)
             axis[at : at + len(text)] = list(text)
     lines.append(" " * 9 + "".join(axis).rstrip())
+    return lines
+
+
+def text_drawing(line: Roofline, marks: Sequence[Mark], columns: int) -> list[str]:
+    """The roofline for a terminal with so many columns, and what its letters mean."""
+    if not (line.roofs and line.slopes):
+        return []
+    lines = ["", *canvas(line, marks, max(60, min(columns, 100)))]
+    if marks:
+        lines.append("/ bandwidth, - peak; prefill: P linear layers, p attention; decode: D, d")
     return lines
 
 
