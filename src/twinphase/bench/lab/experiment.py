@@ -1,362 +1,230 @@
-"""The shape of an experiment: a claim as people say it, rules stated before anything is measured, and their verdicts.
+"""What an experiment is: a claim as people say it, rules stated before anything is measured, and how it is tried.
 
-A rule names one quantity and the limit that it must keep; `decide` compares the measured interval with the limit, and
-nothing else makes a verdict. Not for measuring (the other files here), nor for budgets of time (`workbench.py`).
+A rule names a quantity and its limit. `decide` compares the measured interval with it; nothing else makes a verdict.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from statistics import median
 
-from twinphase.bench.lab.workbench import QUIET_CORES, Workbench
-from twinphase.bench.report.report import Metric, Plot, Status, Table
-from twinphase.bench.statistics import median_interval, percentile
-from twinphase.phases.hardware import Ceilings
+from twinphase.bench.lab.workbench import ROUNDS, Runs, Workbench
+from twinphase.bench.report.report import Status
+from twinphase.bench.statistics import median_interval
 
-__all__ = [
-    "OTHER_BANDWIDTH",
-    "OTHER_RUN",
-    "Estimate",
-    "Experiment",
-    "Judged",
-    "Rule",
-    "decide",
-    "exactly",
-    "judge",
-    "median_of",
-    "overall",
-    "percent",
-    "ratio_of",
-    "tempered",
-    "undisturbed",
-    "unknown",
-]
+__all__ = ["BUSY_CORES", "Experiment", "Figure", "Judged", "Reading", "Rule", "Trial"]
+__all__ += ["decide", "median_of", "overall", "percent", "ratios"]
 
-CONFIDENCE = 0.9  # an interval that has less decides nothing
-OTHER_RUN = 0.15  # by which a share of the arithmetic peak differs between runs on a shared host
-OTHER_BANDWIDTH = 0.3  # likewise what is compared with the bandwidth: reading the same weights, 38 GB/s and then 55
+CONFIDENCE = 0.9  # an interval with less decides nothing
+BUSY_CORES = 0.25  # used by other programs: from here on the machine was not quiet
+Measured = Sequence[float] | float | str
+"""Of a rule's quantity: the value of every repetition; or a count, which no noise can change; or why there is none."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What must be true for the claim to hold.
+    """A limit on one quantity: the claim holds if every one of its rules does.
 
     Attributes:
-        name: of the quantity, a few words.
-        formula: how it is computed.
-        at_least: the interval's lower end must not be below it.
-        at_most: the interval's upper end must not be above it.
-        unit: behind the number: "x", "%" (the value is a fraction), "" or another.
-        fails_from: the smallest size at which it may fail, where the quantity depends on the size that fitted the time
-            and the context; a smaller one shows nothing against the claim.
-        sized_in: of what that is the size: "prompt tokens".
-        decided_from: the smallest size at which it may hold either: below, the quantity is lost in other things.
-        margin: how much another run may differ, a fraction of the limit: nothing so close to it holds or fails.
-        disturbed: what other programs that compute do to the quantity: "lowers" it, of a rule whose only limit is a
-            lower one; "moves" it either way; "" nothing, both of its sides being slowed alike.
+        name: of the quantity.
+        at_least, at_most: the whole confidence interval must keep these limits.
+        unit: behind the number: "x", "%" (the value is a fraction of 1) or "".
+        formula: of the quantity, where its name does not say it.
+        fails_from: the smallest size at which the rule can fail; the effect need not be visible at a smaller one.
     """
 
     name: str
-    formula: str
-    at_least: float | None = None
-    at_most: float | None = None
+    at_least: float = -math.inf
+    at_most: float = math.inf
     unit: str = "x"
-    fails_from: int | None = None
-    sized_in: str = "tokens"
-    decided_from: int | None = None
-    margin: float = 0.0
-    disturbed: Literal["", "lowers", "moves"] = ""
-
-    @property
-    def sizes(self) -> str:
-        """From which size on it may hold, and may fail; "" if at any."""
-        fails = "" if self.fails_from is None else f"may fail from {self.fails_from:,} {self.sized_in} on"
-        return fails if self.decided_from is None else f"may hold from {self.decided_from:,}, {fails}"
-
-    @property
-    def scope(self) -> str:
-        """Where nothing is decided; "" if it always is."""
-        close = f"undecided within {percent(self.margin)} of the limit" if self.margin else ""
-        return "; ".join(filter(None, (self.sizes, close)))
+    formula: str = ""
+    fails_from: int = 0
 
     @property
     def text(self) -> str:
         """The limit in words."""
-        if self.at_least is not None and self.at_most is not None:
-            if self.at_least == self.at_most:
-                return f"exactly {self.number(self.at_least)}"
-            return f"{self.number(self.at_least)} to {self.number(self.at_most)}"
-        if self.at_least is not None:
+        if self.at_least == self.at_most:
+            return f"exactly {self.number(self.at_least)}"
+        if self.at_most == math.inf:
             return f"at least {self.number(self.at_least)}"
-        return f"at most {self.number(self.at_most if self.at_most is not None else math.inf)}"
+        if self.at_least == -math.inf:
+            return f"at most {self.number(self.at_most)}"
+        return f"{self.number(self.at_least)} to {self.number(self.at_most)}"
 
     def number(self, value: float) -> str:
-        """A value of this quantity."""
-        if not math.isfinite(value):
-            return "unknown"
+        """A value of this quantity with its unit."""
         if self.unit == "%":
             return percent(value)
-        shown = f"{value:,.0f}" if abs(value) >= 100 or value == round(value) else f"{value:.3g}"
-        return f"{shown}{'' if self.unit in ('', 'x') else ' '}{self.unit}"
-
-    def measured(self, estimate: Estimate) -> str:
-        """The value with its interval."""
-        if estimate.note or not math.isfinite(estimate.value):
-            return "unknown"
-        if estimate.low == estimate.high == estimate.value:
-            return self.number(estimate.value)
-        return f"{self.number(estimate.value)} ({self.number(estimate.low)} to {self.number(estimate.high)})"
+        whole = abs(value) >= 100 or float(value).is_integer()
+        return f"{value:,.0f}{self.unit}" if whole else f"{value:.3g}{self.unit}"
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A measured quantity and how sure it is.
+class Reading:
+    """The median of repetitions and its confidence interval, with the confidence that it really has."""
 
-    Attributes:
-        value: the median.
-        low, high: its confidence interval.
-        confidence: that the interval really has.
-        n: repetitions.
-        note: why it is unknown, if it is.
-        size: at which it was measured, for a rule with `fails_from`.
-    """
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    confidence: float = 0.0
+    n: int = 0
 
-    value: float
-    low: float
-    high: float
-    confidence: float
-    n: int
-    note: str = ""
-    size: int | None = None
+    @classmethod
+    def of(cls, measured: Sequence[float] | float) -> Reading:
+        if not isinstance(measured, Sequence):
+            return cls(measured, measured, measured, 1.0, 1)
+        if not all(map(math.isfinite, measured)):
+            return cls(n=len(measured))
+        interval = median_interval(measured, CONFIDENCE)
+        return cls(median_of(measured), interval.low, interval.high, interval.confidence, len(measured))
 
-    def at(self, size: int) -> Estimate:
-        """The same, measured at a size."""
-        return replace(self, size=size)
-
-
-def median_of(values: Sequence[float]) -> Estimate:
-    """The median of repetitions with its interval."""
-    clean = [value for value in values if math.isfinite(value)]
-    if len(clean) < len(values) or not clean:
-        return unknown("A repetition gave no number." if values else "It was not measured.")
-    interval = median_interval(clean, CONFIDENCE)
-    return Estimate(percentile(clean, 50), interval.low, interval.high, interval.confidence, len(clean))
-
-
-def ratio_of(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """The median of the ratios within each repetition: both were measured moments apart, so that a slow minute cancels.
-
-    Raises:
-        ValueError: one side has more repetitions: then it is not known which belong together.
-    """
-    pairs = zip(numerators, denominators, strict=True)
-    return median_of([one / other if other > 0 else math.nan for one, other in pairs])
-
-
-def exactly(value: float) -> Estimate:
-    """A count, which no noise can change."""
-    return Estimate(value, value, value, 1.0, 1)
-
-
-def unknown(note: str) -> Estimate:
-    """No number, and why."""
-    return Estimate(math.nan, math.nan, math.nan, 0.0, 0, note)
+    def shown(self, number: Callable[[float], str]) -> str:
+        """The value with its interval: "2.1x (2x to 2.2x)"."""
+        if not math.isfinite(self.value):
+            return "unknown"
+        value, low, high = number(self.value), number(self.low), number(self.high)
+        return value if low == high else f"{value} ({low} to {high})"
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A rule, what was measured, and the verdict; `reason` says why it cannot be told, if so."""
+    """A rule, what was measured, and the verdict; `reason` says why it is undecided, if it is."""
 
     rule: Rule
-    estimate: Estimate
+    reading: Reading
     status: Status
     reason: str = ""
 
     @property
     def line(self) -> str:
-        """The rule with its number, for one line."""
-        return f"{self.rule.name} {self.rule.measured(self.estimate)}"
+        return f"{self.rule.name} {self.reading.shown(self.rule.number)}"
 
 
-def decide(rule: Rule, estimate: Estimate) -> Judged:
-    """HOLDS if the whole interval keeps the limits, FAILS if all of it is beyond one, otherwise UNKNOWN.
+@dataclass(frozen=True)
+class Figure:
+    """How measured quantities are drawn: as lines over variants that are numbers, otherwise as bars.
 
-    Below the rule's `fails_from` it is UNKNOWN instead of FAILS, and below `decided_from` whatever was measured.
+    Attributes:
+        title: of the plot.
+        x: what tells the variants apart.
+        quantities: to draw, all of one unit.
+        log: both axes are logarithmic.
+        stacked: the quantities are parts of a whole.
     """
-    if estimate.note or not math.isfinite(estimate.value):
-        return Judged(rule, estimate, Status.UNKNOWN, estimate.note or "It could not be measured.")
-    if estimate.confidence < CONFIDENCE:
-        had, needed = percent(estimate.confidence), percent(CONFIDENCE)
-        count = f"{estimate.n} repetition{'' if estimate.n == 1 else 's'}"
-        note = f"Too little was measured: {count}, {had} confidence; {needed} are needed."
-        return Judged(rule, estimate, Status.UNKNOWN, note)
-    keeps, beyond = _against(rule, estimate)
-    if _below(rule.decided_from, estimate.size) or (beyond and _below(rule.fails_from, estimate.size)):
-        size = "an unknown number of" if estimate.size is None else f"{estimate.size:,}"
-        few = "short" if "tokens" in rule.sized_in else "small"
-        note = f"Too {few} to see: {size} {rule.sized_in}; it {rule.sizes}."
-        return Judged(rule, estimate, Status.UNKNOWN, note)
-    if beyond:
-        return Judged(rule, estimate, Status.FAILS)
-    if keeps:
-        return Judged(rule, estimate, Status.HOLDS)
-    note = f"Too noisy to tell: {_interval(rule, estimate)} lies on both sides of a limit ({rule.text})."
-    if any(_against(replace(rule, margin=0.0), estimate)):
-        note = f"Too close to tell: {_close_ends(rule, estimate)} within {percent(rule.margin)} of a limit "
-        note += f"({rule.text}), and another run may differ by as much."
-    return Judged(rule, estimate, Status.UNKNOWN, note)
+
+    title: str
+    x: str
+    quantities: tuple[str, ...]
+    log: bool = False
+    stacked: bool = False
 
 
-def _interval(rule: Rule, estimate: Estimate) -> str:
-    low, high = rule.number(estimate.low), rule.number(estimate.high)
-    return low if low == high else f"{low} to {high}"
+@dataclass(frozen=True)
+class Trial:
+    """What one try of a claim measured.
 
-
-def _close_ends(rule: Rule, estimate: Estimate) -> str:
-    """Which ends of the interval are within the margin of a limit, with the verb."""
-    limits = [limit for limit in (rule.at_least, rule.at_most) if limit is not None]
-    ranges = [(limit - rule.margin * abs(limit), limit + rule.margin * abs(limit)) for limit in limits]
-    low, high = (any(a <= end <= b for a, b in ranges) for end in (estimate.low, estimate.high))
-    interval = _interval(rule, estimate)
-    if low and high:
-        return f"{interval} is"
-    return f"the {'lower' if low else 'upper'} end of {interval} is"
-
-
-def _against(rule: Rule, estimate: Estimate) -> tuple[bool, bool]:
-    """Whether all of the interval keeps every limit, and whether all of it is beyond one, by more than the margin."""
-    keeps, beyond = [], []
-    if rule.at_least is not None:
-        close = rule.margin * abs(rule.at_least)
-        keeps.append(estimate.low >= rule.at_least + close)
-        beyond.append(estimate.high < rule.at_least - close)
-    if rule.at_most is not None:
-        close = rule.margin * abs(rule.at_most)
-        keeps.append(estimate.high <= rule.at_most - close)
-        beyond.append(estimate.low > rule.at_most + close)
-    return all(keeps), any(beyond)
-
-
-def _below(least: int | None, size: int | None) -> bool:
-    """Whether a size that matters is too small; one that nobody noted is."""
-    return least is not None and (size is None or size < least)
-
-
-def judge(rules: Sequence[Rule], estimates: Mapping[Rule, Estimate]) -> list[Judged]:
-    """Every rule with its estimate; one that is missing is unknown."""
-    return [decide(rule, estimates.get(rule, unknown("It was not measured."))) for rule in rules]
-
-
-def undisturbed(judged: Sequence[Judged], others: float | None) -> list[Judged]:
-    """What other programs that computed meanwhile may have made hold or fail is UNKNOWN; its number stays.
-
-    Args:
-        judged: as measured.
-        others: cores that other programs used meanwhile; None is unknown.
+    Attributes:
+        runs: every repetition of every variant, for the table and the plot.
+        measured: of each rule's quantity, in the order of the rules.
+        why: what lies behind the numbers, for people.
+        curves: further lines of the plot, as functions of the variant, by name.
     """
-    if others is None or others < QUIET_CORES:
-        return list(judged)
-    found = []
-    for one in judged:
-        doubtful = {"": (), "lowers": (Status.FAILS,), "moves": (Status.HOLDS, Status.FAILS)}[one.rule.disturbed]
-        if one.status in doubtful:
-            how = "lowers it" if one.rule.disturbed == "lowers" else "may move it either way"
-            reason = f"It {one.status.value}, but other programs used {others:.1f} cores meanwhile, which {how}."
-            one = replace(one, status=Status.UNKNOWN, reason=reason)
-        found.append(one)
-    return found
+
+    runs: Runs
+    measured: Sequence[Measured]
+    why: str
+    curves: Mapping[str, Callable[[float], float]] = field(default_factory=dict)
 
 
-def tempered(judged: Sequence[Judged], around: Sequence[Judged]) -> list[Judged]:
-    """What holds or fails against the best ceilings of a run only, and not against those right around it, is UNKNOWN.
+def _nothing(bench: Workbench) -> Trial:
+    raise NotImplementedError("an experiment decorates the function that measures it")
 
-    What memory gives is shared with others on the host: a ceiling of another minute may not have been there to use.
-    What a better ceiling can only lower, and holds against the best one, holds.
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A claim and how it is tried; the decorator of the function that measures it, whose name it takes.
+
+    Attributes:
+        claim: as people say it.
+        method: what is measured, and how.
+        rules: the claim holds if every one of them does.
+        meaning: what it means for a user, one sentence.
+        figure: the plot; what it draws are columns of the table.
+        also: further columns of the table.
+        seconds: planned for measuring.
+        sizes: to choose from, largest first; the largest one is taken that fits the time and the context.
+        sized_in: what a size counts.
+        quick: whether `--quick` tries it.
     """
-    found = []
-    for one, near in zip(judged, around, strict=True):
-        sound = one.status is near.status or (one.status is Status.HOLDS and one.rule.disturbed == "lowers")
-        if one.status is not Status.UNKNOWN and not sound:
-            note = f"It {one.status.value} only against a ceiling of another time. With those measured right before "
-            known = math.isfinite(near.estimate.value)
-            note += f"and after it is {near.rule.measured(near.estimate)}." if known else f"and after it: {near.reason}"
-            one = replace(one, status=Status.UNKNOWN, reason=note)
-        found.append(one)
-    return found
+
+    claim: str
+    method: str
+    rules: tuple[Rule, ...]
+    meaning: str
+    figure: Figure
+    also: tuple[str, ...] = ()
+    seconds: float
+    sizes: tuple[int, ...]
+    sized_in: str = "prompt tokens"
+    quick: bool = False
+    name: str = ""
+    measure: Callable[[Workbench], Trial] = _nothing
+
+    def __call__(self, measure: Callable[[Workbench], Trial]) -> Experiment:
+        return replace(self, measure=measure, name=measure.__name__.replace("_", "-"))
+
+    def limit(self, rule: Rule) -> str:
+        """The rule's limit, and from which size on it can fail."""
+        return f"{rule.text} (can fail from {rule.fails_from:,} {self.sized_in})" if rule.fails_from else rule.text
+
+
+def decide(rule: Rule, measured: Measured, size: float = math.inf, others: float = 0.0) -> Judged:
+    """HOLDS if the whole interval keeps the limits, FAILS if all of it is beyond one, otherwise undecided.
+
+    Nothing fails at a `size` below the rule's, nor by a time that was measured while other programs used `others`
+    cores.
+    """
+    if isinstance(measured, str):
+        return Judged(rule, Reading(), Status.UNKNOWN, measured)
+    reading, status = Reading.of(measured), Status.UNKNOWN
+    interval = f"{rule.number(reading.low)} to {rule.number(reading.high)}"
+    if not math.isfinite(reading.value):
+        reason = "A repetition gave no number."
+    elif reading.confidence < CONFIDENCE:
+        reason = f"Too few repetitions: {reading.n}; it takes {ROUNDS}."
+    elif rule.unit == "%" and reading.high > 1:
+        reason = f"{interval} of a whole: a count or a ceiling is wrong."
+    elif rule.at_least <= reading.low and reading.high <= rule.at_most:
+        status, reason = Status.HOLDS, ""
+    elif rule.at_least <= reading.high and reading.low <= rule.at_most:
+        reason = f"Too noisy to tell: a limit ({rule.text}) lies within {interval}."
+    elif size < rule.fails_from:
+        reason = f"Too small to see: it was measured at {size:,}, and can fail from {rule.fails_from:,} on."
+    elif others >= BUSY_CORES and isinstance(measured, Sequence):
+        reason = f"It was not kept, but other programs used {others:.1f} cores meanwhile."
+    else:
+        status, reason = Status.FAILS, ""
+    return Judged(rule, reading, status, reason)
 
 
 def overall(judged: Sequence[Judged]) -> Status:
-    """FAILS if any rule fails, HOLDS if all hold, otherwise UNKNOWN; never HOLDS without a rule."""
+    """FAILS if any rule fails, HOLDS if all hold, otherwise undecided; never HOLDS without a rule."""
     statuses = {one.status for one in judged}
     if Status.FAILS in statuses:
         return Status.FAILS
     return Status.HOLDS if statuses == {Status.HOLDS} else Status.UNKNOWN
 
 
-@dataclass(frozen=True)
-class Experiment(ABC):
-    """One claim and how it is tried: the class is the claim, an instance is what one trial of it measured.
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """The ratio within each repetition: both were measured moments apart, so that a slow minute cancels."""
+    pairs = zip(numerators, denominators, strict=True)
+    return [one / other if other > 0 else math.nan for one, other in pairs]
 
-    A subclass states claim and rules, then the plain numbers that it measures (its fields), then what they mean.
 
-    Attributes:
-        name: short, for `--only` and files.
-        claim: as people say it.
-        method: what is measured, and how.
-        rules: the claim holds if every one of them does.
-        meaning: what it means for a user, one sentence.
-        share: of the time, relative to the others'.
-        uses_ceilings: whether a rule compares with the machine's ceilings; they are then measured again around it.
-        others: cores that other programs used in the repetitions that count; None is unknown.
-    """
-
-    name: ClassVar[str]
-    claim: ClassVar[str]
-    method: ClassVar[str]
-    rules: ClassVar[tuple[Rule, ...]]
-    meaning: ClassVar[str]
-    share: ClassVar[float]
-    uses_ceilings: ClassVar[bool] = False
-
-    others: float | None = field(default=None, kw_only=True)
-
-    @classmethod
-    @abstractmethod
-    def measure(cls, bench: Workbench) -> Experiment:
-        """Try it."""
-
-    @abstractmethod
-    def estimates(self) -> Mapping[Rule, Estimate]:
-        """What was measured of each rule's quantity."""
-
-    @abstractmethod
-    def why(self, judged: Sequence[Judged]) -> Sequence[str]:
-        """What lies behind the numbers, measured: sentences. The last is the one to know where the claim fails."""
-
-    @abstractmethod
-    def tables(self) -> Sequence[Table]:
-        """More numbers."""
-
-    @abstractmethod
-    def plots(self) -> Sequence[Plot]:
-        """At least one."""
-
-    def metrics(self) -> Sequence[Metric]:
-        """For comparing two runs."""
-        return ()
-
-    def under(self, ceilings: Ceilings | None) -> Experiment:
-        """The same measurement against other ceilings."""
-        return self
-
-    def evaluate(self) -> tuple[Status, list[Judged]]:
-        """The verdict on it."""
-        judged = undisturbed(judge(self.rules, self.estimates()), self.others)
-        return overall(judged), judged
+def median_of(values: Sequence[float]) -> float:
+    return median(values) if values else math.nan
 
 
 def percent(share: float) -> str:

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from twinphase.bench.lab.experiment import Experiment
-from twinphase.bench.lab.lab import Finding
+from twinphase.bench.lab.lab import Conclusion
 from twinphase.bench.report.report import Report, Status
 from twinphase.bench.report.terminal import COLOURS, INDENT
 from twinphase.terminal import answers
@@ -17,7 +17,7 @@ from twinphase.terminal import answers
 __all__ = ["list_experiments", "show"]
 
 
-def show(report: Report, findings: Sequence[Finding], console: Console | None = None) -> None:
+def show(report: Report, findings: Sequence[Conclusion], console: Console | None = None) -> None:
     """Print every claim with its verdict, then what disturbed the measurement.
 
     Args:
@@ -35,7 +35,7 @@ def show(report: Report, findings: Sequence[Finding], console: Console | None = 
             text = Text(rule.line, COLOURS[rule.status])
             _indented(console, text.append(f", must be {rule.rule.text}", "dim default"))
         if one.status is Status.FAILS:
-            _indented(console, Text(one.why[-1]))
+            _indented(console, Text(one.trial.why))
         elif one.status is Status.UNKNOWN:
             _indented(console, Text(one.reason))
     console.print()
@@ -47,12 +47,12 @@ def _indented(console: Console, text: Text) -> None:
     console.print(Padding(text, (0, 0, 0, INDENT), expand=False))
 
 
-def list_experiments(experiments: Sequence[type[Experiment]], console: Console | None = None) -> None:
+def list_experiments(experiments: Sequence[Experiment], console: Console | None = None) -> None:
     """Print claims and rules without measuring anything."""
     console = console or answers()
     for number, experiment in enumerate(experiments, 1):
         line = Text(f"{number:>2} {experiment.name}", "bold").append(f"  {experiment.claim}", "not bold")
         console.print(line, soft_wrap=True)
         for rule in experiment.rules:
-            scope = f" ({rule.scope})" if rule.scope else ""
-            console.print(Padding(Text(f"{rule.name}: {rule.text}{scope}", "dim"), (0, 0, 0, 3), expand=False))
+            text = Text(f"{rule.name}: {experiment.limit(rule)}", "dim")
+            console.print(Padding(text, (0, 0, 0, 3), expand=False))
