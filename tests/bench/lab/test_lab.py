@@ -46,7 +46,7 @@ def known_ceilings():
 @pytest.fixture(scope="module")
 def made(tiny):
     told = []
-    *found, bystanders = run_lab(tiny, seconds=8.0, progress=lambda *what: told.append(what))
+    *found, bystanders = run_lab(tiny, seconds=4.0, progress=lambda *what: told.append(what))
     return make_report(*found, bystanders), found[1], told
 
 
@@ -111,11 +111,13 @@ def written(made, tmp_path_factory):
     return write_report(made[0], tmp_path_factory.mktemp("report"))
 
 
+@pytest.mark.slow  # sixteen PNGs
 def test_the_files_are_written(made, written):
     assert len(written.plots) == sum(len(section.plots) for section in made[0].sections)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.plots)
 
 
+@pytest.mark.slow
 def test_the_page_draws_every_plot_without_a_complaint(made, written, browser):
     browser.look()
     browser.open(written.html, "document.documentElement.dataset.state === 'drawn'")
