@@ -37,7 +37,7 @@ class Engine:
     ) -> None:
         self.llm = LLM(model, **{"backend": "reference", "max_model_len": 2048, **config})
         self.engine = self.llm.engine
-        self.engine.cpu_wait = lambda: 0.0
+        self.engine.recorder.cpu_wait = lambda: 0.0
         self.script = None if seconds is None else Script(self.engine, seconds)
         self._lives: dict[str, Life] = {}
         self._random = random.Random(seed)
@@ -110,7 +110,7 @@ class Script:
         older = getattr(execute, "__self__", None)
         self._execute = older._execute if isinstance(older, Script) else execute
         self._seconds, self._sampling, self._cpu_wait = seconds, sampling, cpu_wait
-        engine.clock, engine.cpu_wait = lambda: self.now, lambda: self.waited
+        engine.recorder.clock, engine.recorder.cpu_wait = lambda: self.now, lambda: self.waited
         engine.executor.execute = self._scripted
 
     def _scripted(self, batch: Batch) -> StepOutput:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.engine.engine import Engine
+from twinphase.engine.recorder import StepRecorder
 from twinphase.phases.cost import FEATURES, CostModel
 from twinphase.phases.work import ModelShape
 from twinphase.request import Request, SamplingParams
@@ -93,7 +94,8 @@ def machine_engine(machine: Machine, prices=PRICES, **settings) -> Engine:
     """An engine on a machine; without noise, the cost model knows what steps take from the first on."""
     model = CostModel(prices)
     scheduler = make_scheduler(times=model, **settings)
-    return Engine(scheduler, machine, model, shape=SHAPE, vocab_size=100, clock=lambda: machine.now)
+    recorder = StepRecorder(SHAPE, model, clock=lambda: machine.now)
+    return Engine(scheduler, machine, recorder, shape=SHAPE, vocab_size=100)
 
 
 def engine_request(request_id: str, prompt: int | Sequence[int], **options) -> Request:

@@ -20,9 +20,9 @@ from twinphase.phases.report import Report, report
 
 if TYPE_CHECKING:  # the engine's imports are cli.py's business: it does them when nothing else is left to check
     from twinphase.config import EngineConfig
+    from twinphase.engine.checks import Prompt
     from twinphase.engine.llm import LLM
     from twinphase.engine.outputs import RequestOutput
-    from twinphase.engine.text import Prompt
     from twinphase.request import SamplingParams
 
 __all__ = ["INTERRUPTED", "Answer", "chat", "result_json", "stream_answer", "report_answer"]

@@ -68,11 +68,16 @@ class ScheduledRequest:
     output_token_ids: list[int] = field(repr=False, default_factory=list)
     most_computed_tokens: int = 0  # computed before a preemption: what lies below is recomputed
     constraint: Constraint | None = field(repr=False, default=None)
+    num_cached_tokens: int = 0  # of the prompt
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens this step computes for this request."""
         return len(self.token_ids)
+
+    @property
+    def num_prefilled(self) -> int:
+        """Prompt tokens whose KV is in the cache after this step."""
+        return min(self.num_computed_tokens + len(self.token_ids), len(self.prompt_token_ids))
 
 
 @dataclass(frozen=True)
@@ -142,10 +147,12 @@ class StepOutput:
     """What a step produced: per request a list of new tokens (one today, several with speculation).
 
     A request of the batch that should have sampled and has no tokens failed; `errors` says why, in one line.
-    `sampling_seconds` of the step went to choosing tokens.
+    `sampling_seconds` of the step went to choosing tokens. `computed_singly` where the executor failed on the whole
+    batch, and each request was computed by itself.
     """
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     sampling_seconds: float = 0.0
+    computed_singly: bool = False

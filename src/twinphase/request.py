@@ -26,6 +26,7 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "StructuredOutputsParams",
+    "check_priority_and_salt",
     "plain_json",
 ]
 
@@ -347,18 +348,7 @@ class Request:
     constraint: Constraint | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse what no engine could honour.
-
-        Raises:
-            InvalidRequestError: priority or salt out of range.
-        """
-        check_value("priority", self.priority, "int", PRIORITY)
-        salt = self.cache_salt
-        if salt is not None and (
-            not isinstance(salt, str) or not 0 < len(salt.encode(errors="replace")) <= MAX_SALT_BYTES
-        ):
-            _reject("cache_salt", salt if isinstance(salt, str) and len(salt) < 40 else type(salt).__name__,
-                    f"a text of 1 to {MAX_SALT_BYTES} bytes, or none")  # fmt: skip
+        check_priority_and_salt(self.priority, self.cache_salt)
 
     def counts(self) -> RequestCounts:
         """This request in numbers, as far as it has come."""
@@ -380,3 +370,15 @@ class Request:
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]
+
+
+def check_priority_and_salt(priority: Any, salt: Any) -> None:
+    """Refuse what no engine could honour.
+
+    Raises:
+        InvalidRequestError: priority or salt out of range.
+    """
+    check_value("priority", priority, "int", PRIORITY)
+    if salt is not None and (not isinstance(salt, str) or not 0 < len(salt.encode(errors="replace")) <= MAX_SALT_BYTES):
+        shown = salt if isinstance(salt, str) and len(salt) < 40 else type(salt).__name__
+        _reject("cache_salt", shown, f"a text of 1 to {MAX_SALT_BYTES} bytes, or none")

@@ -1,5 +1,6 @@
 import pytest
 
+import steps
 from tiny_gguf import write_tiny_gguf
 from twinphase.engine.llm import LLM
 
@@ -12,8 +13,7 @@ def tiny_path(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
     """Indexes of the tiny models do not go to the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    with steps.own_cache(tmp_path_factory.mktemp("cache")):
         yield
 
 
@@ -33,3 +33,10 @@ def llm(shared_llm):
 @pytest.fixture
 def make_llm(tiny_path, own_cache):
     return lambda **config: LLM(tiny_path, backend="reference", **config)
+
+
+@pytest.fixture(scope="session")
+def cpu_llm(tmp_path_factory, own_cache):
+    """On the cpu backend, whose threads a forked child does not have."""
+    path = write_tiny_gguf(tmp_path_factory.mktemp("cpu") / "tiny.gguf", tensor_type="Q8_0", context=128)
+    return LLM(path, threads=2, max_num_batched_tokens=64)

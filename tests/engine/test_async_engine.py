@@ -269,7 +269,7 @@ def test_text_that_cannot_be_made_fails_its_own_stream_only(serve):
     async def body(engine):
         bad, good = [await engine.submit(PROMPTS[0], greedy(20)) for _ in range(2)]
 
-        def take_tokens(logprobs):
+        def take_tokens(*step):
             raise RuntimeError("no such text")
 
         bad.transcript.take_tokens = take_tokens

@@ -23,7 +23,7 @@ def random_run(seed, policy="priority", itl_slo_ms=12.0):
     settings = {"num_blocks": 24, "max_num_seqs": 6, "max_num_batched_tokens": 48, "policy": policy}
     engine = machine_engine(machine, GUESS, itl_slo_ms=itl_slo_ms, **settings)
     file = io.StringIO()
-    engine.trace = TraceWriter(file, trace_header(engine.scheduler, engine.cost_model))
+    engine.recorder.trace = TraceWriter(file, trace_header(engine.scheduler, engine.cost_model))
     unfinished = []
     for number in range(80):
         for _ in range(choose.choice([0, 0, 1, 3])):
@@ -177,11 +177,11 @@ def test_a_full_disk_ends_the_log_and_nothing_else(caplog):
 
     machine = Machine()
     engine = machine_engine(machine)
-    engine.trace = TraceWriter(Full(), trace_header(engine.scheduler, engine.cost_model))
+    engine.recorder.trace = TraceWriter(Full(), trace_header(engine.scheduler, engine.cost_model))
     request = engine_request("a", 5, max_tokens=3)
     engine.add_request(request)
     while engine.has_work:
         engine.step()
     assert request.output_token_ids == [7] * 3
-    assert "No space left" in str(engine.trace.error)
+    assert "No space left" in str(engine.recorder.trace.error)
     assert [record.levelname for record in caplog.records] == ["WARNING"]

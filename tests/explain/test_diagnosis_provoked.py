@@ -169,7 +169,7 @@ def test_contention(model):
     from twinphase.engine.cpu_wait import thread_cpu_wait
 
     engine = Engine(model, seconds=None).warm()
-    engine.engine.cpu_wait = thread_cpu_wait
+    engine.engine.recorder.cpu_wait = thread_cpu_wait
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     programs = [context.Process(target=_spin, args=(stop,)) for _ in range(3 * available_cores())]

@@ -26,9 +26,10 @@ from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.batch import Batch, StepOutput, TokenLogprobs
 from twinphase.cache.kv_cache_manager import KVCacheManager
-from twinphase.engine.engine import Engine, StepResult
+from twinphase.engine.engine import Engine
 from twinphase.engine.executor import Executor
 from twinphase.engine.load import LoadedEngine
+from twinphase.engine.recorder import StepRecorder, StepResult
 from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
@@ -86,9 +87,8 @@ def make_engine(loaded: LoadedEngine, num_blocks: int, clock: Callable[[], float
         usual_output=0.0,  # so that blocks run out
         **options,
     )
-    return Engine(
-        scheduler, Faulty(whole.executor), cost_model, shape=whole.shape, vocab_size=whole.vocab_size, clock=clock
-    )
+    recorder = StepRecorder(whole.shape, cost_model, clock)
+    return Engine(scheduler, Faulty(whole.executor), recorder, shape=whole.shape, vocab_size=whole.vocab_size)
 
 
 class Alone:

@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from twinphase import errors
+from twinphase.engine.checks import Prompt, check_params, check_request, is_plain
 from twinphase.engine.engine import Engine
 from twinphase.engine.host import Host, ProcessHost, ThreadHost
 from twinphase.engine.load import LoadedEngine
@@ -40,11 +41,11 @@ from twinphase.engine.messages import (
 )
 from twinphase.engine.outputs import Transcript
 from twinphase.engine.stream import RequestStream
-from twinphase.engine.text import ModelText, Prompt, is_plain
+from twinphase.engine.text import ModelText
 from twinphase.errors import EngineDeadError, EngineUnavailableError, RequestNotFoundError
 from twinphase.explain.explanation import Explanation
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, Request, RequestCounts, SamplingParams
+from twinphase.request import FinishReason, RequestCounts, SamplingParams
 
 if TYPE_CHECKING:
     from twinphase.tokenizer.prompt_parts import Run
@@ -97,7 +98,8 @@ class AsyncEngine:
         self.on_step = on_step
         self._streams: dict[str, weakref.ref[RequestStream]] = {}  # of unfinished requests
         self._accepted: set[str] = set()  # of those, the ones that the engine has
-        self._waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}  # for an answer
+        # For an answer: requests by id, questions by number.
+        self._waiting: dict[str | int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
         self._numbers = count()
         host.start(self._receive, self._died)
 
@@ -196,15 +198,16 @@ class AsyncEngine:
         """
         if not self.is_running:
             raise self.unavailable()
-        encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
-        params = sampling_params or SamplingParams()
+        params = check_params(sampling_params)
         name = request_id if request_id is not None else uuid.uuid4().hex
+        check_request(name, priority, cache_salt)
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
         add = Add(name, encoded.token_ids, params, encoded.arrival, encoded.tokenized, priority, cache_salt)
-        # The front end's own: text is made of it.
-        shown = Request(name, encoded.token_ids, params, encoded.arrival, priority, cache_salt)
         timeline = RequestTimeline(encoded.arrival)
         timeline.mark(IntervalKind.TOKENIZE, encoded.tokenized)
-        transcript = Transcript(shown, encoded.text, self.text.tokenizer, timeline, encoded.is_plain, keep_special)
+        transcript = Transcript(
+            name, encoded.text, encoded.token_ids, params, self.text.tokenizer, timeline, encoded.is_plain, keep_special
+        )
         if name in self._streams:
             raise errors.InvalidRequestError(
                 f"Request id {name!r} is in use.", "Use another, or wait until that request has finished."
@@ -231,7 +234,7 @@ class AsyncEngine:
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Result of a function of an engine in this process, run between two steps; for looking, not for changing."""
         assert isinstance(self.host, ThreadHost), "functions do not travel between processes"
-        number = f"call-{next(self._numbers)}"
+        number = next(self._numbers)
 
         def run(engine: Engine) -> None:
             try:
@@ -245,7 +248,7 @@ class AsyncEngine:
         """Why a request took as long as it did; see `LLM.explain`."""
         transcript = stream.transcript
         timeline = transcript.timeline if transcript.finished else None
-        return (await self.look(transcript.request.counts(), timeline))[1]
+        return (await self.look(transcript.counts(), timeline))[1]
 
     async def look(
         self, request: RequestCounts, timeline: RequestTimeline | None
@@ -260,7 +263,7 @@ class AsyncEngine:
             RequestNotFoundError: no timeline was given, and the engine does not know the request.
             EngineUnavailableError: the engine is not there to be asked.
         """
-        number = f"look-{next(self._numbers)}"
+        number = next(self._numbers)
         seen: Seen = await self._ask(number, LookAt(number, request.request_id, timeline, request))
         if seen.timeline is None or seen.explanation is None:
             raise _not_found(request.request_id)
@@ -281,8 +284,8 @@ class AsyncEngine:
         elif isinstance(message, Accepted):
             self._accepted.add(message.request_id)
             self._answer(message.request_id, None)
-        elif isinstance(message, Refused):
-            self._answer(message.request_id, message.error())
+        elif isinstance(message, Refused) and message.about is not None:
+            self._answer(message.about, message.error())
         elif isinstance(message, Seen):
             self._answer(message.number, message)
         elif isinstance(message, Ready):
@@ -312,8 +315,8 @@ class AsyncEngine:
 
     def _died(self, error: EngineDeadError) -> None:
         self.progress = Loading("starting again")
-        for number in list(self._waiting):
-            self._answer(number, error)
+        for about in list(self._waiting):
+            self._answer(about, error)
         streams, self._streams = self._streams, {}
         self._accepted.clear()
         for reference in streams.values():
@@ -321,21 +324,21 @@ class AsyncEngine:
             if stream is not None:
                 _post_to(stream.loop, stream.fail, error)
 
-    def _answer(self, number: str, answer: Any) -> None:
-        waiting = self._waiting.pop(number, None)
+    def _answer(self, about: str | int, answer: Any) -> None:
+        waiting = self._waiting.pop(about, None)
         if waiting is not None:
             _post_to(waiting[0], _resolve, waiting[1], answer)
 
     # From here on: what is said to the engine.
-    async def _ask(self, number: str, message: ToEngine | Callable[[Engine], None]) -> Any:
+    async def _ask(self, about: str | int, message: ToEngine | Callable[[Engine], None]) -> Any:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        self._waiting[number] = loop, future
+        self._waiting[about] = loop, future
         try:
             self.host.put(message)  # type: ignore[arg-type]  # functions go to a thread only
             return await future
         finally:
-            self._waiting.pop(number, None)
+            self._waiting.pop(about, None)
 
     def _end(self, stream: RequestStream, reason: FinishReason) -> None:
         """For the stream, from any thread."""

@@ -58,7 +58,7 @@ def main(descriptor: int) -> int:
     try:
         loaded = _load(first, send)
     except TwinphaseError as error:
-        send(refusal("", error))
+        send(refusal(None, error))
         return error.exit_code
     loop = EngineLoop(loaded, send)
     send(Ready(engine_facts(loaded)))

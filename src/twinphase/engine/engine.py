@@ -5,14 +5,12 @@ Single-threaded: every method is called from one thread, between steps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from twinphase.batch import Batch, StepOutput
-from twinphase.engine.cpu_wait import thread_cpu_wait
 from twinphase.engine.executor import Executor
-from twinphase.engine.trace import TraceWriter
+from twinphase.engine.recorder import StepRecorder
 from twinphase.errors import ContextLengthError, InvalidRequestError, RequestNotFoundError
 from twinphase.phases.cost import CostModel
 from twinphase.phases.ledger import Ledger
@@ -23,8 +21,6 @@ from twinphase.sampling.rng import derive_seed
 from twinphase.scheduler.scheduler import Scheduler
 
 __all__ = ["Engine", "StepResult"]
-
-LONGEST_GAP = 0.1  # seconds between steps that count as the front end's work on a token; more is idleness
 
 
 @dataclass(frozen=True)
@@ -50,53 +46,54 @@ class Engine:
     Attributes:
         scheduler: decides steps.
         executor: computes them.
-        cost_model: predicts their times, and learns from them.
-        ledger: says where each request's time went.
+        recorder: measures them.
         shape: the model's numbers for FLOP and bytes.
-        trace: where every call and decision is logged, if anywhere.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
-        cost_model: CostModel,
+        recorder: StepRecorder,
         *,
         shape: ModelShape,
         vocab_size: int,
         seed: int = 0,
-        clock: Callable[[], float] = time.perf_counter,
-        trace: TraceWriter | None = None,
     ) -> None:
         """Put the parts together.
 
         Args:
-            scheduler: decides steps, with the step times of `cost_model`.
+            scheduler: decides steps, with the step times of the recorder's cost model.
             executor: computes them.
-            cost_model: learns from them.
+            recorder: measures them.
             shape: the model's numbers for FLOP and bytes.
             vocab_size: token ids are below it.
             seed: where the seeds of requests without one come from.
-            clock: monotonic seconds, the clock of `Request.arrival_time`.
-            trace: logs calls and decisions.
         """
         self.scheduler = scheduler
         self.executor = executor
-        self.cost_model = cost_model
+        self.recorder = recorder
         self.shape = shape
-        self.ledger = Ledger(shape, cost_model)
         self.vocab_size = vocab_size
         self.seed = seed
-        self.clock = clock
-        self.cpu_wait: Callable[[], float] = thread_cpu_wait
-        self.trace = trace
         self._num_seedless = 0
-        self._last_end: float | None = None  # of the last step, while requests were running after it
 
     @property
     def has_work(self) -> bool:
         """True while a request waits or runs."""
         return self.scheduler.has_work
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self.recorder.clock
+
+    @property
+    def cost_model(self) -> CostModel:
+        return self.recorder.cost_model
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.recorder.ledger
 
     @property
     def timelines(self) -> dict[str, RequestTimeline]:
@@ -127,49 +124,23 @@ class Engine:
         self.scheduler.add(request)
         self._num_seedless += seedless
         timeline = timeline or RequestTimeline(request.arrival_time)
-        self.ledger.open(request.request_id, timeline)
-        if self.trace:
-            self.trace.add(request)
+        self.recorder.request_added(request, timeline)
         return timeline
 
     def step(self) -> StepResult:
-        """Schedule, execute, commit. Needs `has_work`.
-
-        Where the executor fails on the whole batch, each request is computed by itself, and those that fail alone end
-        with `FinishReason.ERROR`.
-        """
-        start = self.clock()
+        """Schedule, execute, commit. Needs `has_work`."""
+        self.recorder.step_begins()
         batch = self.scheduler.schedule()
-        scheduled = self.clock()
-        waited = self.cpu_wait()
-        output, whole = self._execute(batch)
-        waited = self.cpu_wait() - waited
-        executed = self.clock() - scheduled
-        if self.trace:
-            self.trace.step(batch, output)
+        output = self.recorder.execute(self._execute, batch)
         finished = self.scheduler.commit(batch, output)
-        end = self.clock()
-        record = self.ledger.add_step(batch, start, end, executed, output.sampling_seconds, waited)
-        gap = start - self._last_end if self._last_end is not None else 0.0
-        gap = gap if gap < LONGEST_GAP else 0.0
-        if whole:  # a step that failed on the way did not take what its work takes
-            self.cost_model.observe(batch.work, end - start, gap)
-            if self.trace:
-                self.trace.observe(end - start, gap)
-        for request in finished:
-            self.ledger.close(request.request_id, end)
-        self._last_end = end if self.scheduler.running else None
-        self.ledger.settle(self.clock())
+        record = self.recorder.step_ends(batch, output, finished, running=bool(self.scheduler.running))
         return StepResult(batch, output, finished, record)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request between steps, such as at a stop string; unknown and finished ones are left alone."""
-        if self.scheduler.get(request_id) is None:
-            return
-        if self.trace:
-            self.trace.finish(request_id, reason)
-        self.scheduler.finish(request_id, reason)
-        self.ledger.close(request_id, self.clock())
+        if self.scheduler.get(request_id) is not None:
+            self.scheduler.finish(request_id, reason)
+            self.recorder.request_finished(request_id, reason)
 
     def abort(self, request_id: str) -> None:
         """End a request at its user's wish; its blocks are free at once.
@@ -183,26 +154,24 @@ class Engine:
             )
         self.finish(request_id, FinishReason.ABORT)
 
-    def _execute(self, batch: Batch) -> tuple[StepOutput, bool]:
+    def _execute(self, batch: Batch) -> StepOutput:
         """Compute a batch; if that fails, its shares one by one, so that the one at fault fails alone.
 
-        The results are the same: a request's bits do not depend on who is computed with it.
-
-        Returns:
-            The output, and whether it came of one go.
+        Those that fail alone end with `FinishReason.ERROR`. The others' results are the same: a request's bits do not
+        depend on who is computed with it.
         """
         try:
-            return self.executor.execute(batch), True
+            return self.executor.execute(batch)
         except Exception as error:
             if len(batch.scheduled) == 1:
-                return StepOutput(errors={batch.scheduled[0].request_id: _one_line(error)}), False
-        output = StepOutput()
+                return StepOutput(errors={batch.scheduled[0].request_id: _one_line(error)}, computed_singly=True)
+        output = StepOutput(computed_singly=True)
         parts = [Batch([share], []) for share in batch.decodes] + [Batch([], [share]) for share in batch.prefills]
-        for part, _ in map(self._execute, parts):
+        for part in map(self._execute, parts):
             output.token_ids |= part.token_ids
             output.logprobs |= part.logprobs
             output.errors |= part.errors
-        return output, False
+        return output
 
     def _validate(self, request: Request) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from twinphase.config import module_command
+from twinphase.engine.checks import engine_config
 from twinphase.engine.loop import EngineLoop, engine_facts
 from twinphase.engine.messages import FromEngine, Load, Loading, Ready, Refused, Stop, ToEngine
 from twinphase.engine.text import ModelText
+from twinphase.engine.turns import OwnProcess
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
 from twinphase.errors import EngineDeadError
 from twinphase.weights.gguf import open_gguf
@@ -52,7 +54,7 @@ class Host(Protocol):
         """Send a message.
 
         Raises:
-            EngineDeadError: the engine takes none.
+            EngineDeadError: the engine takes none, or this is a forked child.
         """
 
     def close(self) -> None:
@@ -68,6 +70,7 @@ class ThreadHost:
         self.text: ModelText = loaded.text
         self.is_running = False
         self.error: BaseException | None = None
+        self._process = OwnProcess()
         self._thread = threading.Thread(target=self._run, name="twinphase-engine", daemon=True)
 
     def start(self, receive: Receive, died: Died) -> None:
@@ -80,12 +83,15 @@ class ThreadHost:
 
     def put(self, message: Any) -> None:
         """Send a message, or a function for the engine, which its thread calls between two steps."""
+        self._process.check()
         if not self.is_running:
             raise self.dead()
         self._loop.put(message)
 
     def close(self) -> None:
         """End the thread after the step it is in. From any thread."""
+        if not self._process.is_here:
+            return
         if self.is_running:
             self.is_running = False
             self._loop.put(Stop())
@@ -120,8 +126,9 @@ class ProcessHost:
         """Read the model's header; the process starts with `start`.
 
         Raises:
-            TwinphaseError: the model cannot be found or read.
+            TwinphaseError: the model cannot be found or read, or the configuration is wrong.
         """
+        engine_config(config)
         path = resolve_model(str(model))
         self.text = ModelText(open_gguf(path))
         self.is_running = False
@@ -133,6 +140,7 @@ class ProcessHost:
         self._was_ready = self._ever_ready = False
         self._refused: Refused | None = None  # the model, by the process that there is
         self._delay = FIRST_DELAY
+        self._own_process = OwnProcess()
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.WriteTransport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -149,6 +157,7 @@ class ProcessHost:
 
     def put(self, message: ToEngine) -> None:
         """Send a message."""
+        self._own_process.check()
         if not self.is_running or self._writer is None:
             raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
         self._writer.write(encode(message))
@@ -160,6 +169,8 @@ class ProcessHost:
 
     def close(self) -> None:
         """Ask the process to end after its step, and see to it that it does."""
+        if not self._own_process.is_here:
+            return
         self._closing, self.is_running = True, False
         process = self._process
         if self._writer is not None and not self._writer.is_closing():
@@ -212,7 +223,7 @@ class ProcessHost:
         """A message came from the process."""
         if isinstance(message, Ready):
             self.is_running = self._was_ready = self._ever_ready = True
-        if isinstance(message, Refused) and not message.request_id:
+        if isinstance(message, Refused) and message.about is None:
             self._refused = message
             self.failure = None if self._ever_ready else message
         self._receive(message)

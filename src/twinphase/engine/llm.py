@@ -1,25 +1,32 @@
 """`LLM`: a model by name, text in, text out, in the shape that vLLM's users know.
 
-This is the door at which text stops: behind it the engine sees token ids only, and stop strings are found here. For
-one thread; not a server.
+This is the door at which text stops: behind it the engine sees token ids only, and stop strings are found here. Several
+threads may share one and take turns; a program with many users is better served by `AsyncEngine`. Not a server.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from twinphase.batch import Phase
+from twinphase.engine.checks import (
+    Message,
+    Prompt,
+    check_params,
+    conversations,
+    is_plain,
+    one_for_each,
+    prompt_list,
+)
 from twinphase.engine.engine import StepResult
-from twinphase.engine.interrupt import deferred_interrupt
 from twinphase.engine.load import LoadedEngine
 from twinphase.engine.outputs import RequestOutput, StreamUpdate, Transcript
-from twinphase.engine.text import Message, Prompt, is_plain, plain_prompt
-from twinphase.errors import InvalidRequestError
+from twinphase.engine.turns import Turns
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
 
@@ -34,11 +41,14 @@ __all__ = ["LLM"]
 class LLM:
     """A loaded model and its engine.
 
+    Threads that share it take turns: their requests are computed together. Another process cannot share it: after
+    `fork` the child gets an `EngineDeadError`.
+
     Attributes:
         config: as resolved for this model.
         checkpoint: the open model file.
         model_config: the model's shape.
-        engine: the engine, which other front ends may drive too.
+        engine: the engine, which other front ends in the same thread may drive too.
     """
 
     def __init__(
@@ -52,22 +62,23 @@ class LLM:
             config: fields of `EngineConfig`.
 
         Raises:
-            TwinphaseError: the model cannot be found, read or run, or a field of the configuration is out of range.
+            TwinphaseError: the model cannot be found, read or run, or `config` has an unknown field or a value out of
+                range.
         """
         self._loaded = LoadedEngine(model, compile_progress=compile_progress, **config)
         self.config, self.checkpoint = self._loaded.config, self._loaded.checkpoint
         self.model_config, self.engine = self._loaded.model_config, self._loaded.engine
         self._ids = count()
+        self._turns = Turns()
         self._transcripts: dict[str, Transcript] = {}  # unfinished requests
+        self._abandoned: deque[Transcript] = deque()  # of streams that nobody reads any more
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return self._loaded.text.tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """The model's chat template."""
         return self._loaded.text.chat_template
 
     def generate(
@@ -90,13 +101,14 @@ class LLM:
             cache_salt: share cached prefixes only with requests of the same salt.
 
         Returns:
-            Results in the order of the prompts. After Ctrl-C they are partial, with `finish_reason` "abort". One that
-            failed by itself has `finish_reason` "error" and its reason in `error`.
+            Results in the order of the prompts. One that failed by itself has `finish_reason` "error" and its reason in
+            `error`.
 
         Raises:
             InvalidRequestError: a prompt or parameter that cannot be honoured; then none is computed.
+            KeyboardInterrupt: Ctrl-C was pressed; all of these requests are aborted. `stream` gives partial results.
         """
-        return self._complete(_prompt_list(prompts), sampling_params, use_tqdm, priority, cache_salt)
+        return self._complete(prompt_list(prompts), sampling_params, use_tqdm, priority, cache_salt)
 
     def chat(
         self,
@@ -118,10 +130,9 @@ class LLM:
 
         Raises:
             InvalidRequestError: as for `generate`; or messages that the model's template refuses.
+            KeyboardInterrupt: as for `generate`.
         """
-        single = all(isinstance(message, Mapping) for message in messages)
-        conversations: list[Any] = [messages] if single else list(messages)
-        return self._complete(conversations, sampling_params, use_tqdm, priority, cache_salt)
+        return self._complete(conversations(messages), sampling_params, use_tqdm, priority, cache_salt)
 
     def explain(self, output: RequestOutput) -> Explanation:
         """Why a request took as long as it did, what bound it, and which flag would change that by how much.
@@ -129,47 +140,46 @@ class LLM:
         Args:
             output: of this `LLM`.
         """
-        if output.request is None:
-            raise ValueError("the output does not carry its request")
-        return self._loaded.explain(output.request.counts(), output.metrics, names=True)  # all are this caller's
+        with self._turns.take() as interrupt:
+            found = self._loaded.explain(output.counts, output.metrics, names=True)  # all are this caller's
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        return found
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamUpdate]:
         """Complete one prompt and yield what each step brought.
 
         The request is queued before this returns, so its errors are raised here. Closing the iterator, or leaving its
-        loop, aborts the request. Ctrl-C during a step ends the stream with `finish_reason` "abort"; between steps it
-        is raised in the caller, whose last update has the result so far.
+        loop, aborts the request. After Ctrl-C during a step there is one more update, with what there is and
+        `finish_reason` "abort"; then `KeyboardInterrupt` is raised. Between steps it is raised at once.
 
         Args:
             prompt: text, token ids, or the messages of a conversation.
             sampling_params: vLLM's defaults if None.
         """
-        return _Stream(self, self._submit(prompt, sampling_params or SamplingParams()))
+        return _Stream(self, self._submit(prompt, check_params(sampling_params)))
 
     def _complete(
         self,
-        prompts: list[Any],
+        prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         priority: Sequence[int] | None,
         cache_salt: str | None,
     ) -> list[RequestOutput]:
         transcripts: list[Transcript] = []
-        params = SamplingParams() if sampling_params is None else sampling_params
-        params = _one_each(params, SamplingParams, len(prompts), "sampling parameters")
-        priorities = _one_each(0 if priority is None else priority, int, len(prompts), "priorities")
+        asked = SamplingParams() if sampling_params is None else sampling_params
+        params = map(check_params, one_for_each(asked, SamplingParams, len(prompts), "sampling parameters"))
+        priorities = one_for_each(0 if priority is None else priority, int, len(prompts), "priorities")
         try:
             for prompt, own, urgency in zip(prompts, params, priorities, strict=True):
                 transcripts.append(self._submit(prompt, own, urgency, cache_salt))
             with _progress(len(prompts)) if use_tqdm else nullcontext() as bar:
                 for transcript in transcripts:  # those behind have often finished when the turn comes to them
                     while not transcript.finished:
-                        result = self._step()
-                        if bar:
-                            bar.update(result.record, len(transcripts) - len(self._transcripts))
-        except KeyboardInterrupt:  # between two steps, or pressed twice: what there is comes back, marked "abort"
-            if len(transcripts) < len(prompts):
-                raise
+                        result = self._step(transcript)
+                        if bar and result:
+                            bar.update(result.record, sum(transcript.finished for transcript in transcripts))
         finally:
             self._abort(transcripts)
         return [transcript.output() for transcript in transcripts]
@@ -178,59 +188,95 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
     ) -> Transcript:
         """Tokenize and queue; the timeline begins here."""
-        clock = self.engine.clock
-        timeline = RequestTimeline(clock())
-        text, token_ids = self._loaded.encode(prompt)
-        constraint = self._loaded.text.constraint(params, token_ids)
-        timeline.mark(IntervalKind.TOKENIZE, clock())
-        request = Request(str(next(self._ids)), token_ids, params, timeline.arrival, priority, cache_salt)
-        request.constraint = constraint
-        self.engine.add_request(request, timeline=timeline)
-        transcript = Transcript(request, text, self.tokenizer, timeline, continues_prompt=is_plain(prompt))
-        self._transcripts[request.request_id] = transcript
+        with self._turns.take() as interrupt:
+            self._drop_abandoned()
+            clock = self.engine.clock
+            timeline = RequestTimeline(clock())
+            text, token_ids = self._loaded.encode(prompt)
+            constraint = self._loaded.text.constraint(params, token_ids)
+            timeline.mark(IntervalKind.TOKENIZE, clock())
+            request = Request(str(next(self._ids)), token_ids, params, timeline.arrival, priority, cache_salt)
+            request.constraint = constraint
+            self.engine.add_request(request, timeline=timeline)
+            transcript = Transcript(
+                request.request_id, text, token_ids, params, self.tokenizer, timeline, is_plain(prompt)
+            )
+            self._transcripts[request.request_id] = transcript
+        if interrupt.requested:
+            self._abort([transcript])
+            raise KeyboardInterrupt
         return transcript
 
-    def _step(self) -> StepResult:
-        """One step of the engine, for whoever's requests are in it, and their text."""
-        with deferred_interrupt() as interrupt:
-            result = self.engine.step()
-            self._take(result)
+    def _step(self, transcript: Transcript) -> StepResult | None:
+        """One step of the engine, for all who have requests in it, unless another thread has finished this one."""
+        result = None
+        with self._turns.take() as interrupt:
+            self._drop_abandoned()
+            if not transcript.finished:
+                result = self.engine.step()
+                self._take(result)
         if interrupt.requested:
-            self._abort(list(self._transcripts.values()))
+            raise KeyboardInterrupt
         return result
 
     def _take(self, result: StepResult) -> None:
         clock, ledger = self.engine.clock, self.engine.ledger
         alone = len(result.batch.scheduled) == 1
+        finished = {request.request_id: request for request in result.finished}
         for share in result.batch.scheduled:
-            transcript = self._transcripts.get(share.request_id)
+            transcript, request = self._transcripts.get(share.request_id), finished.get(share.request_id)
             if transcript is None:  # another front end's
                 continue
-            end = share.num_computed_tokens + share.num_scheduled_tokens
-            transcript.num_prefilled = min(end, len(transcript.request.prompt_token_ids))
-            if not share.samples and not transcript.finished:
+            transcript.num_prefilled, transcript.num_cached_tokens = share.num_prefilled, share.num_cached_tokens
+            if not share.samples and request is None:
                 continue
-            timeline = transcript.timeline
+            timeline, num_before = transcript.timeline, len(transcript.token_ids)
             ledger.begin_text(timeline, clock(), alone)
-            num_new = transcript.take_tokens(result.output.logprobs.get(share.request_id, []))
-            if transcript.finished:
-                # A stop string is news to the engine; what it ended itself it passes over.
-                self.engine.finish(share.request_id, FinishReason.STOP)
-                del self._transcripts[share.request_id]
+            token_ids = result.output.token_ids.get(share.request_id, [])
+            logprobs = result.output.logprobs.get(share.request_id, [])
+            transcript.take_tokens(token_ids, logprobs, request.finish_reason if request else None)
+            if request is not None or transcript.stop_string is not None:
+                self._end(transcript, FinishReason.STOP, request)
             now = clock()
             timeline.mark(IntervalKind.DETOKENIZE, now)
-            timeline.hand_over_tokens(num_new, now)
+            timeline.hand_over_tokens(len(transcript.token_ids) - num_before, now)
             if transcript.finished:
                 timeline.compact()
         if not alone:
             ledger.end_text(clock(), alone)
 
+    def _end(self, transcript: Transcript, reason: FinishReason, request: Request | None = None) -> None:
+        """The engine lets go of a request, if it has not done so already: then `request` says why."""
+        del self._transcripts[transcript.request_id]
+        if request is None:
+            request = self.engine.scheduler.get(transcript.request_id)
+            self.engine.finish(transcript.request_id, reason)
+        if request is not None:
+            reason = request.finish_reason or reason
+        transcript.end(reason, request.counts() if request is not None else None)
+
     def _abort(self, transcripts: Sequence[Transcript]) -> None:
-        for transcript in transcripts:
+        """Abort those of the requests that have not finished; in a forked child they are not this process's."""
+        if not self._turns.process.is_here or all(transcript.finished for transcript in transcripts):
+            return
+        with self._turns.take() as interrupt:
+            self._abandoned.extend(transcripts)
+            self._drop_abandoned()
+        if interrupt.requested:
+            raise KeyboardInterrupt
+
+    def _abandon(self, transcript: Transcript) -> None:
+        """Abort a request as soon as the engine is free: a destructor may run in the middle of a step."""
+        self._abandoned.append(transcript)
+        with self._turns.take_if_free() as free:
+            if free:
+                self._drop_abandoned()
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            transcript = self._abandoned.popleft()
             if not transcript.finished:
-                self.engine.abort(transcript.request.request_id)
-                del self._transcripts[transcript.request.request_id]
-                transcript.flush()
+                self._end(transcript, FinishReason.ABORT)
 
 
 class _Stream(Iterator[StreamUpdate]):
@@ -238,27 +284,28 @@ class _Stream(Iterator[StreamUpdate]):
 
     def __init__(self, llm: LLM, transcript: Transcript) -> None:
         self._llm, self._transcript = llm, transcript
-        self._num_chars = self._num_tokens = 0
-        self._handed_over = self._ended = False
+        self._handed_over = self._ended = self._interrupted = False
 
     def __next__(self) -> StreamUpdate:
         transcript, llm = self._transcript, self._llm
         if self._handed_over:
             timeline = transcript.timeline
             timeline.mark(IntervalKind.SEND, max(llm.engine.clock(), timeline.end))
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
         if self._ended:
             raise StopIteration
         try:
-            if not transcript.finished:
-                llm._step()
+            llm._step(transcript)
+        except KeyboardInterrupt:
+            self.close()
+            self._interrupted = True
         except BaseException:
             self.close()
             raise
-        text, token_ids = transcript.text[self._num_chars :], transcript.request.output_token_ids[self._num_tokens :]
-        self._num_chars, self._num_tokens = len(transcript.text), self._num_tokens + len(token_ids)
-        phase = Phase.DECODE if self._num_tokens else Phase.PREFILL
         self._handed_over, self._ended = True, transcript.finished
-        return StreamUpdate(text, token_ids, phase, transcript.num_prefilled, self._ended, transcript)
+        return transcript.next_update()
 
     def close(self) -> None:
         """Abort the request if it has not finished."""
@@ -266,22 +313,7 @@ class _Stream(Iterator[StreamUpdate]):
         self._llm._abort([self._transcript])
 
     def __del__(self) -> None:
-        self.close()
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    return (
-        [prompts] if isinstance(prompts, (str, Mapping)) else [plain_prompt(cast(Prompt, prompt)) for prompt in prompts]
-    )
-
-
-def _one_each(given: Any, kind: type, count: int, what: str) -> list[Any]:
-    """`given` for each of `count` prompts, or the list of as many that it is."""
-    if isinstance(given, kind):
-        return [given] * count
-    if len(given) != count:
-        raise InvalidRequestError(f"There are {count} prompts and {len(given)} {what}.", "Give one for each prompt.")
-    return list(given)
+        self._llm._abandon(self._transcript)
 
 
 def _progress(total: int) -> Any:

@@ -10,9 +10,11 @@ from typing import Any
 from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig, available_cores
+from twinphase.engine.checks import Prompt, engine_config
 from twinphase.engine.engine import Engine
+from twinphase.engine.recorder import StepRecorder
 from twinphase.engine.runner import Runner
-from twinphase.engine.text import ModelText, Prompt
+from twinphase.engine.text import ModelText
 from twinphase.engine.trace import TraceWriter, trace_header
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.explain.explanation import Explanation, Machine, explain
@@ -64,7 +66,7 @@ class LoadedEngine:
         **config: Any,
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors. `load_progress` is told (done, total) layers."""
-        wanted = EngineConfig(**config)
+        wanted = engine_config(config)
         self.checkpoint = open_gguf(resolve_model(str(model)))
         self.model_config = read_config(self.checkpoint)
         shape = self.model_config
@@ -186,16 +188,20 @@ def make_engine(
         itl_slo_ms=config.itl_slo_ms,
     )
     runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
-    engine = Engine(scheduler, runner, cost_model, shape=shape, vocab_size=model.config.vocab_size, seed=config.seed)
-    if config.trace_file is not None:
-        try:
-            file = open(config.trace_file, "w", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
-        except OSError as error:
-            raise StorageError(
-                f"Cannot write {config.trace_file}: {error.strerror}.", "Choose another --trace-file."
-            ) from None
-        engine.trace = TraceWriter(file, trace_header(scheduler, cost_model))
-    return engine
+    recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
+    return Engine(scheduler, runner, recorder, shape=shape, vocab_size=model.config.vocab_size, seed=config.seed)
+
+
+def _step_log(config: EngineConfig, scheduler: Scheduler, cost_model: CostModel) -> TraceWriter | None:
+    if config.trace_file is None:
+        return None
+    try:
+        file = open(config.trace_file, "w", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
+    except OSError as error:
+        raise StorageError(
+            f"Cannot write {config.trace_file}: {error.strerror}.", "Choose another --trace-file."
+        ) from None
+    return TraceWriter(file, trace_header(scheduler, cost_model))
 
 
 def measured_ceilings(config: EngineConfig) -> Ceilings | None:

@@ -36,7 +36,7 @@ from twinphase.engine.messages import (
 )
 from twinphase.errors import TwinphaseError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import Request, RequestCounts
+from twinphase.request import Request
 
 if TYPE_CHECKING:
     from twinphase.request import Constraint
@@ -181,11 +181,9 @@ class EngineLoop:
         if request is None or timeline is None:
             return
         engine.finish(message.request_id, message.reason)
-        timeline.compact()
         num_prefilled = min(request.most_computed_tokens, len(request.prompt_token_ids))
-        finished = Finished(message.reason, _counts(request), timeline, engine.cost_model.prices)
-        news = News(message.request_id, [], num_prefilled, request.num_cached_tokens, finished=finished)
-        self._send(StepNews([news]))
+        end = self._finished(engine, request, timeline)
+        self._send(StepNews([News(request.request_id, [], num_prefilled, request.num_cached_tokens, [], end)]))
 
     def _look(self, engine: Engine, message: LookAt) -> None:
         try:
@@ -210,29 +208,22 @@ class EngineLoop:
             name = share.request_id
             if name not in self._timelines:
                 continue
-            request = finished.get(name) or engine.scheduler.get(name)
-            if request is None:
-                continue
-            num_prefilled = min(share.num_computed_tokens + len(share.token_ids), len(share.prompt_token_ids))
-            end = None
-            if name in finished and request.finish_reason is not None:
-                timeline = self._timelines.pop(name)
-                timeline.compact()
-                end = Finished(request.finish_reason, _counts(request), timeline, engine.cost_model.prices)
-            tokens = result.output.token_ids.get(name, [])
-            logprobs = result.output.logprobs.get(name, [])
-            news.append(News(name, tokens, num_prefilled, request.num_cached_tokens, logprobs, end))
+            request = finished.get(name)
+            end = self._finished(engine, request, self._timelines.pop(name)) if request else None
+            tokens, logprobs = result.output.token_ids.get(name, []), result.output.logprobs.get(name, [])
+            news.append(News(name, tokens, share.num_prefilled, share.num_cached_tokens, logprobs, end))
         return news
 
+    def _finished(self, engine: Engine, request: Request, timeline: RequestTimeline) -> Finished:
+        timeline.compact()
+        assert request.finish_reason is not None, "it has finished"
+        counts = replace(request.counts(), sampling_params=None)  # what it asked for, the front end knows
+        return Finished(request.finish_reason, counts, timeline, engine.cost_model.prices)
 
-def _counts(request: Request) -> RequestCounts:
-    """What became of a request; what it asked for, the front end knows."""
-    return replace(request.counts(), sampling_params=None)
 
-
-def refusal(request_id: str, error: TwinphaseError) -> Refused:
-    """The message that says so."""
-    return Refused(request_id, type(error).__name__, error.cause, error.fix)
+def refusal(about: str | None, error: TwinphaseError) -> Refused:
+    """The message that a request (by id), or the model (None), was refused."""
+    return Refused(about, type(error).__name__, error.cause, error.fix)
 
 
 def engine_facts(loaded: LoadedEngine) -> EngineFacts:

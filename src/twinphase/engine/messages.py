@@ -80,7 +80,7 @@ class LookAt(msgspec.Struct, tag=True, frozen=True):
         timeline, counts: of a finished request; None for one that the engine has.
     """
 
-    number: str
+    number: int
     request_id: str
     timeline: RequestTimeline | None = None
     counts: RequestCounts | None = None
@@ -124,9 +124,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request (by id or number), or without either the whole model, was refused: the error's class and two lines."""
+    """A request (by id), a question (by number) or the model (None) was refused: the error's class and two lines."""
 
-    request_id: str
+    about: str | int | None
     kind: str
     cause: str
     fix: str
@@ -147,7 +147,7 @@ class Accepted(msgspec.Struct, tag=True, frozen=True):
 class Seen(msgspec.Struct, tag=True, frozen=True):
     """The answer to `LookAt`; None for a request that the engine does not know."""
 
-    number: str
+    number: int
     timeline: RequestTimeline | None
     explanation: Explanation | None
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from twinphase.batch import Phase, TokenLogprobs
 from twinphase.phases.timeline import RequestTimeline
-from twinphase.request import FinishReason, PrefixMiss, Request
+from twinphase.request import FinishReason, PrefixMiss, RequestCounts, SamplingParams
 from twinphase.tokenizer.detokenizer import Detokenizer
 from twinphase.tokenizer.tokenizer import Tokenizer
 
@@ -57,12 +57,12 @@ class RequestOutput:
         outputs: one answer.
         finished: False in a partial result.
         metrics: where the time went.
+        counts: the request in numbers, which `LLM.explain` reads; those below are a part of them.
         num_cached_tokens: prompt tokens whose KV was there already.
         error: one line when `finish_reason` is "error".
         prefix_miss: why the prefix cache did not hold more of the prompt; None when it held all it could.
-        num_preemptions: how often the request lost its KV to others.
+        num_preemptions: how often the request lost its KV to others; known when it has finished, as the next one is.
         num_recomputed_tokens: tokens computed once more after that.
-        request: as the engine saw it.
     """
 
     request_id: str
@@ -71,155 +71,22 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestTimeline
-    num_cached_tokens: int
+    counts: RequestCounts = field(repr=False)
+    num_cached_tokens: int = 0
     error: str | None = None
     prefix_miss: PrefixMiss | None = None
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
-    request: Request | None = field(default=None, repr=False)
-
-
-@dataclass
-class Transcript:
-    """The text side of one request: takes its new tokens after each step, gives text.
-
-    Attributes:
-        request: as the engine sees it.
-        prompt: text of the prompt, None if ids were given.
-        tokenizer: of the model.
-        timeline: of the request.
-        continues_prompt: the answer goes on in the prompt's text (no chat template between them).
-        keep_special: control tokens that are part of the text, such as those around a tool call.
-        num_prefilled: prompt tokens in the KV cache so far, cached ones included.
-        text: the answer so far.
-        stop_string: the one that ended it.
-        logprobs: of its tokens, if asked for.
-    """
-
-    request: Request
-    prompt: str | None
-    tokenizer: Tokenizer
-    timeline: RequestTimeline
-    continues_prompt: bool
-    keep_special: Collection[int] = ()
-    num_prefilled: int = 0
-    text: str = ""
-    stop_string: str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _num_seen: int = 0
-
-    def __post_init__(self) -> None:
-        params = self.request.sampling_params
-        # As in vLLM, text of the first `min_tokens` tokens is not searched for stop strings.
-        self._searching = params.min_tokens == 0 or not params.stop_strings
-        stop = params.stop_strings if self._searching else ()
-        self._detokenizer = self._detokenize(stop, self.continues_prompt)
-
-    @property
-    def finished(self) -> bool:
-        """True once the request has ended and its last text is out."""
-        return self.request.finish_reason is not None
-
-    @property
-    def stop_reason(self) -> int | str | None:
-        """The stop string or stop token id that ended the text; None otherwise, so too at end of sequence."""
-        if self.stop_string is not None or self.request.finish_reason is not FinishReason.STOP:
-            return self.stop_string
-        last, params = self.request.output_token_ids[-1], self.request.sampling_params
-        ended_sequence = last in self.tokenizer.eos_token_ids and not params.ignore_eos
-        return None if ended_sequence else last
-
-    def take_tokens(self, logprobs: Sequence[TokenLogprobs]) -> int:
-        """Turn the tokens that the last step appended to the request into text.
-
-        When that completes a stop string, the tokens after it are dropped and the request's `finish_reason` becomes
-        STOP; the caller tells the engine.
-
-        Args:
-            logprobs: of the step's sampled tokens, empty if not asked for.
-
-        Returns:
-            How many new tokens there were.
-        """
-        request = self.request
-        new = request.output_token_ids[self._num_seen :]
-        ended_by_token = request.finish_reason is FinishReason.STOP
-        for index, token_id in enumerate(new):
-            self._num_seen += 1
-            if ended_by_token and index == len(new) - 1:
-                break  # the stop token is no part of the text
-            self.text += self._detokenizer.append(token_id)
-            if self._detokenizer.stopped:
-                self.stop_string = self._detokenizer.stop_string
-                request.finish_reason = FinishReason.STOP
-                del request.output_token_ids[self._num_seen :]
-                break
-            if not self._searching and self._num_seen >= request.sampling_params.min_tokens:
-                self._begin_search()
-        self.logprobs.extend(logprobs[: self._num_seen - len(self.logprobs)])
-        if self.finished:
-            self.flush()
-        return len(new)
-
-    def flush(self) -> None:
-        """Append what the detokenizer holds back; the request has ended."""
-        self.text += self._detokenizer.flush()
-
-    def _detokenize(self, stop: Sequence[str], continuation: bool) -> Detokenizer:
-        return Detokenizer(self.tokenizer, stop, keep_special=self.keep_special, continuation=continuation)
-
-    def _begin_search(self) -> None:
-        """From here on look for stop strings, once no part of a character is held back."""
-        if not self._detokenizer.holds_back:
-            stop = self.request.sampling_params.stop_strings
-            self._detokenizer = self._detokenize(stop, True)
-            self._searching = True
-
-    def output(self) -> RequestOutput:
-        """The result so far."""
-        request = self.request
-        asked = request.sampling_params.logprobs is not None
-        completion = CompletionOutput(
-            index=0,
-            text=self.text,
-            token_ids=list(request.output_token_ids),
-            cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if asked else None,
-            logprobs=[self._by_token(entry) for entry in self.logprobs] if asked else None,
-            finish_reason=request.finish_reason.value if request.finish_reason else None,
-            stop_reason=self.stop_reason,
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=self.finished,
-            metrics=self.timeline,
-            num_cached_tokens=request.num_cached_tokens,
-            error=request.error,
-            prefix_miss=request.prefix_miss,
-            num_preemptions=request.num_preemptions,
-            num_recomputed_tokens=request.num_recomputed_tokens,
-            request=request,
-        )
-
-    def _by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        ranked = [(entry.token_id, entry.logprob, entry.rank)]
-        ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, start=1)]
-        by_token: dict[int, Logprob] = {}
-        for token_id, logprob, rank in ranked:
-            text = self.tokenizer.decode([token_id], skip_special_tokens=False, continuation=True)
-            by_token.setdefault(token_id, Logprob(logprob, rank, text))
-        return by_token
 
 
 @dataclass(frozen=True)
 class StreamUpdate:
-    """What one step brought to a streamed request.
+    """What a streamed request got since its last update.
 
     Attributes:
         text: text that became certain, often empty (while the prompt is read, or inside a character).
         token_ids: new output tokens.
+        logprobs: of those, if asked for.
         phase: what the request does next or did last: PREFILL until its first token.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         finished: True in the last update.
@@ -228,6 +95,7 @@ class StreamUpdate:
 
     text: str
     token_ids: list[int]
+    logprobs: list[TokenLogprobs]
     phase: Phase
     num_prefilled: int
     finished: bool
@@ -240,5 +108,172 @@ class StreamUpdate:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.transcript.request.prompt_token_ids)
+        return len(self.transcript.prompt_token_ids)
+
+
+@dataclass
+class Transcript:
+    """The answer to one request as it grows: takes each step's tokens, gives updates and results.
+
+    A front end calls `take_tokens` after each step. Once `stop_string` is set it tells the engine to stop, and passes
+    over what comes after. When the engine has let go of the request, it calls `end`.
+
+    Attributes:
+        request_id: of the request.
+        prompt: text of the prompt, None if ids were given.
+        prompt_token_ids, sampling_params: of the request.
+        tokenizer: of the model.
+        timeline: of the request.
+        continues_prompt: the answer goes on in the prompt's text (no chat template between them).
+        keep_special: control tokens that are part of the text, such as those around a tool call.
+        num_prefilled: prompt tokens in the KV cache so far, cached ones included.
+        num_cached_tokens: those that the prefix cache held.
+        token_ids: the answer so far.
+        text: its text.
+        logprobs: of its tokens, if asked for.
+        stop_string: the one that ended it.
+        finish_reason: None until the engine has let go of the request.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    tokenizer: Tokenizer
+    timeline: RequestTimeline
+    continues_prompt: bool
+    keep_special: Collection[int] = ()
+    num_prefilled: int = 0
+    num_cached_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stop_string: str | None = None
+    finish_reason: FinishReason | None = None
+    num_tokens_given: int = 0  # in updates
+    _num_chars_given: int = 0
+    _num_prefilled_given: int = 0
+    _counts: RequestCounts | None = None  # the engine's, when it has let go of the request
+
+    def __post_init__(self) -> None:
+        params = self.sampling_params
+        # As in vLLM, text of the first `min_tokens` tokens is not searched for stop strings.
+        self._searching = params.min_tokens == 0 or not params.stop_strings
+        stop = params.stop_strings if self._searching else ()
+        self._detokenizer = self._detokenize(stop, self.continues_prompt)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or stop token id that ended the text; None otherwise, so too at end of sequence."""
+        if self.stop_string is not None or self.finish_reason is not FinishReason.STOP:
+            return self.stop_string
+        last = self.token_ids[-1]
+        ended_sequence = last in self.tokenizer.eos_token_ids and not self.sampling_params.ignore_eos
+        return None if ended_sequence else last
+
+    def take_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], ended: FinishReason | None
+    ) -> None:
+        """Add a step's tokens and their text, up to the end of a stop string, and drop what lies behind it.
+
+        Args:
+            token_ids: new tokens.
+            logprobs: of them, empty if not asked for.
+            ended: why the engine ended the request with them, if it did.
+        """
+        if self.stop_string is not None:
+            return
+        for index, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            if ended is FinishReason.STOP and index == len(token_ids):
+                break  # the stop token is no part of the text
+            self.text += self._detokenizer.append(token_id)
+            if self._detokenizer.stopped:
+                self.stop_string = self._detokenizer.stop_string
+                break
+            if not self._searching and len(self.token_ids) >= self.sampling_params.min_tokens:
+                self._begin_search()
+        self.logprobs.extend(logprobs[: len(self.token_ids) - len(self.logprobs)])
+
+    def end(self, reason: FinishReason, counts: RequestCounts | None) -> None:
+        """The engine has let go of the request, of which it tells `counts`."""
+        self.finish_reason = reason if self.stop_string is None else FinishReason.STOP
+        self.text += self._detokenizer.flush()
+        self._counts = counts
+
+    def counts(self) -> RequestCounts:
+        """The request in numbers; what became of it is known once it has finished."""
+        known = self._counts or RequestCounts(self.request_id, 0, num_cached_tokens=self.num_cached_tokens)
+        return replace(
+            known,
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_output_tokens=len(self.token_ids),
+            sampling_params=self.sampling_params,
+        )
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next update would say anything."""
+        return (
+            len(self.text) > self._num_chars_given
+            or len(self.token_ids) > self.num_tokens_given
+            or self.num_prefilled > self._num_prefilled_given
+        )
+
+    def next_update(self) -> StreamUpdate:
+        """What has come since the last update."""
+        text, token_ids = self.text[self._num_chars_given :], self.token_ids[self.num_tokens_given :]
+        logprobs = self.logprobs[self.num_tokens_given : len(self.token_ids)]
+        self._num_chars_given, self.num_tokens_given = len(self.text), len(self.token_ids)
+        self._num_prefilled_given = self.num_prefilled
+        phase = Phase.DECODE if self.token_ids else Phase.PREFILL
+        return StreamUpdate(text, token_ids, logprobs, phase, self.num_prefilled, self.finished, self)
+
+    def output(self) -> RequestOutput:
+        """The result so far."""
+        counts, asked = self.counts(), self.sampling_params.logprobs is not None
+        completion = CompletionOutput(
+            index=0,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if asked else None,
+            logprobs=[self._by_token(entry) for entry in self.logprobs] if asked else None,
+            finish_reason=self.finish_reason.value if self.finish_reason else None,
+            stop_reason=self.stop_reason,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion],
+            finished=self.finished,
+            metrics=self.timeline,
+            counts=counts,
+            num_cached_tokens=counts.num_cached_tokens,
+            error=counts.error,
+            prefix_miss=counts.prefix_miss,
+            num_preemptions=counts.num_preemptions,
+            num_recomputed_tokens=counts.num_recomputed_tokens,
+        )
+
+    def _detokenize(self, stop: Sequence[str], continuation: bool) -> Detokenizer:
+        return Detokenizer(self.tokenizer, stop, keep_special=self.keep_special, continuation=continuation)
+
+    def _begin_search(self) -> None:
+        """From here on look for stop strings, once no part of a character is held back."""
+        if not self._detokenizer.holds_back:
+            self._detokenizer = self._detokenize(self.sampling_params.stop_strings, True)
+            self._searching = True
+
+    def _by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        ranked = [(entry.token_id, entry.logprob, entry.rank)]
+        ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, start=1)]
+        by_token: dict[int, Logprob] = {}
+        for token_id, logprob, rank in ranked:
+            text = self.tokenizer.decode([token_id], skip_special_tokens=False, continuation=True)
+            by_token.setdefault(token_id, Logprob(logprob, rank, text))
+        return by_token

@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import Callable
 from time import perf_counter
 
-from twinphase.batch import Phase
-from twinphase.engine.messages import Finished, News
+from twinphase.engine.messages import News
 from twinphase.engine.outputs import StreamUpdate, Transcript
 from twinphase.phases.timeline import IntervalKind
 from twinphase.request import FinishReason
@@ -35,7 +34,7 @@ class RequestStream:
 
     def __init__(self, transcript: Transcript, end: Callable[[RequestStream, FinishReason], None]) -> None:
         """Made by `AsyncEngine.submit`; `end` tells the engine to let go of the request."""
-        self.request_id = transcript.request.request_id
+        self.request_id = transcript.request_id
         self.transcript = transcript
         self.loop = asyncio.get_running_loop()
         self.last_step_end: float | None = None
@@ -44,11 +43,9 @@ class RequestStream:
         self._end = end
         self._news = asyncio.Event()
         self._let_go = False  # the engine has no part in it any more, or was told so
-        self._stopped = False  # at a stop string, of which the engine was told
         self._ended = False  # the last update was given
         self._failure: Exception | None = None
-        self._num_chars = self._num_tokens = self._num_prefilled = 0
-        self._times: list[float] = transcript.timeline.token_times
+        self._times: list[float] = transcript.timeline.token_times  # kept when the engine's timeline comes
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -63,13 +60,13 @@ class RequestStream:
                 raise self._failure
             if self.transcript.finished:
                 self._ended = True
-                update, timeline = self._update(), self.transcript.timeline
+                update, timeline = self.transcript.next_update(), self.transcript.timeline
                 self._hand_over()
                 timeline.token_times = self._times
                 timeline.mark(IntervalKind.SEND, max(perf_counter(), timeline.end))
                 return update
-            if self._has_news():
-                return self._update()
+            if self.transcript.has_news:
+                return self.transcript.next_update()
         raise StopAsyncIteration
 
     async def __aenter__(self) -> RequestStream:
@@ -94,23 +91,22 @@ class RequestStream:
         """On the stream's loop: make text of new tokens."""
         if self._let_go:
             return
-        transcript, request = self.transcript, self.transcript.request
+        transcript, finished = self.transcript, news.finished
         self.last_news = began = perf_counter()
-        request.num_cached_tokens, transcript.num_prefilled = news.num_cached, news.num_prefilled
-        if news.finished is not None:
-            self._let_go = True
-            self._take_outcome(news.finished)
-        if not self._stopped:
-            request.output_token_ids += news.token_ids
-            transcript.take_tokens(news.logprobs)
+        transcript.num_prefilled, transcript.num_cached_tokens = news.num_prefilled, news.num_cached
+        stopped = transcript.stop_string is not None  # and the engine was told so
+        if not stopped:
             self.last_step_end = step_end
-        if news.finished is not None:
+            transcript.take_tokens(news.token_ids, news.logprobs, finished.reason if finished else None)
+        if finished is not None:
+            self._let_go = True
+            transcript.end(finished.reason, finished.counts)
+            transcript.timeline, self.prices = finished.timeline, finished.prices
             timeline = transcript.timeline
             timeline.mark(IntervalKind.SEND, max(began, timeline.end))
             timeline.mark(IntervalKind.DETOKENIZE, max(perf_counter(), timeline.end))
             timeline.compact()
-        elif transcript.finished:  # a stop string; the engine's timeline comes when it has let go
-            request.finish_reason, self._stopped = None, True
+        elif transcript.stop_string is not None and not stopped:  # it has finished when the engine has let go of it
             self._end(self, FinishReason.STOP)
         self._news.set()
 
@@ -125,31 +121,8 @@ class RequestStream:
             self._let_go = True
             self._end(self, reason)
 
-    def _take_outcome(self, finished: Finished) -> None:
-        request = self.transcript.request
-        request.finish_reason = FinishReason.STOP if self._stopped else finished.reason
-        for name in ("num_cached_tokens", "prefix_miss", "num_preemptions", "num_recomputed_tokens", "error"):
-            setattr(request, name, getattr(finished.counts, name))
-        self.transcript.timeline, self.prices = finished.timeline, finished.prices
-
     def _hand_over(self) -> None:
         """The reader comes for more, so it has handed over what it got before."""
-        num_new = self._num_tokens - len(self._times)
+        num_new = self.transcript.num_tokens_given - len(self._times)
         if num_new > 0:
             self._times.extend([perf_counter()] * num_new)
-
-    def _has_news(self) -> bool:
-        transcript = self.transcript
-        return (
-            len(transcript.text) > self._num_chars
-            or len(transcript.request.output_token_ids) > self._num_tokens
-            or transcript.num_prefilled > self._num_prefilled
-        )
-
-    def _update(self) -> StreamUpdate:
-        transcript = self.transcript
-        text, token_ids = transcript.text[self._num_chars :], transcript.request.output_token_ids[self._num_tokens :]
-        self._num_chars, self._num_tokens = len(transcript.text), len(transcript.request.output_token_ids)
-        self._num_prefilled = transcript.num_prefilled
-        phase = Phase.DECODE if self._num_tokens else Phase.PREFILL
-        return StreamUpdate(text, token_ids, phase, self._num_prefilled, transcript.finished, transcript)

@@ -1,4 +1,4 @@
-"""The text side of a model: its tokenizer and chat template, and what a prompt may be.
+"""The text side of a model: its tokenizer and chat template.
 
 Needs the model file's header only, so that a server has it in its own process. Not for generated text (`outputs.py`).
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
+from twinphase.engine.checks import Message, Prompt, is_plain, plain_prompt
 from twinphase.errors import InvalidRequestError
 from twinphase.request import Constraint, SamplingParams
 from twinphase.tokenizer.think_tags import think_tags
@@ -21,10 +22,7 @@ if TYPE_CHECKING:
     from twinphase.tokenizer.chat_template import ChatTemplate
     from twinphase.tokenizer.prompt_parts import ChatPrompt
 
-__all__ = ["Message", "ModelText", "Prompt", "is_plain", "plain_prompt"]
-
-Message = Mapping[str, Any]  # "role" and "content", as in OpenAI's API
-Prompt = str | list[int] | Sequence[Message] | Mapping[str, Any]  # a mapping: vLLM's TextPrompt or TokensPrompt
+__all__ = ["ModelText"]
 
 
 class ModelText:
@@ -116,30 +114,3 @@ class ModelText:
         return chat_prompt(
             self.chat_template, self.tokenizer, messages, tools=tools, max_tokens=max_tokens, **variables
         )
-
-
-def plain_prompt(prompt: Prompt) -> str | list[int] | Sequence[Message]:
-    """The text or the token ids of a mapping such as {"prompt": "..."} or {"prompt_token_ids": [...]}.
-
-    Raises:
-        InvalidRequestError: neither text, token ids, messages nor such a mapping.
-    """
-    if isinstance(prompt, Mapping):
-        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-        if not keys or set(prompt) - {"prompt_token_ids", "prompt"}:
-            raise InvalidRequestError(
-                f"A prompt has the keys {', '.join(map(repr, prompt))}.", "Give `prompt` or `prompt_token_ids`."
-            )
-        prompt = prompt[keys[0]]
-    if isinstance(prompt, (str, list, tuple)):
-        return prompt if isinstance(prompt, str) else list(prompt)
-    raise InvalidRequestError(
-        f"A prompt is of type {type(prompt).__name__}.", "Give texts, or lists of token ids or of messages."
-    )
-
-
-def is_plain(prompt: Prompt) -> bool:
-    """True for text and token ids, False for messages."""
-    if isinstance(prompt, Mapping):
-        return True
-    return isinstance(prompt, str) or not all(isinstance(item, Mapping) for item in prompt) or not prompt

@@ -32,4 +32,5 @@ def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
         output_token_ids=request.output_token_ids,
         most_computed_tokens=request.most_computed_tokens,
         constraint=request.constraint,
+        num_cached_tokens=request.num_cached_tokens,
     )

@@ -64,7 +64,6 @@ class Choice:
         index: in the reply.
         stream: of the engine.
         content, reasoning: so far.
-        token_ids, logprobs: so far.
         num_reasoning_tokens: known when the answer has finished.
         finish_reason: in OpenAI's words, when it has finished.
     """
@@ -72,13 +71,19 @@ class Choice:
     def __init__(self, job: Job, index: int, stream: RequestStream) -> None:
         self.job, self.index, self.stream = job, index, stream
         self.content = self.reasoning = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
         self._splitter, self._tools = job.reader.splitter(), job.reader.tool_parser()
         self._calls: list[ToolCallDelta] = []
-        self._begun = False
+        self._begun = self._echoed = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.stream.transcript.token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        return self.stream.transcript.logprobs
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -93,19 +98,15 @@ class Choice:
         if update.phase is Phase.PREFILL and not update.finished:
             return Delta(self, num_prefilled=update.num_prefilled)
         reasoning, content, calls = self._divide(update.text, update.finished)
-        if not self.token_ids and self.job.echo:
-            content = self._prompt_text() + content
-        num_before = len(self.token_ids)
-        self.token_ids += update.token_ids
-        logprobs = self.stream.transcript.logprobs[num_before : len(self.token_ids)]
-        self.logprobs += logprobs
+        if self.job.echo and not self._echoed:
+            content, self._echoed = self._prompt_text() + content, True
         self.content, self.reasoning = self.content + content, self.reasoning + reasoning
         self._calls += calls
         if update.finished:
             self._finish()
         shown = reasoning if self.job.reader.keep_reasoning else ""
         first = not self._begun
-        delta = Delta(self, content, shown, calls, update.token_ids, logprobs, None, first, update.finished)
+        delta = Delta(self, content, shown, calls, update.token_ids, update.logprobs, None, first, update.finished)
         self._begun = self._begun or not delta.is_empty
         return delta
 
@@ -123,17 +124,15 @@ class Choice:
         return reasoning, content, calls
 
     def _finish(self) -> None:
-        request = self.stream.transcript.request
-        reason = request.finish_reason.value if request.finish_reason else None
-        if reason == "error" and (request.error or "").startswith(CONSTRAINT_FAILURE):
-            raise InvalidRequestError(f"{request.error}.".replace("..", "."), "Use a simpler form.")
+        transcript = self.stream.transcript
+        reason, error = transcript.finish_reason, str(transcript.counts().error)
+        if reason == "error" and error.startswith(CONSTRAINT_FAILURE):
+            raise InvalidRequestError(f"{error}.".replace("..", "."), "Use a simpler form.")
         if reason == "error":
-            raise TwinphaseError(
-                f"The request failed: {str(request.error).rstrip('.')}.", "Other requests are not affected."
-            )
+            raise TwinphaseError(f"The request failed: {error.rstrip('.')}.", "Other requests are not affected.")
         if reason == "abort":
             raise EngineUnavailableError("The request was ended by the server.", "Send it again.")
-        self.finish_reason = "tool_calls" if self._calls and reason == "stop" else reason
+        self.finish_reason = "tool_calls" if self._calls and reason == "stop" else reason and reason.value
         if self.reasoning:
             self.num_reasoning_tokens = self._count_reasoning()
 

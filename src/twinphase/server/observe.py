@@ -39,8 +39,8 @@ def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any
     `tpot_ms` (last token - first token) / (output tokens - 1).
     """
     transcript = choice.stream.transcript
-    timeline, request = transcript.timeline, transcript.request
-    num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
+    timeline, request = transcript.timeline, transcript.counts()
+    num_prompt, num_output = request.num_prompt_tokens, request.num_output_tokens
     prefill, decode = _phase_seconds(timeline)
     computed = num_prompt - request.num_cached_tokens
     found: dict[str, Any] = {
@@ -148,12 +148,13 @@ class Timelines:
         transcript = choice.stream.transcript
         if not transcript.finished:
             return
-        timeline, miss = transcript.timeline, transcript.request.prefix_miss
+        timeline, counts = transcript.timeline, transcript.counts()
+        miss = counts.prefix_miss
         part = part_at(runs, miss.token_index) if miss is not None and runs else None
         if miss is not None and part is not None:
-            transcript.request.prefix_miss = replace(miss, part=part.kind)
+            counts = replace(counts, prefix_miss=replace(miss, part=part.kind))
         timeline.mark(IntervalKind.SEND, max(perf_counter(), timeline.end))
-        self._finished[choice.stream.request_id] = Kept.of(tenant, transcript.request.counts(), timeline)
+        self._finished[choice.stream.request_id] = Kept.of(tenant, counts, timeline)
         while len(self._finished) > self._limit:
             self._finished.popitem(last=False)
 
@@ -176,7 +177,7 @@ class Timelines:
             if kept is not None and kept.tenant == tenant:
                 return kept.counts, kept.timeline()
             if running is not None and running[0] == tenant:
-                return running[1].stream.transcript.request.counts(), None
+                return running[1].stream.transcript.counts(), None
         raise RequestNotFoundError(
             f"No request {request_id[:80]!r} is known.", f"The last {self._limit} finished ones are kept."
         )

@@ -30,7 +30,7 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
     """Tokens of a reply; each prompt counts once, however many answers it has."""
     prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
     completion_tokens = sum(len(choice.token_ids) for choice in choices)
-    cached = sum(choice.stream.transcript.request.num_cached_tokens for choice in choices[:: job.n])
+    cached = sum(choice.stream.transcript.num_cached_tokens for choice in choices[:: job.n])
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -121,13 +121,13 @@ class Replies:
 
     def _progress(self, delta: Delta) -> bytes:
         choice, processed = delta.choice, delta.num_prefilled
-        prompt, request = self.job.prompt_of(choice.index), choice.stream.transcript.request
+        prompt, transcript = self.job.prompt_of(choice.index), choice.stream.transcript
         if processed is None:  # the step that read the prompt's end brought the first token
             self._read.add(choice.index)
             processed = len(prompt.token_ids)
         progress = {
             "total": len(prompt.token_ids),
-            "cache": request.num_cached_tokens,
+            "cache": transcript.num_cached_tokens,
             "processed": processed,
             "time_ms": round(1e3 * (choice.stream.last_news - prompt.arrival), 3),
         }

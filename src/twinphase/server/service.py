@@ -181,22 +181,22 @@ class Service:
     def observe_end(self, job: Job, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
         self.timelines.end(choice, job.prompt_of(choice.index).runs)
         transcript = choice.stream.transcript
-        request, timeline = transcript.request, transcript.timeline
-        if request.finish_reason is None:
+        request, timeline = transcript.counts(), transcript.timeline
+        if transcript.finish_reason is None:
             self.metrics.aborted()
             return
         counts = {
-            "num_prompt_tokens": len(request.prompt_token_ids),
-            "num_output_tokens": len(request.output_token_ids),
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "num_output_tokens": request.num_output_tokens,
             "num_cached_tokens": request.num_cached_tokens,
             "num_reasoning_tokens": choice.num_reasoning_tokens,
         }
-        self.metrics.finished(timeline, finished_reason=request.finish_reason, **counts)
+        self.metrics.finished(timeline, finished_reason=transcript.finish_reason, **counts)
         if self.tracer is not None:
             facts = RequestFacts(
                 job.model,
                 choice.stream.request_id,
-                request.finish_reason,
+                transcript.finish_reason,
                 **counts,
                 prefix_miss=request.prefix_miss,
                 error=request.error,

@@ -19,9 +19,9 @@ from twinphase.bench.targets.target import Prompt
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.host import ThreadHost
 from twinphase.engine.load import LoadedEngine
+from twinphase.engine.outputs import RequestOutput
 from twinphase.errors import TwinphaseError
-from twinphase.phases.timeline import RequestTimeline
-from twinphase.request import Request, SamplingParams
+from twinphase.request import SamplingParams
 
 __all__ = ["EngineLoadTarget"]
 
@@ -67,7 +67,7 @@ class EngineLoadTarget:
             if last is None:
                 seen.error = "no output: the engine's stream was empty"
             else:
-                _take(seen, last.transcript.request, last.transcript.timeline)
+                _take(seen, last.output)
         except TwinphaseError as error:
             seen.error, seen.status = f"{type(error).__name__}: {error.cause}", error.http_status
         except Exception as error:  # the engine's, whatever it is: this request failed, the load goes on
@@ -80,15 +80,16 @@ class EngineLoadTarget:
         self._engine.close()
 
 
-def _take(seen: Observation, request: Request, timeline: RequestTimeline) -> None:
+def _take(seen: Observation, output: RequestOutput) -> None:
     """What the engine counted, and its claims in the form of our server's `timings`."""
+    (completion,), timeline = output.outputs, output.metrics
     seen.finished = seen.token_times[-1] if seen.token_times else None
-    seen.num_prompt_tokens, seen.num_cached_tokens = len(request.prompt_token_ids), request.num_cached_tokens
-    seen.num_output_tokens, seen.token_ids = len(request.output_token_ids), list(request.output_token_ids)
-    seen.finish_reason = request.finish_reason.value if request.finish_reason else ""
-    seen.error = f"engine: {request.error}" if request.error else broken_off(seen.finish_reason)
+    seen.num_prompt_tokens, seen.num_cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
+    seen.num_output_tokens, seen.token_ids = len(completion.token_ids), completion.token_ids
+    seen.finish_reason = completion.finish_reason or ""
+    seen.error = f"engine: {output.error}" if output.error else broken_off(seen.finish_reason)
     seen.claims["timings"] = {
-        "prompt_n": seen.num_prompt_tokens - request.num_cached_tokens,
+        "prompt_n": seen.num_prompt_tokens - seen.num_cached_tokens,
         "predicted_n": seen.num_output_tokens,
         "ttft_ms": None if timeline.ttft is None else 1e3 * timeline.ttft,
         "tpot_ms": None if timeline.tpot is None else 1e3 * timeline.tpot,

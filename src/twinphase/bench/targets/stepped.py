@@ -18,6 +18,7 @@ from twinphase.bench.load.workload import PromptMaker, Sizing
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.load import LoadedEngine, compute_units
+from twinphase.engine.recorder import StepRecorder
 from twinphase.errors import TwinphaseError
 from twinphase.phases import latency
 from twinphase.phases.cost import CostModel
@@ -248,7 +249,11 @@ class Workshop:
         )
         return Stepped(
             Engine(
-                scheduler, model.executor, model.cost_model, shape=self.shape, vocab_size=self.model_config.vocab_size
+                scheduler,
+                model.executor,
+                StepRecorder(self.shape, model.cost_model),
+                shape=self.shape,
+                vocab_size=self.model_config.vocab_size,
             )
         )
 

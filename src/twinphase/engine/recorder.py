@@ -1,0 +1,91 @@
+"""Measures steps from outside: the clock, who waited for a processor, the ledger, the cost model, the step log.
+
+The engine decides and computes the same without it. Not for how a step's time divides (`phases/ledger.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from twinphase.batch import Batch, StepOutput
+from twinphase.engine.cpu_wait import thread_cpu_wait
+from twinphase.engine.trace import TraceWriter
+from twinphase.phases.cost import CostModel
+from twinphase.phases.ledger import Ledger
+from twinphase.phases.timeline import RequestTimeline, StepRecord
+from twinphase.phases.work import ModelShape
+from twinphase.request import FinishReason, Request
+
+__all__ = ["StepRecorder"]
+
+LONGEST_GAP = 0.1  # seconds between steps that count as the front end's work on a token; more is idleness
+
+
+class StepRecorder:
+    """Told by the engine what it does; tells where the time went, and teaches the cost model.
+
+    Attributes:
+        cost_model: learns from each step.
+        ledger: says where each request's time went.
+        clock: monotonic seconds, the clock of `Request.arrival_time`.
+        cpu_wait: seconds that the engine's threads have waited for a processor, so far.
+        trace: where every call and decision is logged, if anywhere.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        cost_model: CostModel,
+        clock: Callable[[], float] = time.perf_counter,
+        trace: TraceWriter | None = None,
+    ) -> None:
+        self.cost_model = cost_model
+        self.ledger = Ledger(shape, cost_model)
+        self.clock = clock
+        self.cpu_wait: Callable[[], float] = thread_cpu_wait
+        self.trace = trace
+        self._start = self._executed = self._waited = 0.0
+        self._last_end: float | None = None  # of the last step, while requests were running after it
+
+    def request_added(self, request: Request, timeline: RequestTimeline) -> None:
+        if self.trace:
+            self.trace.add(request)
+        self.ledger.open(request.request_id, timeline)
+
+    def request_finished(self, request_id: str, reason: FinishReason) -> None:
+        """A request was ended between two steps."""
+        if self.trace:
+            self.trace.finish(request_id, reason)
+        self.ledger.close(request_id, self.clock())
+
+    def step_begins(self) -> None:
+        self._start = self.clock()
+
+    def execute(self, compute: Callable[[Batch], StepOutput], batch: Batch) -> StepOutput:
+        """What `compute` makes of the batch; logged now, since the batch's lists change with the commit."""
+        start, waited = self.clock(), self.cpu_wait()
+        output = compute(batch)
+        self._waited = self.cpu_wait() - waited
+        self._executed = self.clock() - start
+        if self.trace:
+            self.trace.step(batch, output)
+        return output
+
+    def step_ends(self, batch: Batch, output: StepOutput, finished: list[Request], *, running: bool) -> StepRecord:
+        """The step is committed; `running` says whether requests go on running after it."""
+        start, end = self._start, self.clock()
+        record = self.ledger.add_step(batch, start, end, self._executed, output.sampling_seconds, self._waited)
+        gap = start - self._last_end if self._last_end is not None else 0.0
+        if not output.computed_singly:  # then the step did not take what its work takes
+            self._learn(batch, end - start, gap if gap < LONGEST_GAP else 0.0)
+        for request in finished:
+            self.ledger.close(request.request_id, end)
+        self._last_end = end if running else None
+        self.ledger.settle(self.clock())
+        return record
+
+    def _learn(self, batch: Batch, seconds: float, gap: float) -> None:
+        self.cost_model.observe(batch.work, seconds, gap)
+        if self.trace:
+            self.trace.observe(seconds, gap)

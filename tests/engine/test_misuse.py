@@ -1,0 +1,241 @@
+"""What a library is used for that it was not made for: an answer or an error with a sentence, never a hang."""
+
+import asyncio
+import multiprocessing
+import threading
+
+import pytest
+
+from twinphase.engine.async_engine import AsyncEngine
+from twinphase.errors import EngineDeadError, InvalidRequestError
+from twinphase.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+USER = {"role": "user", "content": "hello"}
+PROMPTS = [list(range(40, 40 + n)) for n in (30, 7, 17, 25)]
+
+
+def in_threads(*functions):
+    """Results of functions that run at once, each in a thread; fails where one does not come back."""
+    results, threads = [None] * len(functions), []
+
+    def run(index):
+        try:
+            results[index] = functions[index]()
+        except BaseException as error:
+            results[index] = error
+
+    for index in range(len(functions)):
+        threads.append(threading.Thread(target=run, args=(index,), daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "it hangs"
+    return results
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_threads_share_an_llm(make_llm, request, backend):
+    llm = make_llm() if backend == "reference" else request.getfixturevalue("cpu_llm")
+    alone = [llm.generate([prompt], GREEDY)[0].outputs[0] for prompt in PROMPTS]
+
+    def generate(prompt):
+        return lambda: [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0] for _ in range(4)]
+
+    def stream(prompt):
+        return lambda: [list(llm.stream(prompt, GREEDY))[-1].output.outputs[0] for _ in range(4)]
+
+    found = in_threads(*map(generate, PROMPTS[:3]), stream(PROMPTS[3]))
+    for answers, expected in zip(found, alone, strict=True):
+        assert [(one.token_ids, one.text) for one in answers] == [(expected.token_ids, expected.text)] * 4
+    assert not llm.engine.has_work and not llm._transcripts
+    llm.engine.scheduler.check_integrity()
+
+
+def test_a_thread_that_waits_gets_its_turn_while_another_goes_on(make_llm):
+    """Without that, whoever steps in a loop would keep the engine until it is done."""
+    llm = make_llm()
+    long = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    began, order = threading.Event(), []
+
+    def first():
+        for update in llm.stream([5, 6], long):  # noqa: B007  the last one is returned
+            began.set()
+            order.append("first")
+        return update.finished
+
+    def second():
+        assert began.wait(60)
+        (output,) = llm.generate([[7, 8]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        order.append("second")
+        return output.finished
+
+    assert in_threads(first, second) == [True, True]
+    assert order.index("second") < len(order) - 1
+
+
+def test_a_stream_dropped_in_the_middle_of_a_step_is_aborted_after_it(make_llm):
+    llm = make_llm()
+    execute, streams = llm.engine.executor.execute, [llm.stream(PROMPTS[0], GREEDY)]
+
+    def dropping(batch):
+        streams.clear()  # as the garbage collector may
+        assert len(batch.scheduled) == len(llm._transcripts), "nothing changes below the step"
+        return execute(batch)
+
+    llm.engine.executor.execute = dropping
+    (output,) = llm.generate([PROMPTS[1]], GREEDY)
+    assert len(output.outputs[0].token_ids) == 12
+    assert not llm.engine.has_work and not llm._transcripts
+
+
+def child_of(function):
+    """What a function raises in a forked child, by name and message; None if nothing."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def run():
+        try:
+            function()
+            theirs.send(None)
+        except BaseException as error:
+            theirs.send((type(error).__name__, str(error)))
+
+    process = context.Process(target=run, daemon=True)
+    process.start()
+    try:
+        assert ours.poll(60), "the child hangs"
+        found = ours.recv()
+        process.join(60)
+        assert process.exitcode == 0
+        return found
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+class TestFork:
+    def test_an_llm(self, cpu_llm):
+        expected, stream = cpu_llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0], cpu_llm.stream(PROMPTS[0], GREEDY)
+        next(stream)
+        for use in (lambda: cpu_llm.generate("hello"), lambda: cpu_llm.chat([USER]), lambda: next(stream)):
+            name, message = child_of(use)
+            assert name == "EngineDeadError" and "forked child" in message and "spawn" in message
+        assert child_of(stream.close) is None, "what a child drops is not its own"
+        assert list(stream)[-1].output.outputs[0].token_ids == expected.token_ids
+
+    @pytest.mark.parametrize("start", [AsyncEngine.from_model, AsyncEngine.in_process])
+    def test_an_async_engine(self, tiny_path, own_cache, start):
+        async def main():
+            engine = start(tiny_path, backend="reference")
+            try:
+                while not engine.is_running:
+                    await asyncio.sleep(0.01)
+                stream = await engine.submit("hello", GREEDY)
+
+                def use():
+                    asyncio.set_event_loop(None)
+                    coroutine = engine.submit("hello", GREEDY)
+                    try:
+                        asyncio.events._set_running_loop(None)
+                        asyncio.run(coroutine)
+                    finally:
+                        stream.abandon()
+                        engine.close()
+
+                name, message = child_of(use)
+                assert name == EngineDeadError.__name__ and "forked child" in message
+                assert len([update async for update in stream][-1].output.outputs[0].token_ids) == 12
+                assert engine.is_running
+            finally:
+                await asyncio.to_thread(engine.close)
+
+        asyncio.run(asyncio.wait_for(main(), 120))
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda llm: llm.chat("hi"), "chat.. was given a value of type str. Give a list of messages"),
+        (lambda llm: llm.chat(USER), "type dict. Give a list of messages"),
+        (lambda llm: llm.chat(5), "type int. Give a list of messages"),
+        (lambda llm: llm.chat([]), "empty"),
+        (lambda llm: llm.chat([[]]), "empty"),
+        (lambda llm: llm.chat(["hi"]), "Message 0 is of type str"),
+        (lambda llm: llm.chat([USER, "hi"]), "Message 1 is of type str"),
+        (lambda llm: llm.chat([[USER], "hi"]), "Message 0 is of type list"),
+        (lambda llm: llm.chat([[USER], 5]), "conversation is of type int"),
+        (lambda llm: llm.chat([{"content": "hi"}]), "Message 0 has no role"),
+        (lambda llm: llm.chat([USER, {"role": "user"}]), "Message 1 has no content"),
+        (lambda llm: llm.stream([{"content": "hi"}]), "Message 0 has no role"),
+        (lambda llm: llm.stream([USER, 5]), "Message 1 is of type int"),
+        (lambda llm: llm.generate(5), "prompt is of type int"),
+        (lambda llm: llm.generate([5]), "prompt is of type int"),
+        (lambda llm: llm.generate(None), "prompt is of type NoneType"),
+        (lambda llm: llm.generate(b"hi"), "prompt is of type bytes"),
+        (lambda llm: llm.generate([USER]), "messages are for chat"),
+        (lambda llm: llm.generate([["hi", "you"]]), "Token id 'hi' in prompt is not an integer"),
+        (lambda llm: llm.generate([[True]]), "Token id True"),
+        (lambda llm: llm.generate("hi", {"temperature": 0}), "of type dict. Give SamplingParams"),
+        (lambda llm: llm.generate("hi", [{"temperature": 0}]), "of type dict. Give SamplingParams"),
+        (lambda llm: llm.generate("hi", 0.7), "of type float"),
+        (lambda llm: llm.stream("hi", {"temperature": 0}), "of type dict. Give SamplingParams"),
+        (lambda llm: llm.generate("hi", priority="high"), "priorities are of type str"),
+    ],
+)  # fmt: skip
+def test_wrong_types_are_told_at_the_door(llm, call, match):
+    with pytest.raises(InvalidRequestError, match=match):
+        call(llm)
+
+
+def test_unknown_options_are_named(make_llm):
+    with pytest.raises(InvalidRequestError, match="no engine option 'max_num_seq'. Did you mean max_num_seqs?"):
+        make_llm(max_num_seq=4)
+    with pytest.raises(InvalidRequestError, match="no engine option 'tensor_parallel_size'. There are .*max_num_seqs"):
+        make_llm(tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"prompt": "hi", "sampling_params": {"temperature": 0}}, "type dict. Give SamplingParams"),
+        ({"prompt": 5}, "prompt is of type int"),
+        ({"prompt": [1, "a"]}, "Token id 'a'"),
+        ({"prompt": [{"content": "hi"}]}, "Message 0 has no role"),
+        ({"prompt": "hi", "request_id": ""}, "request id is ''"),
+        ({"prompt": "hi", "request_id": 7}, "request id is 7"),
+        ({"prompt": "hi", "priority": "high"}, "priority is 'high'"),
+        ({"prompt": "hi", "cache_salt": 5}, "cache_salt is"),
+    ],
+)
+def test_an_async_engine_refuses_them_too_and_goes_on(tiny_path, own_cache, arguments, match):
+    async def main():
+        engine = AsyncEngine.from_model(tiny_path, backend="reference")
+        try:
+            with pytest.raises(InvalidRequestError, match=match):
+                await engine.submit(**arguments)
+            assert len([update async for update in await engine.submit("hi", GREEDY)]) > 0
+        finally:
+            engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_no_users_id_is_taken_for_a_question(tiny_path, own_cache):
+    """Questions to the engine had ids of the same kind once."""
+
+    async def main():
+        engine = AsyncEngine.from_model(tiny_path, backend="reference")
+        try:
+            names = [f"{kind}-{n}" for kind in ("call", "look") for n in range(3)] + ["0", "1"]
+            submits = [engine.submit("hi", GREEDY, request_id=name) for name in names]
+            calls = [engine.call(lambda inner: "called") for _ in range(4)]
+            *streams, a, b, c, d = await asyncio.gather(*submits, *calls)
+            assert [stream.request_id for stream in streams] == names and {a, b, c, d} == {"called"}
+            for stream in streams:
+                assert len([update async for update in stream][-1].output.outputs[0].token_ids) == 12
+        finally:
+            engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
