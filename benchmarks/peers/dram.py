@@ -1,7 +1,6 @@
-"""How fast this machine reads DRAM right now, with as many threads as the engines have.
+"""How fast this machine reads DRAM right now: the bandwidth of a shared machine drifts, and decode drifts with it.
 
-For: `versus_peers.py`, because the bandwidth of a shared machine drifts from run to run and decode drifts with it.
-Not for: a roofline; twinphase measures its own.
+Not for a roofline; twinphase measures its own.
 """
 
 from __future__ import annotations
@@ -9,59 +8,27 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-import threading
-import time
 from pathlib import Path
 
-MEBIBYTES = 256
-PASSES = 9
+MEBIBYTES, PASSES = 256, 9
+METHOD = f"C, all threads reading {MEBIBYTES} MiB, best of {PASSES} passes"
 SOURCE = Path(__file__).resolve().parent / "dram_read.c"
 
 
 class DramProbe:
-    """A compiled reader where there is a C compiler, NumPy threads where there is none."""
+    """A compiled reader; measures nothing where there is no C compiler."""
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
         self._folder = tempfile.TemporaryDirectory(prefix="dram_read")
-        self._program = self._compile()
+        program, compiler = Path(self._folder.name) / "dram_read", shutil.which("cc")
+        if compiler:
+            command = [compiler, "-O3", "-march=native", "-pthread", str(SOURCE), "-o", str(program)]
+            subprocess.run(command, check=True)
+        self._command = [str(program), str(threads), str(MEBIBYTES), str(PASSES)] if compiler else None
 
-    @property
-    def method(self) -> str:
-        """What is measured, and with what."""
-        tool = "C" if self._program else "NumPy"
-        return f"{tool}, {self._threads} threads reading {MEBIBYTES} MiB, best of {PASSES} passes"
-
-    def _compile(self) -> Path | None:
-        compiler = shutil.which("gcc") or shutil.which("cc")
-        if compiler is None:
-            return None
-        program = Path(self._folder.name) / "dram_read"
-        command = [compiler, "-O3", "-march=native", "-pthread", str(SOURCE), "-o", str(program)]
-        return program if subprocess.run(command, capture_output=True).returncode == 0 else None
-
-    def gigabytes_per_second(self) -> float | None:
-        """One measurement; None when neither the compiler nor NumPy is there."""
-        if self._program is None:
-            return self._with_numpy()
-        command = [str(self._program), str(self._threads), str(MEBIBYTES), str(PASSES)]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return max(map(float, output.split()))
-
-    def _with_numpy(self) -> float | None:
-        try:
-            import numpy as np
-        except ImportError:
-            return None
-        data = np.ones(MEBIBYTES * 1024 * 1024 // 8, dtype=np.uint64)
-        parts = np.array_split(data, self._threads)
-        best = 0.0
-        for _ in range(PASSES):
-            workers = [threading.Thread(target=part.sum) for part in parts]
-            start = time.perf_counter()
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-            best = max(best, data.nbytes / (time.perf_counter() - start) / 1e9)
-        return best
+    def gigabytes_per_second(self) -> list[float]:
+        """One measurement, or none."""
+        if self._command is None:
+            return []
+        output = subprocess.run(self._command, capture_output=True, text=True, check=True).stdout
+        return [max(map(float, output.split()))]

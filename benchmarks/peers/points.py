@@ -1,7 +1,4 @@
-"""The points of the comparison, and the text their prompts are cut from.
-
-For: `versus_peers.py`. Not for: measuring.
-"""
+"""The points of the comparison, and the text that their prompts are cut from."""
 
 from __future__ import annotations
 
@@ -23,42 +20,37 @@ VOCABULARY = (1000, 40000)  # ordinary tokens of the model, for prompts without 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One column of the table."""
+    """One column of the table: `requests` prompts of `length` tokens get `new_tokens` tokens each."""
 
     name: str
     operation: str
     length: int
+    new_tokens: int
     requests: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        """Read a column's name."""
-        for prefix, operation in (("prefill_", "prefill"), ("decode_at_", "decode"), ("batch", "batch")):
+        """From a column's name."""
+        for prefix in ("prefill_", "decode_at_", "batch"):
             number = text.removeprefix(prefix)
-            if number != text and number.isdigit():
-                count = int(number)
-                if operation != "decode" and count == 0:
-                    break
-                if operation == "batch":
-                    return cls(text, operation, BATCH_PROMPT, count)
-                return cls(text, operation, count or SHORT_PROMPT)
+            if number == text or not number.isdigit() or (number == "0" and prefix != "decode_at_"):
+                continue
+            if prefix == "batch":
+                return cls(text, prefix, BATCH_PROMPT, BATCH_TOKENS, int(number))
+            return cls(text, prefix, int(number) or SHORT_PROMPT, 1 if prefix == "prefill_" else DECODE_TOKENS + 1)
         raise ValueError(f"no point {text!r}: use prefill_N, decode_at_N or batchN")
 
-    @property
-    def kv_tokens(self) -> int:
-        """KV cache it needs: its prompts and new tokens."""
-        return self.requests * (self.length + max(DECODE_TOKENS + 1, BATCH_TOKENS))
-
-    def rate(self, reply: dict[str, Any]) -> float:
-        """Tokens a second: prompt tokens in prefill, new tokens elsewhere."""
-        tokens = self.length if self.operation == "prefill" else reply["new_tokens"]
-        return float(tokens / reply["seconds"])
-
-    def total_rate(self, reply: dict[str, Any]) -> float | None:
-        """Tokens a second of a batch, prompts included; None elsewhere, where one phase is timed alone."""
-        if self.operation != "batch":
-            return None
-        return float((self.requests * self.length + reply["new_tokens"]) / reply["seconds"])
+    def rates(self, reply: dict[str, Any]) -> dict[str, float]:
+        """Tokens per second: prompt tokens in prefill, new tokens elsewhere; of a batch also both together."""
+        if self.operation == "prefill_":
+            return {"tokens_per_second": reply["prompt_tokens"] / reply["first"]}
+        if self.operation == "decode_at_":
+            return {"tokens_per_second": (reply["new_tokens"] - 1) / (reply["seconds"] - reply["first"])}
+        total = reply["prompt_tokens"] + reply["new_tokens"]
+        return {
+            "tokens_per_second": reply["new_tokens"] / reply["seconds"],
+            "total_tokens_per_second": total / reply["seconds"],
+        }
 
 
 class Prompts:
@@ -72,21 +64,16 @@ class Prompts:
             self.source = "random token ids (no prompts have been prepared)"
             generator = random.Random(0)
             self._tokens = [generator.randrange(*VOCABULARY) for _ in range(200_000)]
-        self._position = 0
-        self._laps = 0
+        self._position = self._laps = 0
 
     def take(self, count: int) -> list[int]:
         """The next `count` tokens; a further lap starts a few tokens off, so that no prefix repeats."""
         if self._position + count > len(self._tokens):
             self._laps += 1
             self._position = 7 * self._laps
-        start = self._position
         self._position += count
-        return self._tokens[start : start + count]
+        return self._tokens[self._position - count : self._position]
 
     def request(self, point: Point) -> dict[str, Any]:
-        """The fields of a point's request, with fresh text."""
-        if point.operation == "batch":
-            return {"prompts": [self.take(point.length) for _ in range(point.requests)], "n": BATCH_TOKENS}
-        tokens = self.take(point.length)
-        return {"tokens": tokens, "n": DECODE_TOKENS} if point.operation == "decode" else {"tokens": tokens}
+        """What an adapter's `generate` is told for a point, with fresh text."""
+        return {"prompts": [self.take(point.length) for _ in range(point.requests)], "n": point.new_tokens}

@@ -1,59 +1,36 @@
 """Turn the GGUF file into the two things every peer needs: a bf16 model folder and a stream of prompt tokens.
 
-For: `setup.py`, which runs it in the `hf` environment. The folder holds the GGUF weights dequantized to bfloat16, in
-the layout transformers, vLLM and the converters read; the token stream is text that ships with Python, tokenized.
-Not for: measuring anything, or making a better model: the weights are those of the 4-bit file, only stored wider.
+    python prepare.py MODEL.gguf FOLDER TOKENS.json      # by `setup.py`, in the `hf` environment
+
+The folder holds the GGUF weights dequantized to bfloat16, in the layout that transformers, vLLM and the converters
+read: the weights of the 4-bit file, only stored wider. The token stream is text that ships with Python, tokenized.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import pydoc_data.topics as topics
+import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
-def save_model(gguf: Path, out: Path) -> None:
-    """Write the dequantized model and its tokenizer to `out`."""
+def main(gguf: Path, folder: Path, tokens: Path) -> None:
     # A packed model cannot be saved, so the blocks are expanded on load.
-    model = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent),
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    model.save_pretrained(out, safe_serialization=True)
-    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(out)
-
-
-def prompt_text() -> str:
-    """All help topics of this Python, in a fixed order: long, varied English with code, on every machine."""
-    return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-
-
-def save_tokens(model: Path, out: Path) -> int:
-    """Write the token ids of the prompt text to `out` and return how many there are."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = tokenizer(prompt_text(), add_special_tokens=False)["input_ids"]
-    out.write_text(json.dumps({"source": f"pydoc_data.topics of Python {platform.python_version()}", "tokens": ids}))
-    return len(ids)
-
-
-def main() -> None:
-    """Parse the arguments and write both outputs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gguf", type=Path, required=True, help="GGUF file to dequantize")
-    parser.add_argument("--model", type=Path, required=True, help="folder to write the bf16 model to")
-    parser.add_argument("--tokens", type=Path, required=True, help="JSON file to write the prompt tokens to")
-    args = parser.parse_args()
-    save_model(args.gguf, args.model)
-    print(f"{args.model}: bf16 model")
-    print(f"{args.tokens}: {save_tokens(args.model, args.tokens)} tokens")
+    packed = GgufConfig(dequantize=True)
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=packed)
+    model.save_pretrained(folder, safe_serialization=True)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.save_pretrained(folder)
+    # All help topics of this Python, in a fixed order: long, varied English with code, on every machine.
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens.write_text(json.dumps({"source": f"pydoc_data.topics of Python {platform.python_version()}", "tokens": ids}))
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))
