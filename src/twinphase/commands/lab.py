@@ -28,17 +28,16 @@ def lab(
     from twinphase.bench.extras import require
     from twinphase.bench.lab.lab import EXPERIMENTS, choose, planned_seconds, run_lab
     from twinphase.bench.lab.report import make_report
-    from twinphase.bench.lab.terminal import list_experiments, show
 
     experiments = choose(only, quick)
     if list_:
-        list_experiments(EXPERIMENTS)
+        _list()
         return
-    if out is not None or not json:
-        require("vl_convert")  # before minutes are spent
+    require("altair")  # before minutes are spent
     from twinphase.bench.progress import live
     from twinphase.bench.report.render import write_report
     from twinphase.bench.report.result import result_json
+    from twinphase.bench.report.terminal import show
     from twinphase.terminal import note
 
     if seconds is None and only and not quick:
@@ -53,10 +52,26 @@ def lab(
     if json:
         print(result_json(report))
     else:
-        show(report, conclusions)
+        show(report, tables="none")
     if out is None and json:
         return
     import time
 
     folder = out or Path(time.strftime("twinphase-lab-%Y%m%d-%H%M%S"))
     note(f"Report: {write_report(report, folder).html}")
+
+
+def _list() -> None:
+    """Print claims and rules without measuring anything."""
+    from rich.markup import escape
+    from rich.padding import Padding
+
+    from twinphase.bench.lab.lab import EXPERIMENTS
+    from twinphase.terminal import answers
+
+    console = answers()
+    for number, experiment in enumerate(EXPERIMENTS, 1):
+        console.print(f"[bold]{number:>2} {experiment.name}[/]  {escape(experiment.claim)}", soft_wrap=True)
+        for rule in experiment.rules:
+            text = escape(f"{rule.name}: {experiment.limit(rule)}")
+            console.print(Padding(f"[dim]{text}", (0, 0, 0, 3), expand=False))

@@ -15,11 +15,11 @@ from twinphase import LLM, SamplingParams
 from twinphase.bench.lab.experiments import kv_size
 from twinphase.bench.lab.lab import EXPERIMENTS, choose, planned_seconds, run_lab
 from twinphase.bench.lab.report import _title, make_report
-from twinphase.bench.lab.terminal import show
 from twinphase.bench.progress import live
 from twinphase.bench.report.render import write_report
 from twinphase.bench.report.report import Status
 from twinphase.bench.report.result import read_result, result_json
+from twinphase.bench.report.terminal import show
 from twinphase.bench.roofline.measure import Point
 from twinphase.bench.targets.stepped import Workshop
 from twinphase.cli import run_app
@@ -174,11 +174,11 @@ def test_progress_rises_to_the_end(made):
 
 
 def test_the_terminal_shows_every_claim_and_rule(made, capsys):
-    show(made[0], made[1], Console(width=400, highlight=False))
+    show(made[0], tables="none", console=Console(width=400, highlight=False))
     shown = capsys.readouterr().out
     for conclusion in made[1]:
         assert conclusion.experiment.claim in shown
-        assert all(one.line in shown for one in conclusion.judged)
+        assert all(f"{one.line}, must be {one.rule.text}"[1:] in shown for one in conclusion.judged)
 
 
 def test_the_command(tiny, tmp_path, capsys):
@@ -233,7 +233,7 @@ def test_one_experiment_that_fails_loses_only_itself(tiny, tmp_path):
     assert "memory" in report.verdicts[1].reason
     assert report.data["experiments"]["kv-size"]["runs"] == {}
     write_report(report, tmp_path)
-    show(report, conclusions, Console(width=400, highlight=False))
+    show(report, tables="none", console=Console(width=400, highlight=False))
 
 
 def test_an_engine_stepped_by_hand_gives_the_tokens_of_an_llm(tiny):

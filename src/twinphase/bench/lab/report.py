@@ -71,8 +71,8 @@ def _ceilings(ceilings: Ceilings | None, weights: int) -> str:
 
 
 def _numbers(conclusion: Conclusion) -> str:
-    text = "; ".join(one.line for one in conclusion.judged)
-    return f"{text[:1].upper()}{text[1:]}."
+    text = "; ".join(f"{one.line}, must be {one.rule.text}" for one in conclusion.judged)
+    return f"{text[:1].upper()}{text[1:]}." if text else "Nothing was measured."
 
 
 def _noise(conclusions: Sequence[Conclusion]) -> list[str]:
