@@ -121,8 +121,15 @@ LOW = replace(HIGH, bandwidth=((1 << 20, 1.0),), int8_ops=1.0, float32_flops=1.0
 
 @pytest.mark.parametrize(
     ("known", "backend", "measured"),
-    [(None, "cpu", True), (LOW, "cpu", True), (HIGH, "cpu", False), (None, "reference", False)],
-    ids=["unknown", "too low", "known", "another backend"],
+    [
+        (None, "cpu", True),
+        (LOW, "cpu", True),
+        (replace(LOW, measurements=5), "cpu", False),
+        (replace(HIGH, provisional=True), "cpu", True),
+        (HIGH, "cpu", False),
+        (None, "reference", False),
+    ],
+    ids=["unknown", "too low", "too low, but measured often", "taken on a busy machine", "known", "another backend"],
 )
 def test_ceilings_are_measured_when_unknown_or_too_low(
     model: str, monkeypatch: pytest.MonkeyPatch, known: Ceilings | None, backend: str, measured: bool
@@ -132,11 +139,11 @@ def test_ceilings_are_measured_when_unknown_or_too_low(
     given = answer.stream_answer(llm, "hello", params, show=False)
     looked_at = SimpleNamespace(config=replace(llm.config, backend=backend), checkpoint=llm.checkpoint)
     monkeypatch.setattr("twinphase.engine.load.load_ceilings", lambda *_: known)
-    learned: list[Ceilings | None] = []
-    monkeypatch.setattr("twinphase.engine.load.learn_ceilings", lambda _, old: learned.append(old) or (HIGH, None))
+    learned: list[EngineConfig] = []
+    monkeypatch.setattr("twinphase.engine.load.learn_ceilings", lambda config: learned.append(config) or (HIGH, None))
     report, ceilings = answer.report_answer(looked_at, given, 1.0)  # type: ignore[arg-type]
-    assert learned == ([known] if measured else [])
-    assert ceilings == (HIGH if backend == "cpu" else None)
+    assert learned == ([looked_at.config] if measured else [])
+    assert (ceilings is None) == (backend != "cpu")
     assert {row.efficiency is None for row in report.phases} == {backend != "cpu"}
 
 

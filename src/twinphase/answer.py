@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from twinphase import terminal
 from twinphase.errors import TwinphaseError
-from twinphase.phases.hardware import Ceilings
-from twinphase.phases.report import Report, report
+from twinphase.phases.hardware import Ceilings, must_measure
+from twinphase.phases.report import PhaseReport, phase_report
 
 if TYPE_CHECKING:  # the engine's imports are cli.py's business: it does them when nothing else is left to check
     from twinphase.config import EngineConfig
@@ -72,31 +72,33 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: boo
     return Answer(output, interrupted=pressed or output.outputs[0].finish_reason == "abort")
 
 
-def _measure(config: EngineConfig, known: Ceilings | None) -> Ceilings:
-    """Measure this machine's ceilings; keep the best of them and of those known."""
+def _measure(config: EngineConfig) -> Ceilings:
+    """Measure this machine's ceilings, keep the best of them and of those known."""
     from twinphase.engine.load import learn_ceilings
 
-    terminal.note("Measuring what this machine can do at best, for MFU and MBU (2 seconds, then kept) ...")
-    best, problem = learn_ceilings(config, known)
+    terminal.note("Measuring what this machine can do at best, for MFU and MBU (some seconds, then kept) ...")
+    best, problem = learn_ceilings(config)
     if problem is not None:
         terminal.note(f"The ceilings could not be kept ({problem.strerror or problem}); the next run measures again.")
+    elif must_measure(best):
+        terminal.note("The machine was busy, so that MFU and MBU may be too high; the next run measures again.")
     return best
 
 
 def report_answer(
     llm: LLM, answer: Answer, wall_seconds: float, before: Mapping[str, float] | None = None
-) -> tuple[Report, Ceilings | None]:
-    """Divide the time of an answer, measuring this machine's ceilings if they are not known yet.
+) -> tuple[PhaseReport, Ceilings | None]:
+    """Divide the time of an answer, measuring this machine's ceilings where that is due.
 
-    They are measured again when a phase came out above 100 %: a ceiling taken on a busy machine is too low. They
-    are those of the cpu backend; another backend's efficiency is unknown.
+    They are measured when they are unknown, were taken on a busy machine, or a phase came out above 100 %. They are
+    those of the cpu backend; another backend's efficiency is unknown.
     """
     from twinphase.engine.load import compute_units, measured_ceilings
 
     ceilings = measured_ceilings(llm.config)
 
-    def divide(known: Ceilings | None) -> Report:
-        return report(
+    def divide(known: Ceilings | None) -> PhaseReport:
+        return phase_report(
             answer.output.metrics,
             units=compute_units(llm.checkpoint, llm.config),
             ceilings=known,
@@ -106,10 +108,11 @@ def report_answer(
         )
 
     result = divide(ceilings)
-    uncertain = ceilings is None or result.over_ceiling
-    if uncertain and llm.config.backend == "cpu" and not answer.interrupted:
+    if ceilings is not None and result.over_ceiling:
+        ceilings = replace(ceilings, provisional=True)
+    if llm.config.backend == "cpu" and must_measure(ceilings) and not answer.interrupted:
         try:
-            ceilings = _measure(llm.config, ceilings)
+            ceilings = _measure(llm.config)
         except TwinphaseError as error:
             terminal.note(error.cause)
         except KeyboardInterrupt:
@@ -118,7 +121,7 @@ def report_answer(
     return result, ceilings
 
 
-def result_json(model: str, answer: Answer, result: Report, ceilings: Ceilings | None) -> dict[str, Any]:
+def result_json(model: str, answer: Answer, result: PhaseReport, ceilings: Ceilings | None) -> dict[str, Any]:
     """The whole result as plain values, named as in OpenAI's API where that has a name."""
     completion, prompt_tokens = answer.output.outputs[0], len(answer.output.prompt_token_ids)
     return {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from twinphase.errors import TwinphaseError
-    from twinphase.phases.report import PhaseRow, Report
+    from twinphase.phases.report import PhaseReport, PhaseRow
 
 __all__ = [
     "Bar",
@@ -154,14 +154,14 @@ def _phase_line(row: PhaseRow, share: str) -> str:
     tokens = f"{row.tokens:,} tokens" + (f" ({row.cached_tokens:,} cached)" if row.cached_tokens else "")
     rate = f"{row.tokens_per_second:,.0f} tok/s" if row.tokens_per_second is not None else "-"
     line = f"{tokens:<24} {_duration(row.seconds):>12} {rate:>14} {share:>8}  "
-    bound = {"overhead": "overhead-bound", "unknown": "bound unknown"}.get(row.bound, f"{row.bound}-bound")
+    bound = {"contention": "contention", "unknown": "bound unknown"}.get(row.bound, f"{row.bound}-bound")
     working_set = f" ({describe_bytes(row.working_set)} per step)" if row.metric == "MBU" else ""
     if not row.tokens:
         return f"{paint(f'{row.name:<8}', BOLD)} {line.rstrip()}"
     return f"{paint(f'{row.name:<8}', BOLD)} {line}{_efficiency(row)}{working_set}, {bound}"
 
 
-def report_lines(report: Report) -> list[str]:
+def report_lines(report: PhaseReport) -> list[str]:
     """One line per phase, and one for the rest of the wall time; the printed shares add up to 100.0 %."""
     shares = percentages([row.share for row in report.phases] + [row.share for row in report.rest])
     lines = [_phase_line(row, share) for row, share in zip(report.phases, shares, strict=False)]
@@ -173,5 +173,5 @@ def report_lines(report: Report) -> list[str]:
     return [*lines, f"{paint('rest    ', BOLD)} {', '.join(pieces)}; wall {_duration(report.wall_seconds)}"]
 
 
-def show_report(report: Report) -> None:
+def show_report(report: PhaseReport) -> None:
     _write("\n".join(report_lines(report)) + "\n")

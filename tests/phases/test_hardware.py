@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinphase.phases.hardware import (
+    MOST_MEASUREMENTS,
     Ceilings,
     bound,
     compute_seconds,
     efficiency,
     load_ceilings,
     memory_seconds,
+    must_measure,
     processor_name,
     save_ceilings,
 )
@@ -74,11 +76,19 @@ def test_efficiency_is_never_clamped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute", "memory", "expected"),
-    [(0.6, 0.1, "compute"), (0.1, 0.6, "memory"), (0.4, 0.4, "overhead"), (0.5, 0.5, "compute"), (0.1, 1.2, "memory")],
+    ("compute", "memory", "waited", "expected"),
+    [
+        (0.6, 0.1, 0.0, "compute"),
+        (0.1, 0.6, 0.3, "memory"),
+        (0.5, 0.5, 0.0, "compute"),
+        (0.1, 1.2, 0.0, "memory"),
+        (0.4, 0.4, 0.2, "overhead"),
+        (0.4, 0.4, 0.3, "contention"),
+        (0.1, 0.2, 0.8, "contention"),
+    ],
 )
-def test_bound(compute: float, memory: float, expected: str) -> None:
-    assert bound(compute, memory, 1.0) == expected
+def test_bound(compute: float, memory: float, waited: float, expected: str) -> None:
+    assert bound(compute, memory, 1.0, waited) == expected
 
 
 def test_merging_keeps_the_higher_of_each() -> None:
@@ -86,6 +96,16 @@ def test_merging_keeps_the_higher_of_each() -> None:
     merged = CEILINGS.merged(other)
     assert merged.bandwidth == ((MIB, 200e9), (16 * MIB, 100e9), (64 * MIB, 50e9))
     assert (merged.int8_ops, merged.float32_flops, merged.bfloat16_flops) == (1e12, 200e9, None)
+
+
+def test_provisional_ceilings_are_measured_until_the_machine_was_quiet_or_often_enough() -> None:
+    busy = replace(CEILINGS, provisional=True)
+    assert must_measure(None) and must_measure(busy) and not must_measure(CEILINGS)
+    assert not must_measure(busy.merged(CEILINGS)) and not must_measure(CEILINGS.merged(busy))
+    known = busy
+    while must_measure(known):
+        known = known.merged(busy)
+    assert known.provisional and known.measurements == MOST_MEASUREMENTS
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from twinphase.phases.hardware import Ceilings
-from twinphase.phases.report import Report, Units, report
+from twinphase.phases.report import PhaseReport, Units, phase_report
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost
 from twinphase.terminal import percentages, report_lines
@@ -29,8 +29,8 @@ def timeline(decode_steps: int = 2) -> RequestTimeline:
     return line
 
 
-def make(ceilings: Ceilings | None = CEILINGS, wall: float = 2.0, load: float = 1.0, steps: int = 2) -> Report:
-    return report(
+def make(ceilings: Ceilings | None = CEILINGS, wall: float = 2.0, load: float = 1.0, steps: int = 2) -> PhaseReport:
+    return phase_report(
         timeline(steps),
         units=UNITS,
         ceilings=ceilings,
@@ -59,6 +59,14 @@ def test_prefill_is_measured_as_mfu_with_the_unit_of_each_part() -> None:
     assert prefill.bound == "overhead"
 
 
+def test_a_phase_that_waited_for_a_core_says_contention() -> None:
+    line = timeline()
+    line.prefill.cpu_wait = 0.07
+    result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)
+    assert [row.bound for row in result.phases] == ["contention", "memory"]
+    assert report_lines(result)[0].endswith("MFU 13 %, contention")
+
+
 def test_decode_is_measured_as_mbu_at_its_working_set() -> None:
     _, decode = make().phases
     assert (decode.metric, decode.efficiency) == ("MBU", pytest.approx(120000 / 1e6 / 0.2))
@@ -80,7 +88,7 @@ def test_a_request_without_decode_steps() -> None:
 
 def test_a_request_that_never_ran() -> None:
     line = RequestTimeline(arrival=0.0)
-    result = report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=0.0)
+    result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=0.0)
     assert [row.share for row in result.rest] == [0.0]
     assert len(report_lines(result)) == 3
 

@@ -187,7 +187,7 @@ def test_the_openapi_document_is_complete(server, locked):
 
 def test_what_a_server_says_when_it_is_ready(locked):
     lines = locked.log.read_text().splitlines()[:4]
-    assert [line.split()[0] for line in lines] == ["model", "KV", "predicted", "listening"]
+    assert [line.split()[0] for line in lines] == ["model", "KV", "measured", "listening"]
     assert lines[0].startswith("model      m (tiny.gguf, Q4_0, ")
     assert "65,536 tokens: 16.0 requests of the full 4,096, 64 run at once" in lines[1]
     assert "TTFT" in lines[2] and "TPOT" in lines[2] and f"{locked.url}/v1 (OpenAI's API)" in lines[3]

@@ -78,6 +78,7 @@ def main(descriptor: int) -> int:
 
 def _load(load: Load, send: Callable[[FromEngine], None]) -> LoadedEngine:
     from twinphase.engine.load import LoadedEngine, learn_ceilings, measured_ceilings
+    from twinphase.phases.hardware import must_measure
 
     last = 0.0
 
@@ -94,8 +95,8 @@ def _load(load: Load, send: Callable[[FromEngine], None]) -> LoadedEngine:
         load_progress=lambda done, total: report("reading weights", done, total),
         **load.config,
     )
-    if loaded.config.backend == "cpu" and measured_ceilings(loaded.config) is None:
-        send(Loading("measuring this machine, once"))
+    if loaded.config.backend == "cpu" and must_measure(measured_ceilings(loaded.config)):
+        send(Loading("measuring this machine"))
         learn_ceilings(loaded.config)
     send(Loading("warming up"))
     loaded.warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from twinphase.models.config import ModelConfig
 from twinphase.models.loader import Model, load_model, read_config
 from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
-from twinphase.phases.report import Units
+from twinphase.phases.report import Units, phase_report
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
 from twinphase.request import Request, RequestCounts, SamplingParams
@@ -55,7 +57,10 @@ class LoadedEngine:
         checkpoint: the open model file.
         model_config: the model's shape.
         engine: sees token ids only.
+        warm_timeline: the life of the request that `warm_up` computed, alone on a warm engine; None before.
     """
+
+    warm_timeline: RequestTimeline | None = None
 
     def __init__(
         self,
@@ -83,25 +88,47 @@ class LoadedEngine:
         return self.text.encode(prompt, self.config.max_model_len)
 
     def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Compute a made-up request, so that memory is touched and the cost model knows this machine."""
+        """Compute two made-up requests: one that touches memory, and one whose times `warm_timeline` keeps."""
+        self._compute("touch", num_prompt_tokens // 8, 2)
+        self.warm_timeline = self._compute("warm-up", num_prompt_tokens, num_output_tokens)
+
+    def _compute(self, name: str, num_prompt_tokens: int, num_output_tokens: int) -> RequestTimeline:
         engine, config = self.engine, self.config
         limit = min(config.max_model_len or 2, (config.num_kv_blocks or 1) * config.block_size)
         num_output_tokens = max(1, min(num_output_tokens, limit - 1))
         prompt = [1] * max(1, min(num_prompt_tokens, limit - num_output_tokens))
         params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
-        engine.add_request(Request("warm-up", prompt, params, cache_salt="warm-up"))
+        request = Request(name, prompt, params, arrival_time=engine.clock(), cache_salt=name)
+        timeline = engine.add_request(request)
         while engine.has_work:
-            engine.step()
+            result = engine.step()
+            timeline.hand_over_tokens(len(result.output.token_ids.get(name, ())), engine.clock())
         kv_cache = engine.scheduler.kv_cache
         kv_cache.num_queried_tokens = kv_cache.num_hit_tokens = 0
+        return timeline
+
+    @cached_property
+    def units(self) -> Units:
+        """Which arithmetic unit does what."""
+        return compute_units(self.checkpoint, self.config)
+
+    @cached_property
+    def _final_ceilings(self) -> Ceilings | None:
+        known = measured_ceilings(self.config)
+        return None if known is None or known.provisional else known
+
+    def doubt_ceilings(self, timeline: RequestTimeline) -> None:
+        """Have the kept ceilings measured again at the next start if a request was faster than they allow."""
+        kept = self._final_ceilings
+        if kept and phase_report(timeline, units=self.units, ceilings=kept, wall_seconds=0.0).over_ceiling:
+            self._final_ceilings = None
+            with suppress(OSError):
+                save_ceilings(replace(kept, provisional=True))
 
     def explain(self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False) -> Explanation:
         """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
-        engine, units = self.engine, compute_units(self.checkpoint, self.config)
-        best = best_isa(self.config)
-        machine = Machine(
-            self.config, engine.shape, engine.cost_model, measured_ceilings(self.config), units, available_cores(), best
-        )
+        engine, ceilings, best = self.engine, measured_ceilings(self.config), best_isa(self.config)
+        machine = Machine(self.config, engine.shape, engine.cost_model, ceilings, self.units, available_cores(), best)
         return explain(request, timeline, machine, names=names)
 
 
@@ -243,7 +270,7 @@ def best_isa(config: EngineConfig) -> str | None:
 
 
 def ceilings_now(config: EngineConfig) -> Ceilings:
-    """Measure what this machine can do at best just now (2 seconds); nothing is kept."""
+    """Measure what this machine can do at best just now (some seconds); nothing is kept."""
     from twinphase.backends.cpu.ceilings import measure
     from twinphase.backends.cpu.isa import choose_isa
 
@@ -251,13 +278,13 @@ def ceilings_now(config: EngineConfig) -> Ceilings:
     return Ceilings(processor=processor_name(), threads=threads, isa=isa, **vars(measure(threads, isa)))
 
 
-def learn_ceilings(config: EngineConfig, known: Ceilings | None = None) -> tuple[Ceilings, OSError | None]:
-    """Measure what this machine can do at best (2 seconds), and keep the best of that and of what was `known`.
+def learn_ceilings(config: EngineConfig) -> tuple[Ceilings, OSError | None]:
+    """Measure what this machine can do at best (some seconds), and keep the best of that and of what was known.
 
     Returns:
         The ceilings, and why they could not be kept, if they could not.
     """
-    found = ceilings_now(config)
+    known, found = measured_ceilings(config), ceilings_now(config)
     best = known.merged(found) if known else found
     try:
         save_ceilings(best)

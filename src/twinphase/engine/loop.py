@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from twinphase.batch import StepWork
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.load import LoadedEngine, measured_ceilings
 from twinphase.engine.messages import (
@@ -216,6 +215,7 @@ class EngineLoop:
 
     def _finished(self, engine: Engine, request: Request, timeline: RequestTimeline) -> Finished:
         timeline.compact()
+        self.loaded.doubt_ceilings(timeline)
         assert request.finish_reason is not None, "it has finished"
         counts = replace(request.counts(), sampling_params=None)  # what it asked for, the front end knows
         return Finished(request.finish_reason, counts, timeline, engine.cost_model.prices)
@@ -227,16 +227,10 @@ def refusal(about: str | None, error: TwinphaseError) -> Refused:
 
 
 def engine_facts(loaded: LoadedEngine) -> EngineFacts:
-    """What to tell about a loaded engine, its speed by the cost model."""
-    engine, config = loaded.engine, loaded.config
-    predict = engine.cost_model.seconds
-    length = min(1000, (config.max_model_len or 1000) - 1)
-    ttft = 0.0
-    for start in range(0, length, config.max_num_batched_tokens):
-        end = min(length, start + config.max_num_batched_tokens)
-        ttft += predict(StepWork.of_chunk(start, end - start, end == length))
-    tpot = predict(StepWork(1, 0, length + 1, 1, 1))
-    return EngineFacts(config, engine.shape, measured_ceilings(config), ttft, tpot)
+    """What to tell about a loaded engine."""
+    config, warm = loaded.config, loaded.warm_timeline
+    prompt, ttft, tpot = (warm.prefill.tokens, warm.ttft, warm.tpot) if warm else (0, None, None)
+    return EngineFacts(config, loaded.engine.shape, measured_ceilings(config), prompt, ttft, tpot)
 
 
 def _is_constrained(add: Add) -> bool:

@@ -106,15 +106,16 @@ class EngineFacts(msgspec.Struct, frozen=True):
         config: as resolved.
         shape: the model's numbers, bytes of a token's KV among them.
         ceilings: what this machine was measured to do, if it was.
-        ttft_1000: predicted time to compute a prompt of 1,000 tokens (or the longest), alone, seconds.
-        tpot: predicted time of a decode step of one request of that length, seconds.
+        warm_up_tokens: of the prompt that the engine computed alone before it was ready; 0 if there was none.
+        ttft, tpot: measured with that prompt, seconds.
     """
 
     config: EngineConfig
     shape: ModelShape
     ceilings: Ceilings | None
-    ttft_1000: float
-    tpot: float
+    warm_up_tokens: int
+    ttft: float | None
+    tpot: float | None
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

@@ -27,11 +27,13 @@ __all__ = [
     "efficiency",
     "load_ceilings",
     "memory_seconds",
+    "must_measure",
     "processor_name",
     "save_ceilings",
 ]
 
-VERSION = 1  # of what is measured and how; another version is another file
+VERSION = 2  # of what is measured and how; another version is another file
+MOST_MEASUREMENTS = 5  # of provisional ceilings, before they are left as they are
 EXPLAINED = 0.5  # a ceiling that accounts for less of the time than this did not bind
 
 
@@ -43,10 +45,12 @@ class Ceilings:
         processor: its name, as `processor_name` gives it.
         threads: threads that measured.
         isa: instruction-set path.
-        bandwidth: ((working set in bytes, bytes read a second), ...), by rising working set.
-        int8_ops: operations a second of int8 dot products; None is unknown.
+        bandwidth: ((working set in bytes, bytes read per second), ...), by rising working set.
+        int8_ops: operations per second of int8 dot products; None is unknown.
         float32_flops: the same of float32 multiply-add.
         bfloat16_flops: the same of bfloat16 dot products; None where the processor has none.
+        provisional: too low perhaps, because the machine was busy or a step beat them: a later run measures again.
+        measurements: how many these are the best of.
     """
 
     processor: str
@@ -56,9 +60,11 @@ class Ceilings:
     int8_ops: float | None
     float32_flops: float | None
     bfloat16_flops: float | None
+    provisional: bool = False
+    measurements: int = 1
 
     def read_bandwidth(self, working_set: float) -> float | None:
-        """Bytes a second when each step goes through `working_set` bytes; None if unknown.
+        """Bytes per second when each step goes through `working_set` bytes; None if unknown.
 
         Between measured sizes the time per byte changes linearly with the logarithm of the size; outside them the
         nearest measurement holds.
@@ -75,11 +81,11 @@ class Ceilings:
         return 1 / points[-1][1]
 
     def peak(self, unit: str) -> float | None:
-        """Operations a second of "int8", "float32" or "bfloat16"; None if unknown."""
+        """Operations per second of "int8", "float32" or "bfloat16"; None if unknown."""
         return {"int8": self.int8_ops, "float32": self.float32_flops, "bfloat16": self.bfloat16_flops}.get(unit)
 
     def merged(self, other: Ceilings) -> Ceilings:
-        """The higher of each number: a measurement on a busy machine can only be too low."""
+        """The higher of each rate: a measurement can only be too low. One on a quiet machine makes them final."""
         rates = dict(self.bandwidth)
         for size, rate in other.bandwidth:
             rates[size] = max(rate, rates.get(size, 0.0))
@@ -89,11 +95,18 @@ class Ceilings:
             int8_ops=_higher(self.int8_ops, other.int8_ops),
             float32_flops=_higher(self.float32_flops, other.float32_flops),
             bfloat16_flops=_higher(self.bfloat16_flops, other.bfloat16_flops),
+            provisional=self.provisional and other.provisional,
+            measurements=self.measurements + other.measurements,
         )
 
 
 def _higher(one: float | None, other: float | None) -> float | None:
     return max((rate for rate in (one, other) if rate is not None), default=None)
+
+
+def must_measure(known: Ceilings | None) -> bool:
+    """Whether a run should measure the ceilings: they are unknown, or provisional and not measured often yet."""
+    return known is None or (known.provisional and known.measurements < MOST_MEASUREMENTS)
 
 
 def compute_seconds(flops: Mapping[str, int], ceilings: Ceilings | None) -> float | None:
@@ -123,12 +136,17 @@ def efficiency(ideal: float | None, seconds: float) -> float | None:
     return None if ideal is None or seconds <= 0 else ideal / seconds
 
 
-def bound(compute: float | None, memory: float | None, seconds: float) -> str:
-    """What held a phase back: "compute", "memory", "overhead" (neither explains half of the time), "unknown"."""
+def bound(compute: float | None, memory: float | None, seconds: float, cpu_wait: float = 0.0) -> str:
+    """What held a phase back: "compute", "memory", "contention", "overhead" or "unknown".
+
+    Neither ceiling may explain half of the time. If waiting for a processor (`cpu_wait`, seconds) is at least half of
+    what they leave unexplained, other processes held the phase back (contention), otherwise it was overhead.
+    """
     if compute is None or memory is None or seconds <= 0:
         return "unknown"
-    if max(compute, memory) < EXPLAINED * seconds:
-        return "overhead"
+    unexplained = seconds - max(compute, memory)
+    if unexplained > (1 - EXPLAINED) * seconds:
+        return "contention" if cpu_wait >= unexplained / 2 else "overhead"
     return "compute" if compute >= memory else "memory"
 
 

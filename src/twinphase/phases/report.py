@@ -12,7 +12,7 @@ from typing import Any
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
 from twinphase.phases.timeline import IntervalKind, PhaseTotals, RequestTimeline
 
-__all__ = ["FORMULAS", "PhaseRow", "Report", "RestRow", "Units", "flops_by_unit", "report"]
+__all__ = ["FORMULAS", "PhaseReport", "PhaseRow", "RestRow", "Units", "flops_by_unit", "phase_report"]
 
 FORMULAS = {
     "MFU": "sum over units of FLOP / measured peak, divided by the time",
@@ -48,7 +48,7 @@ class PhaseRow:
         efficiency: a fraction; above 1 is an error of the model or the ceiling; None is unknown.
         other_efficiency: the other metric, for completeness.
         working_set: bytes that a step goes through; chooses the bandwidth.
-        bound: "compute", "memory", "overhead" or "unknown".
+        bound: as `hardware.bound` gives it.
     """
 
     name: str
@@ -74,7 +74,7 @@ class RestRow:
 
 
 @dataclass(frozen=True)
-class Report:
+class PhaseReport:
     """Where the wall time of one request went."""
 
     wall_seconds: float
@@ -129,11 +129,11 @@ def _phase_row(
         efficiency=value,
         other_efficiency=other,
         working_set=working_set,
-        bound=bound(compute, memory, seconds),
+        bound=bound(compute, memory, seconds, totals.cpu_wait),
     )
 
 
-def report(
+def phase_report(
     timeline: RequestTimeline,
     *,
     units: Units,
@@ -141,7 +141,7 @@ def report(
     wall_seconds: float,
     before: Mapping[str, float] | None = None,
     num_cached_tokens: int = 0,
-) -> Report:
+) -> PhaseReport:
     """Divide the wall time of a request.
 
     Args:
@@ -167,4 +167,4 @@ def report(
         _phase_row("decode", timeline.decode, decode_seconds, wall_seconds, decode_flops, 0, ceilings),
     )
     rows = tuple(RestRow(name, seconds, seconds / wall_seconds if wall_seconds > 0 else 0.0) for name, seconds in rest)
-    return Report(wall_seconds, phases, rows, timeline.ttft, timeline.tpot)
+    return PhaseReport(wall_seconds, phases, rows, timeline.ttft, timeline.tpot)

@@ -57,11 +57,17 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
     kind = f"{text.quantization}, {terminal.describe_bytes(text.checkpoint.path.stat().st_size)}"
     capacity = (config.num_kv_blocks or 0) * config.block_size
     length = config.max_model_len or 1
+    measured = []
+    if facts.ttft is not None and facts.tpot is not None:
+        measured = [
+            f"measured   TTFT {1e3 * facts.ttft:,.0f} ms for a prompt of {facts.warm_up_tokens:,} tokens, "
+            f"TPOT {1e3 * facts.tpot:.1f} ms, one request alone"
+        ]
     return [
         f"model      {', '.join(service.model_names)} ({text.checkpoint.path.name}, {kind})",
         f"KV cache   {capacity:,} tokens: {capacity / length:.1f} requests of the full {length:,}, "
         f"{config.max_num_seqs} run at once; {terminal.describe_bytes(capacity * facts.shape.kv_token_bytes)}",
-        f"predicted  TTFT {1e3 * facts.ttft_1000:,.0f} ms for 1,000 prompt tokens, TPOT {1e3 * facts.tpot:.1f} ms",
+        *measured,
         f"listening  {url}/v1 (OpenAI's API), {url}/docs, {url}/metrics",
     ]
 

@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from twinphase.backends.cpu import ceilings
+from twinphase.backends.cpu import ceilings, peaks
 from twinphase.backends.cpu.isa import ISAS, available_isas, baseline_cpu
+from twinphase.backends.cpu.peaks import Ceiling, Crew, best_window, settle
 from twinphase.errors import InvalidRequestError
 
 # Compiled for one processor each, hence a process a path. Turns beyond OPERAND_STEPS come round to the first operands.
@@ -16,7 +17,7 @@ CHECK = """
 import sys
 import numpy as np
 from twinphase.backends.cpu.isa import ISAS
-from twinphase.backends.cpu.peaks import OPERAND_STEPS, READ_UNIT, peak_loop, read_loop
+from twinphase.backends.cpu.peak_loops import OPERAND_STEPS, READ_UNIT, clock_readings, peak_loop, read_loop
 
 isa, rng, turns = ISAS[sys.argv[1]], np.random.default_rng(0), OPERAND_STEPS + 3
 
@@ -41,7 +42,7 @@ for kind in ("int8", "float32", "bfloat16"):
         weights.view(np.uint16)[:] = rng.choice([0x3F80, 0xBF80, 0x4000, 0], weights.view(np.uint16).shape)
         inputs.view(np.uint16)[:] = rng.choice([0x3F80, 0xBF80, 0x4000, 0], inputs.view(np.uint16).shape)
         w, x, got = bfloat16(weights.view(np.uint16)), bfloat16(inputs.view(np.uint16)), out.view(np.float32)
-    loop.run(weights, inputs, out, turns)
+    loop.run(weights, inputs, out, turns, clock_readings(1))
     order = np.arange(turns) % OPERAND_STEPS
     products = (w[order, None, :, :] * x[order, :, None, :]).sum(0)  # [rows, columns, numbers]
     want = products.reshape(*products.shape[:2], loop.lanes, -1).sum(-1)
@@ -49,9 +50,11 @@ for kind in ("int8", "float32", "bfloat16"):
     assert loop.operations == 2 * products.size
 
 memory = rng.integers(0, 256, 8 * READ_UNIT, np.uint8)
-want = np.bitwise_xor.reduce(memory.view(np.int64))
-read = read_loop(isa)
-assert read(memory, 1) == want and read(memory, 2) == 0 and read(memory, 3) == want
+words, read, readings = memory.view(np.int64).reshape(4, -1), read_loop(isa), clock_readings(2)
+whole = np.bitwise_xor.reduce(words, axis=None)
+assert read(memory, memory.size, 1, clock_readings(1)) == whole and read(memory, memory.size, 1, readings) == 0
+assert read(memory, 2 * READ_UNIT, 3, readings) == whole ^ np.bitwise_xor.reduce(words[:2], axis=None)
+assert (np.diff(readings @ [10**9, 1]) > 0).all(), "the clock goes on"
 print("right")
 """
 
@@ -73,6 +76,65 @@ def test_measure_gives_sane_numbers() -> None:
     assert found.int8_ops > 0 and found.float32_flops > 0
     assert found.bfloat16_flops is None or found.bfloat16_flops > 0
     assert np.isfinite([*rates, found.int8_ops, found.float32_flops]).all()
+
+
+def test_the_best_window_is_one_in_which_all_threads_had_a_core() -> None:
+    steady = np.arange(21) * 0.25
+    late = np.concatenate([np.arange(6) * 0.25, 9 + np.arange(15) * 0.25])  # without a core from 1.25 to 9
+    assert best_window(np.array([steady, steady]), 4) == pytest.approx(8)
+    assert best_window(np.array([steady, late]), 4) == pytest.approx(8)
+    assert best_window(np.array([steady, late]), 8) < 7
+    assert best_window(np.array([steady, steady + 100]), 4) == pytest.approx(4), "side by side they never ran"
+
+
+class Scripted(Ceiling):
+    """A ceiling whose rounds are given; the last is repeated for ever."""
+
+    def __init__(self, *rates: float) -> None:
+        super().__init__(lambda thread, repeats, readings: None, 1.0)
+        self.script = list(rates)
+
+    def measure(self, crew: Crew) -> None:
+        self.rates.append(self.script.pop(0) if len(self.script) > 1 else self.script[0])
+        crew.ran += 1.0
+
+
+SLOW_START = (493, 400, 350, 480, 493, 700, 764, 772, 901, 905, 920, 500)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "limit", "taken", "provisional"),
+    [((900,), 60.0, 6, False), (SLOW_START, 60.0, 11, False), ((920, 500), 0.0, 6, True)],
+)
+def test_rounds_go_on_until_the_best_of_them_agree(
+    rounds: tuple[float, ...], limit: float, taken: int, provisional: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peaks, "LIMIT_SECONDS", limit)
+    one, crew = Scripted(*rounds), Crew(1)
+    assert settle([one], crew) == provisional
+    assert len(one.rates) == taken and max(one.rates) == max(rounds)
+    crew.close()
+
+
+@pytest.mark.parametrize(("waited", "stolen"), [(0.0, 0.0), (0.5, 0.0), (0.0, 0.5)])
+def test_a_machine_where_others_took_the_cores_is_busy(
+    waited: float, stolen: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, stolen])
+    monkeypatch.setattr(peaks, "_stolen", lambda: next(clock))
+    one, crew = Scripted(900.0), Crew(1)
+    monkeypatch.setattr(one, "measure", lambda crew: (Scripted.measure(one, crew), setattr(crew, "waited", waited)))
+    assert settle([one], crew) == bool(waited or stolen)
+    crew.close()
+
+
+def test_a_crew_counts_how_long_its_threads_wait_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([(1.0, 0.0), (3.0, 0.25)])
+    monkeypatch.setattr(peaks, "_scheduled", lambda: next(readings))
+    crew = Crew(1)
+    crew.run(lambda thread: None)
+    crew.close()
+    assert (crew.ran, crew.waited) == (2.0, 0.25)
 
 
 def test_an_unknown_path_is_refused() -> None:

@@ -1,7 +1,7 @@
 """What this machine can do at best: memory read by working set, and peak rates of the units that kernels use.
 
 Not for judging kernels (phases/hardware.py does), and not for the way to the first token: callers measure after the
-answer, once a machine. The loops are in peaks.py, which alone needs the compiler.
+answer. The measuring is in peaks.py, which alone needs the compiler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from twinphase.backends.cpu.isa import baseline_cpu, choose_isa
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 
-__all__ = ["CeilingsError", "Measurement", "measure", "measure_sweep"]
+__all__ = ["CeilingsError", "MeasuredRates", "measure", "measure_sweep"]
 
 
 class CeilingsError(TwinphaseError):
@@ -26,22 +26,24 @@ class CeilingsError(TwinphaseError):
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """Best rates seen, operations and bytes a second; None where the processor has no such unit.
+class MeasuredRates:
+    """Best rates seen, operations and bytes per second; None where the processor has no such unit.
 
     A multiplication and an addition are two operations. `bandwidth` is ((working set in bytes, bytes/s), ...).
+    `provisional` means that others took the cores meanwhile, or that the rounds did not agree: a rate may be too low.
     """
 
     bandwidth: tuple[tuple[int, float], ...]
     int8_ops: float
     float32_flops: float
     bfloat16_flops: float | None
+    provisional: bool
 
 
-def measure(threads: int, isa: str | None = None) -> Measurement:
+def measure(threads: int, isa: str | None = None) -> MeasuredRates:
     """All ceilings of `threads` threads on one instruction-set path, measured in a process of its own.
 
-    It takes about two seconds, half a second of which is measuring.
+    It takes about four seconds, half of them compiling; on a busy machine up to ten.
 
     Raises:
         InvalidRequestError: this processor cannot run `isa`.
@@ -55,7 +57,7 @@ def measure_sweep(
     isa: str | None = None,
     repetitions: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[int, list[Measurement]]:
+) -> dict[int, list[MeasuredRates]]:
     """All ceilings by number of threads, `repetitions` times with the numbers in turn, in one process of its own.
 
     A process of its own keeps the compiler and 256 MiB of memory out of the caller's, and compiles for the path's
@@ -71,7 +73,7 @@ def measure_sweep(
         environment |= {"NUMBA_CPU_NAME": baseline_cpu(path), "NUMBA_CPU_FEATURES": ""}
     counts = ",".join(map(str, thread_counts))
     command = [*module_command("twinphase.backends.cpu.peaks"), path.name, counts, str(repetitions)]
-    found: list[Measurement] = []
+    found: list[MeasuredRates] = []
     total = len(thread_counts) * repetitions
     with (
         tempfile.TemporaryFile() as log,
@@ -82,7 +84,7 @@ def measure_sweep(
             for line in run.stdout:
                 values = json.loads(line)
                 values["bandwidth"] = tuple((int(size), float(rate)) for size, rate in values["bandwidth"])
-                found.append(Measurement(**values))
+                found.append(MeasuredRates(**values))
                 progress(len(found), total)
         except BaseException:
             run.kill()

@@ -1,222 +1,224 @@
-"""The loops behind the ceilings: memory read by working set, and peak rates of the units that kernels use.
+"""Finds the ceilings with the loops of peak_loops.py. Runs as a process of its own, started by ceilings.py.
 
-Every number is the best of several short rounds on all threads: a ceiling is what the hardware gives when no other
-process takes a core, and disturbances only ever subtract. Run as a process of its own by ceilings.py.
-
-The loops use the instructions of the given path, keep their operands in the L1 cache and a tile of accumulators in
-registers, as a matrix product would. They are compiled anew in each process that measures: that is once a machine.
+A ceiling is what the hardware gives when nobody else takes a core, and disturbances only ever subtract. In a round all
+threads compute side by side for some 20 ms, each on its own core; a round's rate is that of its best window of 2 ms,
+which is shorter than another process's time slice. All ceilings are measured in turn, round after round, until the best
+rounds of each agree, so that none depends on one good or bad moment.
 """
 
 from __future__ import annotations
 
-import functools
 import json
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value, vector
-from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import ISAS, Isa
+from twinphase.backends.cpu.peak_loops import READ_UNIT, clock_readings, peak_loop, read_loop
 
-__all__ = ["OPERAND_STEPS", "READ_UNIT", "WORKING_SETS", "PeakLoop", "measure_here", "peak_loop", "read_loop"]
+__all__ = ["WORKING_SETS", "Ceiling", "Crew", "best_window", "measure_here", "settle"]
 
 MIB = 1 << 20
 WORKING_SETS = tuple(n * MIB for n in (1, 4, 16, 32, 64, 128, 256))
-ROUNDS, MAX_ROUNDS = 15, 60
-ROUND_SECONDS = 0.0025  # shorter than a busy neighbour's time slice, so that some rounds have all cores
-READ_UNIT = 1024  # bytes of one turn of the read loop at the widest vectors
-OPERAND_STEPS = 16  # turns until the operands repeat: 16 turns of at most 8 vectors are 8 KiB, inside any L1
+KINDS = {"int8": "int8_ops", "float32": "float32_flops", "bfloat16": "bfloat16_flops"}
+WINDOW_CHUNKS = 8  # a window is so many chunks, and of memory at least one pass over it
+CHUNK_SECONDS = 0.00025
+ROUND_SECONDS = 0.020
+LEAST_ROUNDS, LIMIT_SECONDS = 6, 5.0
+AGREEING_ROUNDS, AGREEMENT = 3, 0.05  # so many best rounds of a settled ceiling lie so close together
+BUSY_SHARE = 0.03  # of the threads' time, spent waiting for a core, from which on the machine counts as busy
+
+Work = Callable[[int, int, NDArray[np.int64]], object]
 
 
-@dataclass(frozen=True)
-class PeakLoop:
-    """A compiled loop: `run(weights, inputs, out, turns)` leaves `turns` dot products in each cell of a tile.
+class Crew:
+    """Threads that start together, each on a core of its own where there is one for each."""
 
-    Operands are int32 [OPERAND_STEPS, columns or rows, lanes] holding four int8, two bfloat16 or one float32 a lane;
-    `out` is int32 [rows, columns, lanes], with float32 bits for the float kinds.
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads)
+        self._start = threading.Barrier(threads)
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+        self._cores = cores if len(cores) == threads else []
+        self.ran = self.waited = 0.0  # seconds of all threads on a core, and in the queue for one
+
+    def run(self, work: Callable[[int], object]) -> None:
+        """`work(thread)` in every thread at once."""
+
+        def body(index: int) -> tuple[float, float]:
+            if self._cores:
+                with suppress(OSError):
+                    os.sched_setaffinity(0, {self._cores[index]})  # of the calling thread
+            self._start.wait()
+            before = _scheduled()
+            work(index)
+            after = _scheduled()
+            return after[0] - before[0], after[1] - before[1]
+
+        for ran, waited in self._pool.map(body, range(self.threads)):
+            self.ran, self.waited = self.ran + ran, self.waited + waited
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+
+def _scheduled() -> tuple[float, float]:
+    """Seconds that the calling thread was on a core, and ready but without one; zeros where the system does not say."""
+    try:
+        ran, waited = Path("/proc/thread-self/schedstat").read_text().split()[:2]
+        return int(ran) * 1e-9, int(waited) * 1e-9
+    except (OSError, ValueError):
+        return 0.0, 0.0
+
+
+def _stolen() -> float:
+    """Seconds that the hypervisor gave this machine's cores to others; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def best_window(seconds: NDArray[np.float64], window: int) -> float:
+    """Chunks per second of all threads together in the best window.
+
+    Args:
+        seconds: clock readings before the first chunk and after each, [threads, chunks + 1].
+        window: chunks that one thread does in a window.
+    """
+    starts, ends = seconds[:, :-window].ravel(), seconds[:, window:].ravel()
+    done = np.arange(seconds.shape[1], dtype=np.float64)
+    counts = sum(np.interp(ends, times, done) - np.interp(starts, times, done) for times in seconds)
+    return float(np.max(counts / (ends - starts)))
+
+
+@dataclass
+class Ceiling:
+    """One rate that is being found.
+
+    Attributes:
+        work: `work(thread, repeats, readings)` computes chunks of `repeats` units, and reads the clock after each.
+        amount: operations or bytes of a unit on all threads.
+        rates: the best of each round, operations or bytes per second.
     """
 
-    run: Callable[..., Any]
-    rows: int
-    columns: int
-    lanes: int
-    operations: int  # of one turn
+    work: Work
+    amount: float
+    repeats: int = 0
+    windows: int = 0
+    rates: list[float] = field(default_factory=list)
 
-    def zeros(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Weights, inputs and result of the right shapes."""
-        shapes = ((OPERAND_STEPS, self.columns), (OPERAND_STEPS, self.rows), (self.rows, self.columns))
-        weights, inputs, out = (np.zeros((*shape, self.lanes), np.int32) for shape in shapes)
-        return weights, inputs, out
+    def measure(self, crew: Crew) -> None:
+        """One more round."""
+        if not self.repeats:
+            self._find_length(crew)
+        rate = best_window(self._readings(crew, self.repeats, self.windows * WINDOW_CHUNKS), WINDOW_CHUNKS)
+        self.rates.append(rate * self.repeats * self.amount)
 
+    def _find_length(self, crew: Crew) -> None:
+        """Repeats that make a chunk long enough, and the number of windows in a round."""
+        self.repeats = 1
+        while True:
+            chunk = float(np.min(np.diff(self._readings(crew, self.repeats, WINDOW_CHUNKS))))
+            if chunk >= CHUNK_SECONDS / 2:
+                break
+            self.repeats *= min(16, max(2, round(CHUNK_SECONDS / max(chunk, 1e-7))))
+        self.windows = min(10, max(2, round(ROUND_SECONDS / (chunk * WINDOW_CHUNKS))))
 
-def _dot(kind: str, emit: Emit, total: Value, weights: Value, inputs: Value) -> Value:
-    if kind == "int8":
-        return emit.dot(total, weights, inputs)
-    if kind == "bfloat16":
-        return emit.dot_bf16(total, weights, inputs)
-    return emit.fma(emit.b.bitcast(weights, total.type), emit.b.bitcast(inputs, total.type), total)
+    def _readings(self, crew: Crew, repeats: int, chunks: int) -> NDArray[np.float64]:
+        readings = [clock_readings(chunks) for _ in range(crew.threads)]
+        crew.run(lambda thread: self.work(thread, repeats, readings[thread]))
+        first = readings[0][0, 0]  # differences of seconds, so that no digits are lost
+        return np.array([(one[:, 0] - first) + one[:, 1] * 1e-9 for one in readings])
 
-
-@functools.cache
-def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
-    """The loop that finds the peak of `kind` ("int8", "float32", "bfloat16"); None if `isa` has no such unit."""
-    if kind == "bfloat16" and not isa.bf16_dot:
-        return None
-    rows, columns = (4, 4) if isa.registers == 32 else (4, 2)
-    lanes, width = isa.lanes, 4 * isa.lanes
-    operand, sums = vector(I32, lanes), vector(I32 if kind == "int8" else F32, lanes)
-
-    def write(emit: Emit, weights: Value, inputs: Value, out: Value, turns: Value) -> None:
-        zero = ir.Constant(sums, [0] * lanes)
-        tile = [[emit.variable(zero) for _ in range(columns)] for _ in range(rows)]
-        with emit.loop(0, turns) as turn:
-            step = emit.b.and_(turn, emit.i64(OPERAND_STEPS - 1))
-            at_weights, at_inputs = emit.mul(step, columns * width), emit.mul(step, rows * width)
-            w = [emit.load(operand, weights, at_weights, n * width) for n in range(columns)]
-            for m in range(rows):
-                x = emit.load(operand, inputs, at_inputs, m * width)
-                for n in range(columns):
-                    tile[m][n].set(_dot(kind, emit, tile[m][n].get(), w[n], x))
-        for m in range(rows):
-            for n in range(columns):
-                emit.store(tile[m][n].get(), out, (m * columns + n) * width)
-
-    accumulate = emitted(isa, 4, write)
-
-    @numba.njit(nogil=True)
-    def run(weights, inputs, out, turns):
-        accumulate(weights.ctypes.data, inputs.ctypes.data, out.ctypes.data, turns)
-
-    products = {"int8": 4, "bfloat16": 2, "float32": 1}[kind]
-    return PeakLoop(run, rows, columns, lanes, 2 * rows * columns * lanes * products)
+    @property
+    def settled(self) -> bool:
+        """Whether the best rounds agree."""
+        best = sorted(self.rates)[-AGREEING_ROUNDS:]
+        return len(self.rates) >= LEAST_ROUNDS and best[0] >= (1 - AGREEMENT) * best[-1]
 
 
-@functools.cache
-def read_loop(isa: Isa) -> Callable[..., Any]:
-    """Compiled `read(memory, passes)`: xor of all 64-bit words of uint8 `memory`, `passes` times over.
-
-    `memory` holds a multiple of READ_UNIT bytes. Sixteen loads a turn in eight chains: nothing but memory limits it.
-    """
-    words = vector(I64, isa.lanes // 2)
-    width, loads = 4 * isa.lanes, 16
-
-    def write(emit: Emit, base: Value, size: Value) -> Value:
-        chains = [emit.variable(ir.Constant(words, [0] * words.count)) for _ in range(8)]
-        with emit.loop(0, size, loads * width) as at:
-            for index in range(loads):
-                chain = chains[index % len(chains)]
-                chain.set(emit.b.xor(chain.get(), emit.load(words, base, at, index * width, align=8)))
-        total = chains[0].get()
-        for chain in chains[1:]:
-            total = emit.b.xor(total, chain.get())
-        result = emit.b.extract_element(total, ir.Constant(I32, 0))
-        for lane in range(1, words.count):
-            result = emit.b.xor(result, emit.b.extract_element(total, ir.Constant(I32, lane)))
-        return result
-
-    read_once = emitted(isa, 2, write)
-
-    @numba.njit(nogil=True)
-    def read(memory, passes):
-        total = 0
-        for _ in range(passes):
-            total ^= read_once(memory.ctypes.data, memory.size)
-        return total
-
-    return read
-
-
-def _seconds(work: Callable[[int], object], threads: int) -> float:
-    """Wall time from the first start to the last end of `work(thread)` on all threads."""
-    spans = [(0.0, 0.0)] * threads
-    ready = threading.Barrier(threads)
-
-    def body(index: int) -> None:
-        ready.wait()
-        start = time.perf_counter()
-        work(index)
-        spans[index] = (start, time.perf_counter())
-
-    workers = [threading.Thread(target=body, args=(index,), daemon=True) for index in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return max(end for _, end in spans) - min(start for start, _ in spans)
-
-
-def _best_rate(work: Callable[[int, int], object], amount: float, threads: int) -> float:
-    """Highest `amount` a second of `work(thread, repeats)`, where one repeat on all threads is `amount`."""
-    repeats = 1
-
-    def one_round() -> float:
-        return _seconds(lambda index: work(index, repeats), threads)
-
-    while (spent := one_round()) < ROUND_SECONDS / 2:
-        # At most eightfold: a first short call is mostly the starting of threads.
-        repeats *= min(8, max(2, round(ROUND_SECONDS / max(spent, 1e-6))))
-    times = sorted(one_round() for _ in range(ROUNDS))
-    # A best that no other round comes near was luck on a busy machine, and there may be better luck still.
-    while times[1] > 1.02 * times[0] and len(times) < MAX_ROUNDS:
-        times = sorted([*times, one_round()])
-    return amount * repeats / times[0]
-
-
-def measure_peak(kind: str, isa: Isa, threads: int) -> float | None:
-    """Operations a second of all threads, or None if the processor has no unit of this kind."""
+def peak_ceiling(kind: str, isa: Isa, threads: int) -> Ceiling | None:
+    """The peak of "int8", "float32" or "bfloat16" arithmetic; None if the processor has no such unit."""
     loop = peak_loop(kind, isa)
     if loop is None:
         return None
     # Zeros: data does not change these instructions' speed, and sums stay finite.
-    operands = [loop.zeros() for _ in range(threads)]
-    loop.run(*operands[0], 1)  # compiles
-    turns = 1 << 14
+    operands, turns = [loop.zeros() for _ in range(threads)], 1 << 10
 
-    def work(index: int, repeats: int) -> None:
-        loop.run(*operands[index], turns * repeats)
+    def work(thread: int, repeats: int, readings: NDArray[np.int64]) -> None:
+        loop.run(*operands[thread], turns * repeats, readings)
 
-    return _best_rate(work, float(turns * loop.operations * threads), threads)
+    return Ceiling(work, float(turns * loop.operations * threads))
 
 
-def measure_bandwidth(isa: Isa, threads: int) -> tuple[tuple[int, float], ...]:
-    """Bytes read a second by all threads for each working set, which the threads share evenly."""
-    read = read_loop(isa)
-    memory = np.empty(WORKING_SETS[-1], np.uint8)
-    memory[::4096] = 1  # touch every page: pages never written all map to one page of zeros
-    read(memory[:READ_UNIT], 1)  # compiles
-    rates = []
-    for size in WORKING_SETS:
-        share = size // threads // READ_UNIT * READ_UNIT
-        parts = [memory[index * share : (index + 1) * share] for index in range(threads)]
+def bandwidth_ceiling(size: int, memory: list[NDArray[np.uint8]], isa: Isa) -> Ceiling:
+    """Reading a working set of `size` bytes, of which each thread reads its share of its own `memory`."""
+    read, threads = read_loop(isa), len(memory)
+    slices = WINDOW_CHUNKS if size // threads >= WINDOW_CHUNKS * 64 * READ_UNIT else 1
+    slice_bytes = size // threads // slices // READ_UNIT * READ_UNIT
+    share, rounds = slices * slice_bytes, [0] * threads
 
-        def work(index: int, passes: int, parts: list[NDArray[np.uint8]] = parts) -> None:
-            read(parts[index], passes)
+    def work(thread: int, repeats: int, readings: NDArray[np.int64]) -> None:
+        # Elsewhere in each round: which physical pages a small set has decides how well it fits a cache.
+        start = rounds[thread] * share % (memory[thread].size - share + READ_UNIT)
+        rounds[thread] += 1
+        read(memory[thread][start : start + share], slice_bytes, repeats, readings)
 
-        rates.append((size, _best_rate(work, float(share * threads), threads)))
-    return tuple(rates)
+    return Ceiling(work, float(slice_bytes * threads))
+
+
+def settle(ceilings: Sequence[Ceiling], crew: Crew) -> bool:
+    """Measure round after round until all ceilings are settled or the time is over.
+
+    Returns:
+        Whether they may be too low: not all are settled, or others took the cores meanwhile.
+    """
+    crew.ran = crew.waited = 0.0
+    start, stolen, rounds = time.perf_counter(), _stolen(), 0
+    while rounds < LEAST_ROUNDS or time.perf_counter() - start < LIMIT_SECONDS:
+        unsettled = [ceiling for ceiling in ceilings if not ceiling.settled]
+        if not unsettled:
+            break
+        rounds += 1
+        for ceiling in unsettled:
+            ceiling.measure(crew)
+    waited = crew.waited + _stolen() - stolen
+    return waited > BUSY_SHARE * (crew.ran + waited) or not all(ceiling.settled for ceiling in ceilings)
 
 
 def measure_here(threads: int, isa: Isa) -> dict[str, Any]:
-    """All ceilings of `threads` threads, as the fields of `ceilings.Measurement`."""
+    """All ceilings of `threads` threads, as the fields of `ceilings.MeasuredRates`."""
+    crew = Crew(threads)
+    memory = [np.empty(-(-WORKING_SETS[-1] // threads // READ_UNIT) * READ_UNIT, np.uint8) for _ in range(threads)]
+    crew.run(lambda thread: memory[thread].fill(1))  # by the thread that reads it, on whose memory node it then lies
+    peaks = {name: peak_ceiling(kind, isa, threads) for kind, name in KINDS.items()}
+    sets = {size: bandwidth_ceiling(size, memory, isa) for size in WORKING_SETS}
+    ceilings = [*sets.values(), *(peak for peak in peaks.values() if peak is not None)]
+    for ceiling in ceilings:
+        ceiling.work(0, 1, clock_readings(1))  # compiles
+    provisional = settle(ceilings, crew)
+    crew.close()
     return {
-        "bandwidth": measure_bandwidth(isa, threads),
-        "int8_ops": measure_peak("int8", isa, threads),
-        "float32_flops": measure_peak("float32", isa, threads),
-        "bfloat16_flops": measure_peak("bfloat16", isa, threads),
+        "bandwidth": [(size, max(ceiling.rates)) for size, ceiling in sets.items()],
+        **{name: None if peak is None else max(peak.rates) for name, peak in peaks.items()},
+        "provisional": provisional,
     }
 
 
 def _main(isa: Isa, counts: list[int], repetitions: int) -> None:
-    """A line of JSON a measurement, all numbers of threads in turn, so that a disturbance does not meet one alone."""
+    """A line of JSON per measurement, all numbers of threads in turn, so that a disturbance does not meet one alone."""
     for _ in range(repetitions):
         for threads in counts:
             print(json.dumps(measure_here(threads, isa)), flush=True)

@@ -1,0 +1,149 @@
+"""The loops behind the ceilings: a tile of dot products for the peak of a unit, and reading for memory bandwidth.
+
+They use the instructions of the given path, keep their operands in the L1 cache and a tile of accumulators in
+registers, as a matrix product would. Each reads the clock itself after every chunk of work, so that a thread measures
+without the interpreter. How a rate is found with them: peaks.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numpy.typing import NDArray
+
+from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value, vector
+from twinphase.backends.cpu.intrinsics import emitted
+from twinphase.backends.cpu.isa import Isa
+
+__all__ = ["OPERAND_STEPS", "READ_UNIT", "PeakLoop", "clock_readings", "peak_loop", "read_loop"]
+
+READ_UNIT = 1024  # bytes of one turn of the read loop at the widest vectors
+OPERAND_STEPS = 16  # turns until the operands repeat: 16 turns of at most 8 vectors are 8 KiB, inside any L1
+MONOTONIC, TIMESPEC_BYTES = time.CLOCK_MONOTONIC, 16
+
+
+def _clock() -> Any:
+    clock = ctypes.CDLL(None).clock_gettime
+    clock.argtypes, clock.restype = [ctypes.c_int, ctypes.c_ssize_t], ctypes.c_int
+    return clock
+
+
+def clock_readings(chunks: int) -> NDArray[np.int64]:
+    """Room for the readings around `chunks` chunks: [chunks + 1, (seconds, nanoseconds)]."""
+    return np.zeros((chunks + 1, 2), np.int64)
+
+
+@dataclass(frozen=True)
+class PeakLoop:
+    """A compiled loop: `run(weights, inputs, out, turns, readings)` leaves `turns` dot products in each cell of a tile.
+
+    It does so once per chunk and reads the clock before the first chunk and after each (`clock_readings`).
+
+    Operands are int32 [OPERAND_STEPS, columns or rows, lanes] holding four int8, two bfloat16 or one float32 per lane;
+    `out` is int32 [rows, columns, lanes], with float32 bits for the float kinds.
+    """
+
+    run: Callable[..., Any]
+    rows: int
+    columns: int
+    lanes: int
+    operations: int  # per turn
+
+    def zeros(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """Weights, inputs and result of the right shapes."""
+        shapes = ((OPERAND_STEPS, self.columns), (OPERAND_STEPS, self.rows), (self.rows, self.columns))
+        weights, inputs, out = (np.zeros((*shape, self.lanes), np.int32) for shape in shapes)
+        return weights, inputs, out
+
+
+def _dot(kind: str, emit: Emit, total: Value, weights: Value, inputs: Value) -> Value:
+    if kind == "int8":
+        return emit.dot(total, weights, inputs)
+    if kind == "bfloat16":
+        return emit.dot_bf16(total, weights, inputs)
+    return emit.fma(emit.b.bitcast(weights, total.type), emit.b.bitcast(inputs, total.type), total)
+
+
+@functools.cache
+def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
+    """The loop that finds the peak of `kind` ("int8", "float32", "bfloat16"); None if `isa` has no such unit."""
+    if kind == "bfloat16" and not isa.bf16_dot:
+        return None
+    rows, columns = (4, 4) if isa.registers == 32 else (4, 2)
+    lanes, width = isa.lanes, 4 * isa.lanes
+    operand, sums = vector(I32, lanes), vector(I32 if kind == "int8" else F32, lanes)
+
+    def write(emit: Emit, weights: Value, inputs: Value, out: Value, turns: Value) -> None:
+        zero = ir.Constant(sums, [0] * lanes)
+        tile = [[emit.variable(zero) for _ in range(columns)] for _ in range(rows)]
+        with emit.loop(0, turns) as turn:
+            step = emit.b.and_(turn, emit.i64(OPERAND_STEPS - 1))
+            at_weights, at_inputs = emit.mul(step, columns * width), emit.mul(step, rows * width)
+            w = [emit.load(operand, weights, at_weights, n * width) for n in range(columns)]
+            for m in range(rows):
+                x = emit.load(operand, inputs, at_inputs, m * width)
+                for n in range(columns):
+                    tile[m][n].set(_dot(kind, emit, tile[m][n].get(), w[n], x))
+        for m in range(rows):
+            for n in range(columns):
+                emit.store(tile[m][n].get(), out, (m * columns + n) * width)
+
+    accumulate, clock = emitted(isa, 4, write), _clock()
+
+    @numba.njit(nogil=True)
+    def run(weights, inputs, out, turns, readings):
+        clock(MONOTONIC, readings.ctypes.data)
+        for chunk in range(1, len(readings)):
+            accumulate(weights.ctypes.data, inputs.ctypes.data, out.ctypes.data, turns)
+            clock(MONOTONIC, readings.ctypes.data + TIMESPEC_BYTES * chunk)
+
+    products = {"int8": 4, "bfloat16": 2, "float32": 1}[kind]
+    return PeakLoop(run, rows, columns, lanes, 2 * rows * columns * lanes * products)
+
+
+@functools.cache
+def read_loop(isa: Isa) -> Callable[..., Any]:
+    """Compiled `read(memory, slice_bytes, repeats, readings)`: the xor of all 64-bit words that it reads.
+
+    A chunk is `repeats` slices of the uint8 `memory`, one after the other and round again; a slice is a multiple of
+    READ_UNIT. The clock is read as by `PeakLoop.run`. Sixteen loads per turn in eight chains: only memory limits it.
+    """
+    words = vector(I64, isa.lanes // 2)
+    width, loads = 4 * isa.lanes, 16
+
+    def write(emit: Emit, base: Value, size: Value) -> Value:
+        chains = [emit.variable(ir.Constant(words, [0] * words.count)) for _ in range(8)]
+        with emit.loop(0, size, loads * width) as at:
+            for index in range(loads):
+                chain = chains[index % len(chains)]
+                chain.set(emit.b.xor(chain.get(), emit.load(words, base, at, index * width, align=8)))
+        total = chains[0].get()
+        for chain in chains[1:]:
+            total = emit.b.xor(total, chain.get())
+        result = emit.b.extract_element(total, ir.Constant(I32, 0))
+        for lane in range(1, words.count):
+            result = emit.b.xor(result, emit.b.extract_element(total, ir.Constant(I32, lane)))
+        return result
+
+    read_once, clock = emitted(isa, 2, write), _clock()
+
+    @numba.njit(nogil=True)
+    def read(memory, slice_bytes, repeats, readings):
+        total, at = 0, 0
+        clock(MONOTONIC, readings.ctypes.data)
+        for chunk in range(1, len(readings)):
+            for _ in range(repeats):
+                total ^= read_once(memory.ctypes.data + at, slice_bytes)
+                at = (at + slice_bytes) % memory.size
+            clock(MONOTONIC, readings.ctypes.data + TIMESPEC_BYTES * chunk)
+        return total
+
+    return read

@@ -1,0 +1,54 @@
+"""What an engine knows when it is ready: its own speed, and whether the kept ceilings can be right."""
+
+from dataclasses import replace
+
+import pytest
+
+from provoked import Script, usual_seconds
+from tiny_gguf import write_tiny_gguf
+from twinphase.batch import Batch
+from twinphase.engine import load
+from twinphase.engine.load import LoadedEngine
+from twinphase.engine.loop import engine_facts
+from twinphase.phases.hardware import Ceilings
+
+CEILINGS = Ceilings("p", 1, "generic", ((1, 1e15),), 1e15, 1e15, 1e15)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedEngine:
+    model = write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=2048)
+    return LoadedEngine(model, backend="reference")
+
+
+def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded: LoadedEngine) -> None:
+    assert engine_facts(loaded).ttft is None
+    phases: set[bool] = set()
+
+    def seconds(batch: Batch) -> float:
+        cold = bool(batch.prefills) not in phases
+        phases.add(bool(batch.prefills))
+        return usual_seconds(batch) * (6 if cold else 1)
+
+    Script(loaded.engine, seconds)
+    loaded.warm_up(600, 16)
+    facts = engine_facts(loaded)
+    assert facts.warm_up_tokens == 600
+    # Two chunks: 2 x 2 ms for the weights, 60 ms for the rows, 3.6 ms for what they attend to, one row of logits.
+    assert facts.ttft == pytest.approx(0.0677, abs=0.001)
+    assert facts.tpot == pytest.approx(0.0022, abs=0.0001)
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_a_request_that_beats_the_ceilings_has_them_measured_again(
+    loaded: LoadedEngine, faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded, "_final_ceilings", CEILINGS)
+    kept: list[Ceilings] = []
+    monkeypatch.setattr(load, "save_ceilings", kept.append)
+    Script(loaded.engine, lambda batch: 1e-12 if faster else 1.0)
+    loaded.warm_up(40, 3)
+    assert loaded.warm_timeline is not None
+    for _ in range(2):
+        loaded.doubt_ceilings(loaded.warm_timeline)
+    assert kept == ([replace(CEILINGS, provisional=True)] if faster else [])
