@@ -186,16 +186,15 @@ def settle(ceilings: Sequence[Ceiling], crew: Crew) -> bool:
         Whether they may be too low: not all are settled, or others took the cores meanwhile.
     """
     crew.ran = crew.waited = 0.0
-    start, stolen, rounds = time.perf_counter(), _stolen(), 0
-    while rounds < LEAST_ROUNDS or time.perf_counter() - start < LIMIT_SECONDS:
-        unsettled = [ceiling for ceiling in ceilings if not ceiling.settled]
-        if not unsettled:
-            break
-        rounds += 1
+    end, stolen, unsettled = time.perf_counter() + LIMIT_SECONDS, _stolen(), list(ceilings)
+    while unsettled:
         for ceiling in unsettled:
             ceiling.measure(crew)
+        unsettled = [ceiling for ceiling in ceilings if not ceiling.settled]
+        if time.perf_counter() > end:
+            break
     waited = crew.waited + _stolen() - stolen
-    return waited > BUSY_SHARE * (crew.ran + waited) or not all(ceiling.settled for ceiling in ceilings)
+    return bool(unsettled) or waited > BUSY_SHARE * (crew.ran + waited)
 
 
 def measure_here(threads: int, isa: Isa) -> dict[str, Any]:
