@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tiny_gguf import write_tiny_gguf
+from twinphase.bench.lab.ceilings import ideal_milliseconds
 from twinphase.bench.lab.experiment import Figure, Rule, decide, overall, ratios
 from twinphase.bench.lab.experiments import bounds as bounds_file
 from twinphase.bench.lab.experiments import chunked_prefill as chunked_file
@@ -262,6 +263,17 @@ def test_what_cannot_be_known_is_undecided_and_says_why(workshop, model):
     assert verdict(bounds, trial, 512)[0] is UNDECIDED and "ceilings are unknown" in trial.measured[0]
     trial = cores.measure(bench_of(Workshop(model, threads=1, num_kv_blocks=64), 256))
     assert verdict(cores, trial, 256)[0] is UNDECIDED and "one core only" in trial.measured[0]
+
+
+def test_ideal_times_count_what_the_engine_counts(workshop):
+    bench = bench_of(workshop, ceilings=replace(CEILINGS, int8_ops=1e12, float32_flops=1e12, bfloat16_flops=1e12))
+    engine = workshop.engine()
+    engine.submit(workshop.prompt(64), 2)
+    for record, start, tokens in zip(engine.run(), (0, 64), (64, 1), strict=True):
+        cost = record.prefill + record.decode
+        ideal = (cost.flops / 1e12 * 1e3, cost.bytes / 1e10 * 1e3)
+        assert ideal_milliseconds(bench, start, tokens) == pytest.approx(ideal)
+    assert all(map(math.isnan, ideal_milliseconds(bench_of(workshop, ceilings=None), 0, 64)))
 
 
 def test_int8_that_spares_too_little_memory_fails(workshop, monkeypatch):

@@ -249,7 +249,7 @@ def _choose_size(experiment: Experiment, bench: Workbench) -> list[str]:
         room = min(config.max_num_seqs, bench.workshop.capacity // REQUEST_TOKENS)
     sizes = [size for size in experiment.sizes if size <= room] or [max(1, min(room, experiment.sizes[-1]))]
     bench.size = sizes[-1]
-    if len(sizes) > 1:
+    if len(sizes) > 1 and bench.left > 0:
         small, large = (_rehearse(experiment, bench, size) for size in (sizes[-1], sizes[-2]))
         # Sizes shrink before repetitions do, but not below the smallest.
         for rounds in (ROUNDS, USUAL_ROUNDS):

@@ -1,16 +1,12 @@
 """Claim: prefill is bound by arithmetic, decode by memory bandwidth."""
 
-import math
 from functools import partial
-from statistics import median
 
+from twinphase.bench.lab.ceilings import ideal_milliseconds
 from twinphase.bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
-from twinphase.bench.lab.workbench import Workbench
-from twinphase.phases.hardware import compute_seconds, memory_seconds
-from twinphase.phases.report import flops_by_unit
-from twinphase.phases.timeline import PhaseTotals
-from twinphase.phases.work import Cost
+from twinphase.bench.lab.workbench import DECODE, PREFILL, Workbench, serve
 
+CONTEXT, TOKENS = 16, 25
 MFU, MBU = "MFU, %", "MBU, %"
 
 
@@ -33,19 +29,15 @@ def bounds(bench: Workbench) -> Trial:
         unknown = "This machine's ceilings are unknown."
         return Trial({}, [unknown] * 4, unknown)
     engine = bench.engine(max_num_batched_tokens=bench.size)
+    ideal = {PREFILL: ideal_milliseconds(bench, 0, bench.size), DECODE: ideal_milliseconds(bench, CONTEXT, 1)}
 
-    def shares(prompt: int, output: int) -> dict[str, float]:
-        engine.submit(bench.workshop.prompt(prompt), output)
-        steps = [record for record in engine.run() if bool(record.prefill_tokens) is (output == 1)]
-        cost = sum((step.prefill + step.decode for step in steps), Cost())
-        totals = PhaseTotals(linear_flops=cost.linear_flops, attention_flops=cost.attention_flops)
-        compute = compute_seconds(flops_by_unit(totals, bench.workshop.units), bench.ceilings)
-        memory = memory_seconds(cost.bytes, cost.bytes / len(steps), bench.ceilings)
-        # Decode steps do the same work but for a token more of KV: one that was held up does not count.
-        taken = median(step.seconds for step in steps) * len(steps)
-        return {name: ideal / taken * 100 if ideal else math.nan for name, ideal in ((MFU, compute), (MBU, memory))}
+    def shares(step: str, prompt: int, output: int) -> dict[str, float]:
+        taken = serve(engine, bench.prompts(1, prompt), output)[step]
+        return {share: one / taken * 100 for share, one in zip((MFU, MBU), ideal[step], strict=True)}
 
-    runs = bench.interleave({"prefill": partial(shares, bench.size, 1), "decode": partial(shares, 16, 25)})
+    runs = bench.interleave(
+        {"prefill": partial(shares, PREFILL, bench.size, 1), "decode": partial(shares, DECODE, CONTEXT, TOKENS)}
+    )
     prefill, decode = runs["prefill"], runs["decode"]
     return Trial(
         runs,

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from twinphase.bench.lab.ceilings import ideal_milliseconds
 from twinphase.bench.lab.experiment import Experiment, Figure, Rule, Trial, ratios
 from twinphase.bench.lab.workbench import DECODE, PREFILL, Workbench, serve
 
@@ -22,11 +23,12 @@ def phase_ratio(bench: Workbench) -> Trial:
     found = bench.interleave({"request": partial(serve, bench.engine(), bench.prompts(1, bench.size), 25)})["request"]
     prefill = [bench.size * 1e3 / time for time in found[PREFILL]]
     decode = [1e3 / time for time in found[DECODE]]
+    ideal_prefill, ideal_decode = (max(ideal_milliseconds(bench, *step)) for step in ((0, bench.size), (bench.size, 1)))
     return Trial(
         {"prefill": {RATE: prefill}, "decode": {RATE: decode}},
         [ratios(prefill, decode)],
-        f"Prefill reads the weights once for {bench.size:,} tokens, decode once per token; more tokens in a step are "
-        "free only until arithmetic becomes the limit. An accelerator does 100 to 300 operations in the time of "
-        "reading a byte, hence the ratios of 100 and more that people quote; fewer bits per weight make decode faster "
-        "and the ratio smaller.",
+        f"Prefill reads the weights once for {bench.size:,} tokens, decode once per token. With both phases at this "
+        f"machine's ceilings the ratio would be {bench.size * ideal_decode / ideal_prefill:.3g}: its balance of "
+        "arithmetic and bandwidth with these weights. An accelerator does 100 to 300 operations in the time of reading "
+        "a byte, hence the ratios of 100 and more that people quote; fewer bits per weight make the ratio smaller.",
     )
