@@ -23,7 +23,7 @@ from peers.points import Prompts
 from twinphase import LLM
 from twinphase.bench.conditions import Bystanders
 from twinphase.bench.progress import live
-from twinphase.bench.targets.stepped import Stepped, Ticket
+from twinphase.bench.targets.stepped import Stepped, TimedRequest
 from twinphase.phases.hardware import processor_name
 from twinphase.phases.timeline import StepRecord
 
@@ -224,8 +224,8 @@ class Interruption:
         records: of every step since the decodes ran.
     """
 
-    decodes: list[Ticket]
-    prompt: Ticket
+    decodes: list[TimedRequest]
+    prompt: TimedRequest
     records: list[StepRecord]
 
     @property
@@ -233,11 +233,11 @@ class Interruption:
         """The steps that computed a part of the long prompt."""
         return [record for record in self.records if self.prompt.request.request_id in record.prefill_ids]
 
-    def gaps_before(self, ticket: Ticket) -> list[float]:
+    def gaps_before(self, ticket: TimedRequest) -> list[float]:
         """A decode's gaps that ended before the long prompt came."""
         return [gap for gap, at in zip(ticket.gaps, ticket.times[1:], strict=True) if at <= self.prompt.submitted]
 
-    def gaps_within(self, ticket: Ticket) -> list[float]:
+    def gaps_within(self, ticket: TimedRequest) -> list[float]:
         """A decode's gaps while the long prompt was read: those ended by a step that computed a part of it."""
         steps = {record.index for record in self.prompt_steps}
         return [gap for gap, step in zip(ticket.gaps, ticket.steps[1:], strict=True) if step in steps]

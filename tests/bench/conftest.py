@@ -1,4 +1,4 @@
-"""A browser for whoever looks at a page."""
+"""A browser for whoever looks at a page, a server with known delays for whoever asks one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from tests.bench.browser import Browser, find_browser
+
+from bench.stub_server import RunningStub
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +21,10 @@ def browser() -> Iterator[Browser]:
     opened = Browser(program)
     yield opened
     opened.close()
+
+
+@pytest.fixture(scope="module")
+def stub() -> Iterator[RunningStub]:
+    running = RunningStub()
+    yield running
+    running.stop()

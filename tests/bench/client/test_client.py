@@ -38,13 +38,6 @@ EVENTS = (
 READ = [b'{"a":1}', b"two\nlines", b"[DONE]"]
 
 
-@pytest.fixture(scope="module")
-def stub():
-    running = RunningStub()
-    yield running
-    running.stop()
-
-
 def ask(stub, *scripts, max_tokens=4, timeout=60.0, **options):
     """Observations of requests one after another, one for each script, and the stub's log."""
 
@@ -58,18 +51,16 @@ def ask(stub, *scripts, max_tokens=4, timeout=60.0, **options):
     return seen, stub.log()
 
 
-@pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r", None], ids=str)
 def test_events_cut_anywhere(newline):
-    data = EVENTS.replace(b"\r\n", b"\n").replace(b"\n", newline)
+    """With None the line ends are mixed, as they stand above."""
+    data = EVENTS if newline is None else EVENTS.replace(b"\r\n", b"\n").replace(b"\n", newline)
     for first, second in itertools.combinations(range(len(data)), 2):
         reader = EventReader()
         parts = [data[:first], data[first:second], data[second:]]
         assert [event for part in parts for event in reader.feed(part)] == READ
-
-
-def test_mixed_line_ends_byte_by_byte():
     reader = EventReader()
-    assert [event for byte in EVENTS for event in reader.feed(bytes([byte]))] == READ
+    assert [event for byte in data for event in reader.feed(bytes([byte]))] == READ
 
 
 def test_an_event_has_the_time_of_its_last_bytes():
@@ -177,6 +168,7 @@ def test_thinking_is_told_from_the_answer():
     assert seen.ttfo is None and seen.num_reasoning_tokens is None, "it does not think"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [{"merged_end": True}, {}], ids=str)
 @pytest.mark.parametrize("way", ["empty", "silent"])
 def test_tokens_without_text_of_a_server(stub, way, end):
@@ -303,13 +295,35 @@ def test_bytes_that_are_no_http():
     assert failure_kind(run(work()).error) == "bad reply"
 
 
+def post(stub, **options):
+    """A reply of the client itself, without a target in between."""
+    address, body = Address.parse(stub.url), b'{"prompt": "one", "stream": true}'
+    return run(exchange(address, address.head("POST", "/v1/completions", {}, len(body)) + body, **options))
+
+
 def test_a_client_leaves_when_it_wants_to(stub):
     stub.script({"gaps": [0.0, 0.0], "end": "hang"})
-    address, body = Address.parse(stub.url), b'{"prompt": "one", "stream": true}'
-    request = address.head("POST", "/v1/completions", {}, len(body)) + body
-    reply = run(exchange(address, request, leave=lambda reply: reply.body.count(b"data: ") == 3))
+    reply = post(stub, leave=lambda reply: reply.body.count(b"data: ") == 3)
     assert failure_kind(reply.error) == LEFT and not reply.whole and reply.status == 200
     assert reply.body.count(b"data: ") == 3, "what had come is kept"
+
+
+def test_a_client_that_leaves_after_a_time_has_sent_its_request(stub):
+    stub.script({"queue": 5.0})
+    reply = post(stub, leave_after=0.0)
+    assert failure_kind(reply.error) == LEFT and not reply.pieces and reply.ended >= reply.sent >= reply.connected
+    late = time.perf_counter() + 30
+    while not stub.log() and time.perf_counter() < late:
+        time.sleep(0.01)
+    assert len(stub.log()) == 1
+
+
+def test_a_stream_may_have_to_end_as_http_too(stub):
+    for end, kind in (("done", ""), ("error", "truncated")):  # the stub cuts the second one off after its [DONE]
+        stub.script({"end": end})
+        reply = post(stub, to_the_end=True)
+        assert (reply.whole, failure_kind(reply.error)) == (not kind, kind) and b"[DONE]" in reply.body
+        assert post(stub).whole
 
 
 def test_fields_that_a_server_refuses_are_left_out_and_told(stub):
@@ -345,18 +359,14 @@ def test_a_stream_without_usage_has_the_count_that_its_end_tells(stub):
     assert seen.succeeded and seen.num_output_tokens is None and seen.tpot is None and not sizing.counted
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://localhost:99999", "http://[::1"])
-def test_urls_that_are_none(url):
-    with pytest.raises(InvalidRequestError, match="not the URL"):
-        Address.parse(url)
-
-
-def test_urls_that_are_some():
+def test_urls():
+    for url in ("ftp://x", "http://", "http://localhost:99999", "http://[::1"):
+        with pytest.raises(InvalidRequestError, match="not the URL"):
+            Address.parse(url)
     assert Address.parse("localhost:8000").url == "http://localhost:8000"
     assert Address.parse("https://api.example.com/v1/").path == "/v1"
-    assert (
-        Address.parse("http://[::1]:80").head("GET", "/x", {}, 0).startswith(b"GET /x HTTP/1.1\r\nhost: [::1]:80\r\n")
-    )
+    head = Address.parse("http://[::1]:80").head("GET", "/x", {}, 0)
+    assert head.startswith(b"GET /x HTTP/1.1\r\nhost: [::1]:80\r\n")
 
 
 @pytest.mark.parametrize(
@@ -396,65 +406,35 @@ def test_no_secret_of_a_url_or_a_key_is_in_a_result(stub):
         assert secret not in str(error.value)
 
 
-def test_nothing_listens():
-    with pytest.raises(ServerUnreachableError, match="Nothing answers"):
-        run(OpenAITarget.open("http://127.0.0.1:9"))
+@pytest.mark.parametrize(("url", "told"), [("127.0.0.1:9", "Nothing answers"), ("no.such.host.invalid", "No host")])
+def test_nothing_listens(url, told):
+    with pytest.raises(ServerUnreachableError, match=told):
+        run(OpenAITarget.open(f"http://{url}"))
 
 
-PAGES = {
-    "vllm": {
-        "v1__models": {"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 4096}]},
-        "version": {"version": "0.11.0"},
-    },
-    "sglang": {"v1__models": {"data": [{"id": "m", "owned_by": "sglang"}]}, "get_server_info": {"version": "0.5.3"}},
-    "llama.cpp": {
-        "v1__models": {"data": [{"id": "m", "owned_by": "llamacpp"}]},
-        "props": {"default_generation_settings": {"n_ctx": 2048}, "build_info": "b6500-abc", "total_slots": 4},
-    },
-    "ollama": {"v1__models": {"data": [{"id": "m", "owned_by": "library"}]}, "api__version": {"version": "0.12.1"}},
-    "llama-cpp-python": {
-        "v1__models": {"data": [{"id": "m", "owned_by": "me"}]},
-        "openapi.json": {"info": {"title": "🦙 llama.cpp Python API", "version": "0.3.16"}},
-    },
-    "twinphase": {"v1__models": {"data": [{"id": "m", "owned_by": "twinphase"}]}, "version": {"version": "0.1.0"}},
-    "unknown": {"v1__models": {"data": [{"id": "m", "owned_by": "someone"}]}},
-}
+def models(owner, **more):
+    return {"v1__models": {"data": [{"id": "m", "owned_by": owner, **more}]}}
 
 
-@pytest.mark.parametrize("kind", PAGES)
-def test_servers_are_known_by_what_they_say(stub, kind):
-    stub.script({}, **PAGES[kind])
+PROPS = {"default_generation_settings": {"n_ctx": 2048}, "build_info": "b6500-abc", "total_slots": 4}
+API = {"info": {"title": "🦙 llama.cpp Python API", "version": "0.3.16"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "context", "pages"),
+    [
+        ("vllm", "vLLM 0.11.0", 4096, {**models("vllm", max_model_len=4096), "version": {"version": "0.11.0"}}),
+        ("sglang", "SGLang 0.5.3", None, {**models("sglang"), "get_server_info": {"version": "0.5.3"}}),
+        ("llama.cpp", "llama.cpp b6500-abc", 2048, {**models("llamacpp"), "props": PROPS}),
+        ("ollama", "Ollama 0.12.1", None, {**models("library"), "api__version": {"version": "0.12.1"}}),
+        ("llama-cpp-python", "llama-cpp-python 0.3.16", None, {**models("me"), "openapi.json": API}),
+        ("twinphase", "twinphase 0.1.0", None, {**models("twinphase"), "version": {"version": "0.1.0"}}),
+        ("vllm", "vLLM", None, {**models("x"), "metrics": "vllm:num_requests_running 0\n"}),
+        ("unknown", "unknown", None, models("someone")),
+    ],
+)
+def test_servers_are_known_by_what_they_say(stub, kind, engine, context, pages):
+    stub.script({}, **pages)
     target = run(OpenAITarget.open(stub.url))
-    stub.script({}, v1__models={"data": [{"id": "stub", "owned_by": "tests"}]})
-    versions = {
-        "vllm": "vLLM 0.11.0",
-        "sglang": "SGLang 0.5.3",
-        "llama.cpp": "llama.cpp b6500-abc",
-        "ollama": "Ollama 0.12.1",
-    }
-    versions |= {"llama-cpp-python": "llama-cpp-python 0.3.16", "twinphase": "twinphase 0.1.0", "unknown": "unknown"}
-    assert (target.server.kind, target.facts.engine) == (kind, versions[kind])
-    assert target.facts.context_length == {"vllm": 4096, "llama.cpp": 2048}.get(kind)
+    assert (target.server.kind, target.facts.engine, target.facts.context_length) == (kind, engine, context)
     assert target.facts.precision == "unknown"
-
-
-def test_a_client_that_leaves_after_a_time_has_sent_its_request(stub):
-    stub.script({"queue": 5.0})
-    address, body = Address.parse(stub.url), b'{"prompt": "one", "stream": true}'
-    request = address.head("POST", "/v1/completions", {}, len(body)) + body
-    reply = run(exchange(address, request, leave_after=0.0))
-    assert failure_kind(reply.error) == LEFT and not reply.pieces and reply.ended >= reply.sent >= reply.connected
-    late = time.perf_counter() + 30
-    while not stub.log() and time.perf_counter() < late:
-        time.sleep(0.01)
-    assert len(stub.log()) == 1
-
-
-def test_a_stream_may_have_to_end_as_http_too(stub):
-    address, body = Address.parse(stub.url), b'{"prompt": "one", "stream": true}'
-    request = address.head("POST", "/v1/completions", {}, len(body)) + body
-    for end, kind in (("done", ""), ("error", "truncated")):  # the stub cuts the second one off after its [DONE]
-        stub.script({"end": end})
-        reply = run(exchange(address, request, to_the_end=True))
-        assert (reply.whole, failure_kind(reply.error)) == (not kind, kind) and b"[DONE]" in reply.body
-        assert run(exchange(address, request)).whole

@@ -251,14 +251,3 @@ def test_an_engine_stepped_by_hand_gives_the_tokens_of_an_llm(tiny):
         assert tickets[0].times == sorted(tickets[0].times)
         assert len(tickets[0].gaps) == 7
         assert 0 < tickets[0].ttft <= tickets[0].e2e
-
-
-def test_decode_steps_are_of_all_together_and_end_clean(tiny):
-    workshop = Workshop(tiny, max_num_batched_tokens=128)
-    engine = workshop.engine(enable_prefix_caching=True)
-    prompts = [workshop.prompt(24) for _ in range(3)]
-    records = engine.decode(prompts, 5)
-    assert [(record.num_decodes, record.prefill_tokens) for record in records] == [(3, 0)] * 5
-    assert not engine.engine.has_work
-    assert engine.engine.scheduler.kv_cache.pool.num_held == 0
-    assert len({tuple(workshop.prompt(4)) for _ in range(50)}) == 50

@@ -1,10 +1,11 @@
+"""What servers say of their own time, beside what the client saw of the same requests."""
+
 import json
 
 import pytest
 
-from bench.stub_server import RunningStub
 from twinphase.bench.client.client import Reply, run
-from twinphase.bench.load.arrivals import Closed, Constant
+from twinphase.bench.load.arrivals import Closed
 from twinphase.bench.load.run import run_load
 from twinphase.bench.load.workload import Lengths, PromptMaker, Sizing, make_workload
 from twinphase.bench.targets.claims import (
@@ -32,14 +33,11 @@ vllm:e2e_request_latency_seconds_sum 4.0
 vllm:e2e_request_latency_seconds_count 4
 sglang:time_to_first_token_seconds_sum 99
 """
+BEFORE, AFTER = METRICS.format(ttft=2.5, queue=0.25, count=3), METRICS.format(ttft=2.9, queue=0.35, count=13)
+DECODE = "vllm:request_decode_time_seconds_sum {total}\nvllm:request_decode_time_seconds_count {count}\n"
 LLAMA = {"prompt_n": 10, "prompt_ms": 15.0, "predicted_n": 5, "predicted_ms": 20.0, "predicted_per_token_ms": 4.0}
-
-
-@pytest.fixture(scope="module")
-def stub():
-    running = RunningStub()
-    yield running
-    running.stop()
+VLLM = {"v1__models": {"data": [{"id": "m", "owned_by": "vllm"}]}, "version": {"version": "1"}}
+OLLAMA = {"v1__models": {"data": [{"id": "m", "owned_by": "library"}]}, "api__version": {"version": "0.12.1"}}
 
 
 def load(stub, scripts, reader=None, **pages):
@@ -50,9 +48,23 @@ def load(stub, scripts, reader=None, **pages):
         workload = make_workload(Lengths((10, 10), (5, 5)), len(scripts), Sizing(), num_warm_up=0)
         return await run_load(target, workload, Closed(1), claims=reader(target) if reader else None), target
 
-    result, target = run(work())
-    stub.script({}, v1__models={"data": [{"id": "stub", "owned_by": "tests"}]})
-    return result, target
+    return run(work())
+
+
+def counted(stub, before, after, scripts):
+    """A load of a server whose counters stand at `before` when it begins, and at `after` when it ends."""
+
+    class Counted(MetricsReader):
+        async def after(self):
+            stub.script({}, metrics=after)
+            await super().after()
+
+    pages = {**VLLM, **({"metrics": before} if before else {})}
+    return load(stub, scripts, lambda target: Counted(target, "vllm"), **pages)
+
+
+def told(result):
+    return claims_section(result).paragraphs[0]
 
 
 def test_llama_cpp_timings_stand_beside_ours(stub):
@@ -66,42 +78,45 @@ def test_llama_cpp_timings_stand_beside_ours(stub):
     assert table.rows[0][2] == "15.00" and all(len(row) == len(table.columns) for row in table.rows)
 
 
-def test_our_own_timings(stub):
-    timings = {"prompt_ms": 9.0, "ttft_ms": 10.0, "tpot_ms": 1.0, "e2e_ms": 20.0}
-    result, _ = load(stub, [{"first": 0.02, "timings": timings}])
-    assert [(claim.figure, claim.theirs) for claim in claims_of(result)] == [
-        ("TTFT", 0.01),
-        ("TPOT", 0.001),
-        ("E2E", 0.02),
-    ]
+@pytest.mark.parametrize(
+    ("where", "said", "figures"),
+    [
+        # Ours has llama.cpp's fields, too: they are not taken for llama.cpp's claims.
+        (
+            "timings",
+            {"prompt_ms": 9.0, "predicted_per_token_ms": 9.0, "ttft_ms": 10.0, "tpot_ms": None, "e2e_ms": 20.0},
+            [("TTFT", 10.0), ("E2E", 20.0)],
+        ),
+        (
+            "metrics",
+            {"queue_time_ms": 3.0, "time_to_first_token_ms": 11.0, "mean_itl_ms": 5.0, "generation_time_ms": 40.0},
+            [("queue", 3.0), ("TTFT", 11.0), ("TPOT", 5.0), ("decode time", 40.0)],
+        ),
+    ],
+)
+def test_claims_in_replies_of_twinphase_and_vllm(stub, where, said, figures):
+    result, _ = load(stub, [{"gaps": [0.001]}] * 2)
+    for one in result.observations:
+        one.claims[where] = said
+    claims = claims_of(result)
+    assert [(claim.figure, round(1e3 * claim.theirs, 6)) for claim in claims] == figures
+    assert all((claim.ours is None) == (claim.figure == "queue") for claim in claims)
 
 
 def test_a_server_without_claims_is_said_to_have_none(stub):
     result, target = load(stub, [{}])
-    assert claims_of(result) == [] and claims_reader(target) is None
-    assert "makes none" in claims_section(result).paragraphs[0]
+    assert claims_of(result) == [] and claims_reader(target) is None and "makes none" in told(result)
 
 
-def test_counters_are_summed_over_their_labels():
-    found = read_counters(METRICS.format(ttft=2.5, queue=0.25, count=3), "vllm")
+def test_counters_are_summed_over_their_labels_and_must_be_numbers():
+    found = read_counters(BEFORE, "vllm")
     assert found["time_to_first_token_seconds"] == (4.0, 4.0) and found["request_queue_time_seconds"] == (0.25, 3.0)
     assert "num_requests_running" not in found and read_counters("", "vllm") == {}
+    assert read_counters("vllm:b_sum NaN\nvllm:b_count 1\nvllm:c_sum 1\nvllm:c_count 0\n", "vllm") == {"c": (1.0, 0.0)}
 
 
 def test_means_come_from_what_was_counted_in_between(stub):
-    class Counted(MetricsReader):
-        """As if the load had come between the two."""
-
-        async def after(self):
-            again = METRICS.format(ttft=2.9, queue=0.35, count=13)
-            stub.script({}, metrics=again)
-            await super().after()
-
-    models = {"data": [{"id": "m", "owned_by": "vllm"}]}
-    first = METRICS.format(ttft=2.5, queue=0.25, count=3)
-    result, target = load(
-        stub, [{"first": 0.03}] * 3, lambda target: Counted(target, "vllm"), metrics=first, v1__models=models
-    )
+    result, target = counted(stub, BEFORE, AFTER, [{"first": 0.03}] * 3)
     ttft, queue = claims_of(result)
     assert ttft.theirs == pytest.approx(0.04) and ttft.statistic == "mean of 10 (ours of 3)"
     assert ttft.ours == pytest.approx(sum(result.ttft) / 3) and ttft.difference is None, "other requests"
@@ -110,38 +125,42 @@ def test_means_come_from_what_was_counted_in_between(stub):
     assert "cannot see" in claims_section(result).tables[0].rows[1][1]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ("", AFTER, "before the load"),  # they would be means over the server's whole life
+        (BEFORE, "vllm:a_seconds_sum x\n", "cannot be read"),
+    ],
+)
+def test_counters_that_cannot_be_compared_claim_nothing(stub, before, after, problem):
+    result, _ = counted(stub, before, after, [{}])
+    assert claims_of(result) == [] and problem in told(result)
+
+
 def test_metrics_that_are_not_there_are_said_to_be_missing(stub):
     result, _ = load(stub, [{}], lambda target: MetricsReader(target, "sglang"))
-    assert "http 404" in claims_section(result).paragraphs[0]
+    assert "http 404" in told(result)
 
 
-def test_counters_that_were_not_read_before_the_load_claim_nothing(stub):
-    """They would be means over the server's whole life."""
-
-    class Late(MetricsReader):
-        async def after(self):
-            stub.script({}, metrics=METRICS.format(ttft=2.9, queue=0.35, count=13))
-            await super().after()
-
-    result, _ = load(stub, [{}], lambda target: Late(target, "vllm"))
-    assert result.claims._last, "it was there afterwards"
-    assert claims_of(result) == [] and "before the load" in claims_section(result).paragraphs[0]
-
-
-def test_numbers_that_are_none_claim_nothing():
-    text = "vllm:b_seconds_sum NaN\nvllm:b_seconds_count 1\nvllm:c_seconds_sum 1\nvllm:c_seconds_count 0\n"
-    assert read_counters(text, "vllm") == {"c_seconds": (1.0, 0.0)}
-    with pytest.raises(ValueError):
-        read_counters("vllm:a_seconds_sum x", "vllm")
+@pytest.mark.parametrize(("count", "same"), [(2, True), (3, False), (7, False)])
+def test_decode_time_is_averaged_over_requests_that_decode(stub, count, same):
+    """As vLLM counts it: a request of one token has none; with its zero ours would be of another population."""
+    scripts = [{"gaps": [0.01] * 4}, {"gaps": [0.01] * 4}, {"gaps": []}]
+    result, _ = counted(stub, DECODE.format(total=0, count=0), DECODE.format(total=0.08, count=count), scripts)
+    [found] = claims_of(result)
+    times = [one.token_times[-1] - one.token_times[0] for one in result.succeeded]
+    assert found.figure == "decode time" and found.ours == pytest.approx(sum(times) / 2)
+    assert found.statistic == f"mean of {count}" + ("" if same else " (ours of 2)")
+    assert found.difference == (pytest.approx(found.ours - 0.04) if same else None)
 
 
-def test_an_answer_of_ollama_that_is_none_loses_no_load(stub):
+@pytest.mark.parametrize("page", ["<html>", '{"response": "a"}\n{"bro', "[1]\n", '{"error": "no memory"}\n', None])
+def test_an_answer_of_ollama_that_is_none_loses_no_load(stub, page):
     """It is read when the load was measured: an error of it is told, and nothing is raised."""
-    for page in ("<html>", '{"response": "a"}\n{"bro', "[1]\n", '{"error": "no memory"}\n'):
-        prompts = PromptMaker(Sizing(), seed=9)
-        result, _ = load(stub, [{}], lambda target, p=prompts: OllamaReader(target, p), api__generate=page)
-        assert len(result.succeeded) == 1 and claims_of(result) == []
-        assert "cannot be read" in claims_section(result).paragraphs[0]
+    prompts, pages = PromptMaker(Sizing(), seed=9), {} if page is None else {"api__generate": page}
+    result, _ = load(stub, [{}], lambda target: OllamaReader(target, prompts), **pages)
+    assert len(result.succeeded) == 1 and claims_of(result) == []
+    assert ("fails: http 404" if page is None else "cannot be read") in told(result)
 
 
 def test_ollama_is_asked_by_its_own_api(stub):
@@ -158,64 +177,9 @@ def test_ollama_is_asked_by_its_own_api(stub):
     assert seen.claims["ollama"] == {
         **{"prompt_eval_ms": 7.0, "eval_ms": 6.0, "total_ms": 20.0, "load_ms": 1e-6, "eval_per_token_ms": 3.0}
     }
-
-    pages = {"v1__models": {"data": [{"id": "m", "owned_by": "library"}]}, "api__version": {"version": "0.12.1"}}
-    pages["api__generate"] = data.decode()
     prompts = PromptMaker(Sizing(), seed=9)
+    pages = {**OLLAMA, "api__generate": data.decode()}
     result, _ = load(stub, [{}], lambda target: claims_reader(target, prompts), **pages)
-    assert isinstance(result.claims, OllamaReader)
     ttft, tpot, e2e = claims_of(result)
     assert (ttft.theirs, tpot.theirs, e2e.theirs) == pytest.approx((0.007, 0.003, 0.02))
     assert "native API" in ttft.source and ttft.statistic == "median of 3" and ttft.ours > 0
-
-
-def test_ollama_that_refuses(stub):
-    prompts = PromptMaker(Sizing(), seed=9)
-    result, _ = load(stub, [{}], lambda target: OllamaReader(target, prompts))
-    assert "/api/generate fails: http 404" in claims_section(result).paragraphs[0]
-
-
-def test_vllm_metrics_of_each_request(stub):
-    from twinphase.bench.client.observation import Observation
-
-    result, _ = load(stub, [{"gaps": [0.001]}] * 2)
-    claimed = {"queue_time_ms": 3.0, "time_to_first_token_ms": 11.0, "mean_itl_ms": 5.0, "generation_time_ms": 40.0}
-    assert all(isinstance(one, Observation) for one in result.observations)
-    for one in result.observations:
-        one.claims["metrics"] = claimed
-    assert [(c.figure, round(1e3 * c.theirs, 6)) for c in claims_of(result)] == [
-        ("queue", 3.0),
-        ("TTFT", 11.0),
-        ("TPOT", 5.0),
-        ("decode time", 40.0),
-    ]
-    assert Constant(1) and claims_of(result)[0].ours is None
-
-
-def test_decode_time_is_averaged_over_requests_that_decode(stub):
-    """As vLLM counts it: a request of one token has none; with its zero ours would be of another population."""
-    page = "vllm:request_decode_time_seconds_sum {total}\nvllm:request_decode_time_seconds_count {count}\n"
-
-    class Counted(MetricsReader):
-        count = 2
-
-        async def after(self):
-            stub.script({}, metrics=page.format(total=0.08, count=self.count))
-            await super().after()
-
-    def claim(count):
-        reader = type("Reader", (Counted,), {"count": count})
-        scripts = [{"gaps": [0.01] * 4}, {"gaps": [0.01] * 4}, {"gaps": []}]
-        models = {"data": [{"id": "m", "owned_by": "vllm"}]}
-        first = page.format(total=0.0, count=0)
-        result, _ = load(stub, scripts, lambda at: reader(at, "vllm"), metrics=first, v1__models=models)
-        [found] = claims_of(result)
-        return found, [one.token_times[-1] - one.token_times[0] for one in result.succeeded]
-
-    found, times = claim(2)
-    assert found.figure == "decode time" and found.statistic == "mean of 2"
-    assert found.ours == pytest.approx(sum(times) / 2) and found.difference == pytest.approx(found.ours - 0.04)
-    found, times = claim(3)  # one that counts them all
-    assert found.ours == pytest.approx(sum(times) / 3) and found.difference is not None
-    found, _ = claim(7)
-    assert found.statistic == "mean of 7 (ours of 2)" and found.difference is None

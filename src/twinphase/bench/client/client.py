@@ -63,6 +63,7 @@ OWN_ERRORS = {
     errno.ENOBUFS: "no memory for more sockets",
     errno.ENOMEM: "no memory for more sockets",
 }
+RESOLVE_SECONDS = 10.0
 SPARE_FILES = 64  # files that a process has open besides its connections
 Value = TypeVar("Value")
 
@@ -110,24 +111,19 @@ class Address:
         Raises:
             ServerUnreachableError: there is none.
         """
-        loop = asyncio.get_running_loop()
+        opening = asyncio.get_running_loop().create_connection(asyncio.Protocol, self.host, self.port)
         try:
-            found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except OSError:
+            transport, _ = await asyncio.wait_for(opening, RESOLVE_SECONDS)
+        except socket.gaierror:
             raise ServerUnreachableError(f"No host has the name {self.host!r}.", "Check the URL.") from None
-        reason = ""
-        for *_, sockaddr in found:
-            ip = str(sockaddr[0])
-            try:
-                transport, _ = await asyncio.wait_for(loop.create_connection(asyncio.Protocol, ip, self.port), 10)
-            except OSError as error:
-                reason = str(error) or "no answer in 10 seconds"
-                continue
-            transport.close()
-            return replace(self, ip=ip)
-        raise ServerUnreachableError(
-            f"Nothing answers at {self.url}: {reason}.", "Start the server, or check the port."
-        )
+        except OSError as error:
+            reason = str(error) or f"no answer in {RESOLVE_SECONDS:.0f} seconds"
+            raise ServerUnreachableError(
+                f"Nothing answers at {self.url}: {reason}.", "Start the server, or check the port."
+            ) from None
+        ip = str(transport.get_extra_info("peername")[0])
+        transport.close()
+        return replace(self, ip=ip)
 
     def head(self, method: str, route: str, headers: Mapping[str, str], length: int) -> bytes:
         """Request line and headers; `route` is the whole path, `length` that of the body in bytes."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from twinphase.bench.client.client import CLIENT_LIMIT, SEND_NOW, allow_connections
-from twinphase.bench.client.health import Beat, ClientHealth, lags_of_stamps, watch_loop
+from twinphase.bench.client.health import HEARTBEAT_SECONDS, Beat, ClientHealth, lags_of_stamps, watch_loop
 from twinphase.bench.client.observation import Observation
 from twinphase.bench.client.sse import failure_kind
 from twinphase.bench.load.arrivals import Arrivals, Closed
@@ -235,6 +235,7 @@ async def _watched(client: ClientHealth, sending: Coroutine[Any, Any, None]) -> 
         heart = asyncio.ensure_future(watch_loop(beats))
         try:
             await sending
+            await asyncio.sleep(2 * HEARTBEAT_SECONDS)  # so that the last stamps have a heartbeat, too
         finally:
             client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
             heart.cancel()

@@ -17,7 +17,7 @@ from twinphase.backends.base import Backend, Forward, StepInputs
 from twinphase.bench.conditions import Bystanders
 from twinphase.bench.progress import Progress
 from twinphase.bench.roofline.arithmetic import Part, attention_part, linear_part
-from twinphase.bench.targets.stepped import Stepped, Ticket
+from twinphase.bench.targets.stepped import Stepped, TimedRequest
 from twinphase.config import EngineConfig, available_cores, free_memory
 from twinphase.engine.load import LoadedEngine, compute_units
 from twinphase.engine.runner import Runner
@@ -233,7 +233,7 @@ class _Bench:
     def decode(self, point: Point, first: int) -> Sample:
         # The same prompts in each repetition, and in each batch of one context: the prefix cache holds their KV, which
         # need not be computed again. Each sequence has its own KV all the same.
-        tickets: list[Ticket] = []
+        tickets: list[TimedRequest] = []
         for index in range(point.batch):
             prompt = self.prompt(point.tokens, random.Random(f"{point.tokens} {index}"))
             tickets.append(self.stepped.submit(prompt, decode_room(point, self.settings)))

@@ -170,7 +170,8 @@ class MetricsReader:
             if number < 1:
                 continue
             theirs = (total - first_total) / number
-            values = _our_values(result, figure, number)
+            each = [_our_value(one, figure) for one in result.succeeded]
+            values = result.itl if figure == "ITL" else [value for value in each if value is not None]
             ours = statistics.fmean(values) if values else None
             same = len(values) == number  # means over different requests differ whatever the server's clock says
             over = f"mean of {number}" + (f" (ours of {len(values)})" if values and not same else "")
@@ -297,19 +298,11 @@ def claims_section(result: LoadResult) -> Section:
 
 
 def _our_value(seen: Observation, figure: str) -> float | None:
-    if figure == "decode time":
-        return None if seen.last_token is None else seen.last_token - seen.token_times[0]
+    if figure == "decode time":  # a request of one token has none, as vLLM counts
+        if seen.last_token is None or seen.num_output_tokens == 1:
+            return None
+        return seen.last_token - seen.token_times[0]
     return {"TTFT": seen.ttft, "TPOT": seen.tpot, "E2E": seen.e2e}.get(figure)
-
-
-def _our_values(result: LoadResult, figure: str, number: int) -> list[float]:
-    """Ours of the requests that the server counted: `number` of them."""
-    if figure == "ITL":
-        return result.itl
-    seen = result.succeeded
-    if figure == "decode time" and number != len(seen):  # a request of one token has none, unless all were counted
-        seen = [one for one in seen if one.num_output_tokens is None or one.num_output_tokens > 1]
-    return [value for one in seen if (value := _our_value(one, figure)) is not None]
 
 
 def _claims_in_replies(seen: Sequence[Observation], where: str = "") -> list[Claim]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from twinphase import __version__
 from twinphase.bench.load.workload import PromptMaker, Sizing
-from twinphase.bench.targets.stepped import Stepped, Ticket
+from twinphase.bench.targets.stepped import Stepped, TimedRequest
 from twinphase.bench.targets.target import DecodeSample, PrefillSample, TargetFacts
 from twinphase.config import available_cores
 from twinphase.engine.load import LoadedEngine
@@ -89,10 +89,14 @@ class EngineTarget:
         Raises:
             CacheCapacityError: the engine cannot hold so many sequences of that length at once.
         """
-        self._check_room(position + self.stepped.decode_room(position, batch, num_tokens), batch)
+        # The first sequences decode already while the chunks of the others' prompts are computed.
+        chunks = -(-position // max(1, self.loaded.config.max_num_batched_tokens - batch)) + 1
+        room = num_tokens + 1 + (batch - 1) * chunks
+        self._check_room(position + room, batch)
         gaps, positions = [], []
         try:
-            tickets = self.stepped.begin_decode([self._prompt(position) for _ in range(batch)], num_tokens)
+            tickets = [self.stepped.submit(self._prompt(position), room) for _ in range(batch)]
+            self.stepped.run_until(lambda: all(ticket.times for ticket in tickets))
             for _ in range(num_tokens):
                 positions.append(sum(ticket.request.num_computed_tokens for ticket in tickets) / batch)
                 made = self.stepped.step().output.token_ids
@@ -128,7 +132,7 @@ class EngineTarget:
         return list(self._prompts.take(num_tokens).token_ids)
 
 
-def _refuse_cached(tickets: list[Ticket]) -> None:
+def _refuse_cached(tickets: list[TimedRequest]) -> None:
     cached = sum(ticket.request.num_cached_tokens for ticket in tickets)
     if cached:
         raise TwinphaseError(

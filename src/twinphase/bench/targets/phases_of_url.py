@@ -5,17 +5,15 @@ Here is what a client gets; what a server itself calls prefill or decode is in `
 
 from __future__ import annotations
 
-import asyncio
 import statistics
-import time
 from dataclasses import replace
-from typing import Any
 
-from twinphase.bench.client.client import SEND_NOW, run
-from twinphase.bench.client.health import HEARTBEAT_SECONDS, Beat, ClientHealth, lags_of_stamps, watch_loop
+from twinphase.bench.client.client import run
+from twinphase.bench.client.health import ClientHealth
 from twinphase.bench.client.observation import Observation
-from twinphase.bench.load.run import LoadResult, quiet
-from twinphase.bench.load.workload import PromptMaker
+from twinphase.bench.load.arrivals import Closed
+from twinphase.bench.load.run import LoadResult, run_load
+from twinphase.bench.load.workload import LoadRequest, PromptMaker, Workload
 from twinphase.bench.targets.claims import claims_reader
 from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
 from twinphase.bench.targets.target import DecodeSample, PrefillSample
@@ -73,7 +71,7 @@ class PhasesOfUrl:
     def prefill(self, num_tokens: int) -> PrefillSample:
         """Time a lone request for one token."""
         for _ in range(TRIES):  # a first token may be half a character, or the end of text: no output then
-            [seen] = self._measure(1, num_tokens, 1)
+            [seen] = self._ask(1, num_tokens, 1)
             if not seen.error.startswith("no output"):
                 break
         self._refuse_failed([seen])
@@ -113,7 +111,7 @@ class PhasesOfUrl:
         Raises:
             TargetFailedError: one of them failed.
         """
-        seen = self._measure(count, num_tokens, max_tokens)
+        seen = self._ask(count, num_tokens, max_tokens)
         self._refuse_failed(seen)
         return seen
 
@@ -150,42 +148,23 @@ class PhasesOfUrl:
             return ""
         return f"In {len(self.late)} of {self.num_measured} measurements, repeated or not: {self.late[0]}"
 
-    def _measure(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
-        """Ask, and again where the client itself was late; note it where it stays late."""
+    def _ask(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
+        """Requests at once; again where the client itself was late, and noted where it stays late."""
         self.num_measured += 1
         for _ in range(TRIES):
-            seen, faults = self._ask(count, num_tokens, max_tokens)
+            requests = tuple(LoadRequest(self._prompts.take(num_tokens), max_tokens) for _ in range(count))
+            found = run(run_load(self.target, Workload(requests), Closed(count)))
+            ttft = min(found.ttft, default=0.0)
+            # Half a gap is allowed; a lone first token has none.
+            gap = statistics.median(found.itl) if found.itl else 2 * LATE_OF_TTFT * ttft
+            self._client.loop_lags += found.client.loop_lags
+            self._client.cpu = max(self._client.cpu, found.client.cpu)
+            self.observations += found.observations
+            faults = found.client.faults(ttft, gap)
             if not faults:
-                return seen
+                return found.observations
         self.late.append("; ".join(faults))
-        return seen
-
-    def _ask(self, count: int, num_tokens: int, max_tokens: int) -> tuple[list[Observation], tuple[str, ...]]:
-        """Requests at once, read when all have ended, and what was wrong with the client meanwhile."""
-        prompts = [self._prompts.take(num_tokens) for _ in range(count)]
-        client, beats = ClientHealth(), list[Beat]()
-
-        async def all_at_once() -> list[Any]:
-            began, cpu = time.perf_counter(), time.thread_time()
-            heart = asyncio.ensure_future(watch_loop(beats))
-            replies = await asyncio.gather(*(self.target.start(one, max_tokens, SEND_NOW) for one in prompts))
-            await asyncio.sleep(2 * HEARTBEAT_SECONDS)  # so that the last stamps have a heartbeat, too
-            client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
-            heart.cancel()
-            return replies
-
-        with quiet():
-            replies = run(all_at_once())
-        seen = [self.target.read(reply) for reply in replies]
-        client.loop_lags = lags_of_stamps(beats, [moment for one in seen for moment in one.token_times])
-        ttfts = [one.token_times[0] - one.sent for one in seen if one.token_times]
-        gaps = [gap for one in seen for gap in one.itl]
-        # `faults` allows half a gap; a lone first token has none.
-        usual = statistics.median(gaps) if gaps else 2 * LATE_OF_TTFT * min(ttfts, default=0.0)
-        self._client.loop_lags += client.loop_lags
-        self._client.cpu = max(self._client.cpu, client.cpu)
-        self.observations += seen
-        return seen, client.faults(min(ttfts, default=0.0), usual)
+        return found.observations
 
     def _refuse_failed(self, seen: list[Observation]) -> None:
         for one in seen:

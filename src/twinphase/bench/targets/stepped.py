@@ -21,12 +21,11 @@ from twinphase.engine.load import LoadedEngine, compute_units
 from twinphase.engine.recorder import StepRecorder
 from twinphase.errors import TwinphaseError
 from twinphase.phases import latency
-from twinphase.phases.cost import CostModel
 from twinphase.phases.timeline import RequestTimeline, StepRecord
 from twinphase.request import FinishReason, Request, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
 
-__all__ = ["StepError", "Stepped", "Ticket", "Workshop"]
+__all__ = ["StepError", "Stepped", "TimedRequest", "Workshop"]
 
 _IDS = itertools.count()
 
@@ -36,7 +35,7 @@ class StepError(TwinphaseError):
 
 
 @dataclass
-class Ticket:
+class TimedRequest:
     """One request under measurement; a latency is NaN while it has too few tokens for it.
 
     Attributes:
@@ -95,16 +94,16 @@ class Stepped:
         self.engine = engine
         self.records: list[StepRecord] = []
         self.walls: list[float] = []
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[str, TimedRequest] = {}
 
-    def submit(self, prompt: list[int], max_tokens: int, *, logprobs: bool = False) -> Ticket:
+    def submit(self, prompt: list[int], max_tokens: int, *, logprobs: bool = False) -> TimedRequest:
         """Queue one greedy request whose end of text is ignored."""
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0 if logprobs else None
         )
         start = self.engine.clock()
         request = Request(f"stepped-{next(_IDS)}", prompt, params, arrival_time=start)
-        ticket = Ticket(request, self.engine.add_request(request), start)
+        ticket = TimedRequest(request, self.engine.add_request(request), start)
         self._tickets[request.request_id] = ticket
         return ticket
 
@@ -155,31 +154,6 @@ class Stepped:
         self.submit(prompt, 1)
         return sum(record.seconds for record in self.run())
 
-    def decode_room(self, position: int, batch: int, num_tokens: int) -> int:
-        """Tokens that each of `batch` prompts must ask for, so that all can decode `num_tokens` tokens together.
-
-        The first ones decode already while the chunks of the others' prompts are computed.
-        """
-        chunks = -(-position // max(1, self.engine.scheduler.max_num_batched_tokens - batch)) + 1
-        return num_tokens + 1 + (batch - 1) * chunks
-
-    def begin_decode(self, prompts: list[list[int]], num_tokens: int) -> list[Ticket]:
-        """Compute the prompts, until each has its first token and all can decode `num_tokens` more together."""
-        room = self.decode_room(max(map(len, prompts)), len(prompts), num_tokens)
-        tickets = [self.submit(prompt, room) for prompt in prompts]
-        self.run_until(lambda: all(ticket.times for ticket in tickets))
-        return tickets
-
-    def decode(self, prompts: list[list[int]], num_tokens: int) -> list[StepRecord]:
-        """Decode `num_tokens` tokens of all prompts together, and give the steps in which all of them decoded."""
-        self.begin_decode(prompts, num_tokens)
-        first = len(self.records)
-        for _ in range(num_tokens):
-            self.step()
-        found = self.records[first:]
-        self.clear()
-        return [record for record in found if record.num_decodes == len(prompts) and not record.prefill_tokens]
-
 
 class Workshop:
     """One loaded model, and engines on it.
@@ -216,11 +190,6 @@ class Workshop:
         """The arrays that hold keys and values, zeros until written; empty where this process cannot reach them."""
         backend = getattr(self.loaded.engine.executor, "backend", None)
         return list(getattr(backend, "kv_memory", ()))
-
-    @property
-    def cost_model(self) -> CostModel:
-        """What all engines here have learned of this machine."""
-        return self.loaded.engine.cost_model
 
     def engine(
         self,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from twinphase.bench.lab.experiment import Experiment, Figure, Rule, Trial
 from twinphase.bench.lab.workbench import Workbench
-from twinphase.bench.targets.stepped import Ticket
+from twinphase.bench.targets.stepped import TimedRequest
 from twinphase.phases.timeline import StepRecord
 
 PROMPTS, OUTPUT, OTHERS, CHUNK = 4, 16, 6, 24
@@ -56,7 +56,7 @@ def same_tokens(bench: Workbench) -> Trial:
     )
 
 
-def _answer(bench: Workbench, way: str, prompt: list[int]) -> tuple[Ticket, list[StepRecord]]:
+def _answer(bench: Workbench, way: str, prompt: list[int]) -> tuple[TimedRequest, list[StepRecord]]:
     budget = {"max_num_batched_tokens": CHUNK} if way is CHUNKED else {}
     engine = bench.engine(enable_prefix_caching=way is CACHED, **budget)
     if way is BATCHED:
@@ -69,7 +69,7 @@ def _answer(bench: Workbench, way: str, prompt: list[int]) -> tuple[Ticket, list
     return ticket, engine.run()
 
 
-def _happened(way: str, ticket: Ticket, records: Sequence[StepRecord]) -> bool:
+def _happened(way: str, ticket: TimedRequest, records: Sequence[StepRecord]) -> bool:
     """Whether the engine did what the way is about."""
     if way is BATCHED:
         return any(record.num_decodes > 1 and record.index in ticket.steps for record in records)
