@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from twinphase.bench.load.diagnosis import CLIENT_RULES
 from twinphase.config import EngineConfig
 from twinphase.explain.alone import alone_sentences, had_it_run_alone
-from twinphase.explain.diagnosis import DECODE_RULES, PREFILL_RULES, diagnose
+from twinphase.explain.causes import CAUSES
+from twinphase.explain.diagnosis import diagnose
 from twinphase.explain.evidence import Efficiency, Evidence, Machine
 from twinphase.explain.explanation import explain, explain_evidence
 from twinphase.explain.levers import Lever, rank
@@ -224,16 +225,16 @@ def test_had_it_run_alone_is_the_cost_model_without_the_others():
     lived = evidence([*LIVED, (IntervalKind.DECODE, 1.0), (IntervalKind.STALL, 5.0), (IntervalKind.SEND, 0.25)], 4.5)
     alone = explain_evidence(lived).alone
     assert alone.verdict == "predicted" and alone.ttft == pytest.approx(0.5 + lived.prefill_alone())
-    assert alone.seconds == pytest.approx(0.75 + lived.prefill_alone() + lived.decode_step_at(101))
+    assert alone.seconds == pytest.approx(0.75 + lived.prefill_alone() + lived.decode_step(1, 101))
     assert alone.own_shares == pytest.approx(2.0)
 
 
 def test_who_was_alone_would_have_taken_no_longer_alone():
     lived = evidence([*LIVED, (IntervalKind.DECODE, 1e-4), (IntervalKind.SEND, 0.25)], first=4.5)
-    assert lived.decode_step_at(101) > 1e-4  # the model would say more than was measured
+    assert lived.decode_step(1, 101) > 1e-4  # the model would say more than was measured
     found = explain_evidence(lived)
     assert found.alone.verdict == "alone" and found.alone.seconds == pytest.approx(found.waterfall.wall_seconds)
-    assert alone_sentences(found.as_dict()) == ["it was alone: nobody else was in any of its steps"]
+    assert alone_sentences(found.as_dict()) == ["It was alone: no other request was in any of its steps."]
 
 
 def test_who_only_waited_for_a_seat_would_not_have_waited():
@@ -255,14 +256,14 @@ def test_alone_cannot_be_told_by_a_model_beyond_its_error(off, verdict, monkeypa
     assert alone.verdict == verdict
     told = alone_sentences({"alone": asdict(alone), "error": None, "waterfall": {"wall_seconds": 9.5}})
     if verdict == "unknown":
-        assert alone.seconds is None and told[0].startswith("cannot tell")
+        assert alone.seconds is None and told[0].startswith("It cannot be told")
     else:  # within the error, and yet not more than its own shares
-        assert alone.seconds == pytest.approx(0.5 + alone.own_shares) and "in place of" in told[0]
+        assert alone.seconds == pytest.approx(0.5 + alone.own_shares) and "instead of" in told[0]
 
 
 def predicted_error(lived):
     own = sum(lived.timeline.seconds(kind) for kind in (IntervalKind.PREFILL, IntervalKind.DECODE))
-    return abs(lived.prefill_alone() + lived.decode_step_at(101) - own) / own
+    return abs(lived.prefill_alone() + lived.decode_step(1, 101) - own) / own
 
 
 def test_overhead_is_what_memory_and_arithmetic_leave():
@@ -270,7 +271,7 @@ def test_overhead_is_what_memory_and_arithmetic_leave():
                      known={"decode": Efficiency("overhead", 0.1, 0.45)})  # fmt: skip
     found = {one.cause: one for one in diagnose(given) if one.phase == "decode"}
     assert found["model_size"].share == pytest.approx(0.45) and found["step_overhead"].share == pytest.approx(0.55)
-    assert "1.10 s of the 2.00 s of its own decoding (MBU 45%)" in found["step_overhead"].evidence
+    assert "1.10 s of the 2.00 s of its own decoding (MBU 45 %)" in found["step_overhead"].evidence
     assert "Reading it at the measured peak" in found["model_size"].evidence
 
 
@@ -279,7 +280,7 @@ def test_overhead_is_told_by_the_larger_ceiling_and_without_contention():
     shares = {one.cause: one.share for one in found if one.phase == "decode"}
     assert shares["contention"] == pytest.approx(0.2) and shares["step_overhead"] == pytest.approx(0.4)
     (overhead,) = (one for one in found if one.cause == "step_overhead")
-    assert "MFU 40%" in overhead.evidence
+    assert "MFU 40 %" in overhead.evidence
     assert sum(shares.values()) == pytest.approx(1, abs=0.02)
 
 
@@ -293,7 +294,7 @@ def test_levers_without_a_prediction_come_last():
 def test_the_page_lists_every_cause_and_tests_that_exist():
     page = (ROOT / "docs" / "explain.md").read_text()
     listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    assert listed == set(PREFILL_RULES) | set(DECODE_RULES) | set(CLIENT_RULES)
+    assert listed == set(CAUSES) | set(CLIENT_RULES)
     named = re.findall(r"`(test_\w+)`", page)
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert named and all(f"def {name}(" in tests for name in named)

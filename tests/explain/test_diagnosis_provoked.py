@@ -60,7 +60,7 @@ def test_queue_for_seats(start):
     assert engine.causes(second, "prefill")[0] == "queue"
     assert "queue" not in engine.causes(first, "prefill")
     found = engine.explain(second)
-    assert "all 1 seats" in found.diagnoses[0].evidence and found.diagnoses[0].lever.flag == "--max-num-seqs"
+    assert "the only seat" in found.diagnoses[0].evidence and found.diagnoses[0].lever.flag == "--max-num-seqs"
     assert found.levers[-1].saved_seconds is None  # what others would do then is not predicted
 
 
@@ -130,7 +130,7 @@ def test_missed_prefix_evicted(start):
     engine.serve(engine.prompt(800))
     evicted = engine.serve(prompt)
     found = engine.explain(evicted).diagnoses[0]
-    assert (found.cause, found.lever.flag) == ("missed_prefix", "--num-kv-blocks") and "make room" in found.evidence
+    assert (found.cause, found.lever.flag) == ("missed_prefix", "--num-kv-blocks") and "evicted" in found.evidence
     for life in (fresh, kept):
         assert "--num-kv-blocks" not in [lever.flag for lever in engine.explain(life).levers]
 
@@ -226,7 +226,7 @@ def test_model_size(start):
 
 def test_context_length(start):
     (found, *_) = decode_of(start(max_model_len=4096, max_num_batched_tokens=512), 3000, 0.8)
-    assert found.cause == "context_length" and "3000 tokens" in found.evidence
+    assert found.cause == "context_length" and "3000 prompt tokens" in found.evidence
     assert "context_length" not in [one.cause for one in decode_of(start(), 20, 0.8)]
 
 

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from twinphase.bench.report.result import ResultError
 from twinphase.cli import run_app
+from twinphase.commands.explain_saved import SavedLedgerError, read_ledger
 from twinphase.commands.explain_source import from_file
 from twinphase.commands.explain_view import lines
 from twinphase.explain.explanation import explain_evidence
-from twinphase.explain.saved import SavedLedgerError, read_ledger
 from twinphase.explain.waterfall import WaterfallError
 from twinphase.phases.timeline import IntervalKind
 
@@ -60,10 +61,10 @@ def test_a_run_with_what_came_before_it():
     ("form", "path", "value", "error", "words"),
     [
         (TIMINGS, ["e2e_ms"], 200.0, WaterfallError, "add up to 100.000 ms"),
-        (TIMINGS, ["ledger_ms", "queue"], float("nan"), SavedLedgerError, "no time"),
-        (TIMINGS, ["ledger_ms", "queue"], -5.0, SavedLedgerError, "-5.0"),
-        (TIMINGS, ["ledger_ms", "lunch"], 5.0, SavedLedgerError, "lunch is no kind"),
-        (TIMINGS, ["prompt_n"], 10**12, SavedLedgerError, "no number of tokens"),
+        (TIMINGS, ["ledger_ms", "queue"], float("nan"), SavedLedgerError, "NaN"),
+        (TIMINGS, ["ledger_ms", "queue"], -5.0, SavedLedgerError, "negative"),
+        (TIMINGS, ["ledger_ms", "lunch"], 5.0, SavedLedgerError, "lunch is not a kind"),
+        (TIMINGS, ["prompt_n"], 10**12, SavedLedgerError, "<= 16777216"),
         (TIMINGS, ["prefix_miss", "reason"], "luck", SavedLedgerError, "luck"),
         (TIMELINE, ["intervals", 1, "start_ms"], 12.0, WaterfallError, "begins at 12.000 ms"),
         (TIMELINE, ["intervals", 1, "kind"], "nap", SavedLedgerError, "nap"),
@@ -132,7 +133,9 @@ def explained(tmp_path, capsys, form=TIMELINE):
 
 
 def client_result():
-    observations = [{"intended": float(n), "token_times": [n + 0.5, n + 0.75], "error": ""} for n in range(3)]
+    observations = [
+        {"request_id": "", "intended": n, "sent": n, "token_times": [n + 0.5, n + 0.75], "error": ""} for n in range(3)
+    ]
     return {"format": "twinphase-result", "version": 1, "data": {"load": {"observations": observations}}}
 
 
@@ -180,6 +183,11 @@ def test_a_damaged_explanation_is_refused(tmp_path, capsys, path, value):
         assert code == 2 and "Traceback" not in error and len(error) < 1000, error
 
 
+def loaded(**observation):
+    data = [{"observations": [{"request_id": "", "sent": 0.0, **observation}]}]
+    return {"format": "twinphase-result", "data": data}
+
+
 @pytest.mark.parametrize("form", [
     {"waterfall": {"wall_seconds": 1.0, "first_token": None, "bars": []}, "diagnoses": []},
     {"waterfall": {}, "diagnoses": [], "kind": "client"},
@@ -197,9 +205,10 @@ def test_a_damaged_explanation_is_refused(tmp_path, capsys, path, value):
                                                  RUN["timing"]["phases"][1]]}},
     {**RUN, "explanation": "because"},
     {**RUN, "explanation": {"diagnoses": ["queue"]}},
-    {"format": "twinphase-result", "data": [{"observations": [{"intended": 1.0, "token_times": [1.0]}]}]},
-    {"format": "twinphase-result", "data": [{"observations": [{"intended": 1.0, "token_times": [10**400]}]}]},
-    {"format": "twinphase-result", "data": [{"observations": [{"intended": 2.0, "token_times": [1.0]}]}]},
+    loaded(intended=1.0, token_times=[1.0]),
+    loaded(intended=1.0, token_times=[10**400]),
+    loaded(intended=2.0, token_times=[1.0]),
+    loaded(intended=1.0, token_times=[2.0], num_output_tokens=-1),
     {"format": "twinphase-result", "kind": "explain", "data": {"kind": "client"}},
 ])  # fmt: skip
 def test_odd_files_are_refused_with_one_clear_error(tmp_path, capsys, form):
@@ -235,6 +244,6 @@ def test_whatever_is_in_a_saved_explanation_is_shown_or_refused(tmp_path_factory
     path.write_text(json.dumps(replaced(form, data)))
     try:
         found = from_file(path)
-    except (SavedLedgerError, WaterfallError):
+    except (SavedLedgerError, ResultError, WaterfallError):
         return
     assert "\n".join(lines(found)) and json.dumps(found)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinphase.explain.waterfall import Bar, Waterfall, WaterfallError, waterfall
+from twinphase.explain.waterfall import Waterfall, WaterfallBar, WaterfallError, waterfall
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
 LIVES = st.lists(st.tuples(st.sampled_from(list(IntervalKind)), st.floats(1e-6, 10)), min_size=1, max_size=30)
@@ -38,7 +38,7 @@ def test_bars_stand_in_the_order_of_a_life():
 
 @pytest.mark.parametrize("wall", [0.9, 1.1])
 def test_what_does_not_add_up_is_refused(wall):
-    bars = (Bar("queue", 0.4, 0.4, 0.4), Bar("prefill", 0.6, 0.6, 0.6))
+    bars = (WaterfallBar("queue", 0.4, 0.4, 0.4), WaterfallBar("prefill", 0.6, 0.6, 0.6))
     assert Waterfall(1.0, None, bars).bars == bars
     with pytest.raises(WaterfallError, match="add up"):
         Waterfall(wall, None, bars)

@@ -11,7 +11,7 @@ import pytest
 
 from raw_client import until
 from twinphase.cli import run_app
-from twinphase.explain.saved import read_ledger
+from twinphase.commands.explain_saved import read_ledger
 
 BODY = {"prompt": "hello world", "max_tokens": 20, "ignore_eos": True}
 ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
@@ -144,7 +144,7 @@ def test_saved_forms_agree_with_the_server(server, explained, tmp_path):
                 assert bar["seconds"] == pytest.approx(by_kind[bar["name"]], abs=1e-5)
         assert all(lever["saved_seconds"] is None or lever["flag"] in ("client", "sampling", "machine")
                    for lever in found["levers"])  # fmt: skip
-        assert "unknown: there is no cost model" in explained(path)[1]
+        assert "Unknown: there is no cost model" in explained(path)[1]
     assert read_ledger(timeline).request.num_cached_tokens == body["timings"]["cache_n"]
 
 

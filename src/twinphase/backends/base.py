@@ -106,6 +106,8 @@ class Backend(Protocol):
     """
 
     name: str
+    block_multiple: int  # the block size of the KV cache is a multiple of this
+    kv_cache_dtypes: tuple[str, ...]  # what `EngineConfig.kv_cache_dtype` may be
 
     def prepare(self, checkpoint: Checkpoint, shape: ModelShape) -> None:
         """Get ready for this model (compile kernels, reserve memory); called once, before any weight.
@@ -130,8 +132,8 @@ class Backend(Protocol):
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Make the KV cache; called once, after the weights and before the first step."""
 
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one token in the allocated cache, over all layers."""
+    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
+        """Bytes of one token in the allocated cache, over all layers; or in one of another of `kv_cache_dtypes`."""
 
     # One step.
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:

@@ -25,6 +25,8 @@ class ReferenceBackend:
     """The `Backend` protocol in NumPy float32."""
 
     name = "reference"
+    block_multiple = 1
+    kv_cache_dtypes: tuple[str, ...] = ("auto",)
 
     def prepare(self, checkpoint: Checkpoint, shape: ModelShape) -> None:
         """Nothing to prepare."""
@@ -53,7 +55,7 @@ class ReferenceBackend:
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self.kv_memory = [self.keys, self.values]
 
-    def kv_bytes_per_token(self) -> int:
+    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """2 L H_kv d b, with b = 4."""
         return 2 * self.kv_spec.num_layers * self.kv_spec.num_kv_heads * self.kv_spec.head_dim * 4
 

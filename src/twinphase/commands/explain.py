@@ -13,12 +13,13 @@ __all__ = ["explain"]
 
 def explain(
     what: str = typer.Argument(
-        None, help="Id of a request of the server, or a JSON file: a saved ledger, an answer, a load's result.json."
+        None,
+        help="Id of a server's request, or a JSON file: a saved ledger, an answer, or a load's result.json.",
     ),
-    url: str = typer.Option("http://127.0.0.1:8000", help="Of the server that has the request."),
-    api_key: str = typer.Option(None, envvar="TWINPHASE_API_KEY", help="That the request was sent with."),
-    last: bool = typer.Option(False, "--last", help="The last request that the server finished."),
-    json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+    url: str = typer.Option("http://127.0.0.1:8000", help="The server that has the request."),
+    api_key: str = typer.Option(None, envvar="TWINPHASE_API_KEY", help="API key that the request was sent with."),
+    last: bool = typer.Option(False, "--last", help="Explain the last request that the server finished."),
+    json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     out: Path = typer.Option(None, help="Write a report with plots into this folder."),
 ) -> None:
     """Explain one request: a waterfall of its time, what bound each phase, the causes, and what to change."""
@@ -40,5 +41,4 @@ def explain(
         from twinphase.bench.report.render import write_report
         from twinphase.terminal import note
 
-        written = write_report(explain_report(found), out)
-        note(f"{written.html}")
+        note(str(write_report(explain_report(found), out).html))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from twinphase.explain.alone import alone_sentences
-from twinphase.explain.levers import duration
+from twinphase.explain.levers import duration, percent
 from twinphase.terminal import percentages
 
 __all__ = ["lines"]
@@ -57,20 +57,22 @@ def _maybe(seconds: float | None) -> str:
 
 
 def _percent(fraction: float | None) -> str:
-    return "unknown" if fraction is None else f"{100 * fraction:.0f} %"
+    return "unknown" if fraction is None else percent(fraction)
 
 
 def _headline(found: Mapping[str, Any]) -> str:
     falls = found["waterfall"]
     if found["kind"] == "client":
-        return f"{found['num_requests']} requests as a client saw them; {duration(falls['wall_seconds'])} in the mean"
+        return (
+            f"{found['num_requests']} requests as a client saw them, {duration(falls['wall_seconds'])} each on average"
+        )
     tpot = found.get("tpot")
-    rate = f", {duration(tpot)} a token after it ({1 / tpot:,.1f} tok/s)" if tpot else ""
+    rate = f", then {duration(tpot)} per token ({1 / tpot:,.1f} tok/s)" if tpot else ""
     return f"{duration(falls['wall_seconds'])} in all, first token after {_maybe(falls['first_token'])}{rate}"
 
 
 def _bars(falls: Mapping[str, Any]) -> Iterator[str]:
-    """One bar a kind, each beginning where the one above ended."""
+    """One bar per kind, each beginning where the one above ended."""
     bars, wall = falls["bars"], falls["wall_seconds"]
     width = max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns - 42))
     shares = percentages([bar["share"] for bar in bars])
@@ -85,7 +87,7 @@ def _bars(falls: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _blocks(start: float, end: float) -> str:
-    """Characters from column `start` to `end`: whole ones, and an eighth at least so that nothing is invisible."""
+    """Block characters from column `start` to `end`, at least an eighth of one so that nothing is invisible."""
     eighths = max(1, round(8 * (end - int(start))) if int(start) == start else round(8 * (end - start)))
     return EIGHTHS[8] * (eighths // 8) + EIGHTHS[eighths % 8].strip()
 
@@ -116,7 +118,7 @@ def _diagnoses(found: Mapping[str, Any], phase: str, title: str) -> Iterator[str
 
 
 def _share(one: Mapping[str, Any], kind: str) -> str:
-    """A client's comparisons have no common whole."""
+    """The share of the symptom; a client's comparisons have no common whole."""
     if kind == "client":
         return "- "
     return f"{_percent(one['share']) if one['share'] is not None else '?':>6}  "
@@ -131,4 +133,4 @@ def _levers(found: Mapping[str, Any]) -> Iterator[str]:
         gain = unknown if saved is None else f"{duration(saved)}{error}"
         rows.append(f"{gain:>16}  {_paint(lever['flag'], BOLD)}: {lever['advice']}")
     whose = "these requests" if found["kind"] == "client" else "this request"
-    yield from _section(f"What to change, by what it would save of {whose}", rows)
+    yield from _section(f"What to change, by what it would save {whose}", rows)

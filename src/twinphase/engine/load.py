@@ -57,6 +57,7 @@ class LoadedEngine:
         checkpoint: the open model file.
         model_config: the model's shape.
         engine: sees token ids only.
+        backend: computes the model.
         warm_timeline: the life of the request that `warm_up` computed, alone on a warm engine; None before.
     """
 
@@ -78,7 +79,7 @@ class LoadedEngine:
         about = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # keys and values in 16 bits
         self.config = wanted.resolve(shape.context_length, about)
         self.text = ModelText(self.checkpoint)
-        backend = make_backend(self.config, compile_progress)
+        self.backend = backend = make_backend(self.config, compile_progress)
         loaded = load_model(self.checkpoint, backend, self.config.max_model_len, load_progress)
         costs, eos = model_shape(self.checkpoint, loaded.config), self.text.tokenizer.eos_token_ids
         self.engine = make_engine(self.config, loaded, backend, costs, eos, self.checkpoint.fingerprint)
@@ -127,8 +128,17 @@ class LoadedEngine:
 
     def explain(self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False) -> Explanation:
         """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
-        engine, ceilings, best = self.engine, measured_ceilings(self.config), best_isa(self.config)
-        machine = Machine(self.config, engine.shape, engine.cost_model, ceilings, self.units, available_cores(), best)
+        machine = Machine(
+            self.config,
+            self.engine.shape,
+            self.engine.cost_model,
+            measured_ceilings(self.config),
+            self.units,
+            available_cores() if self.config.backend == "cpu" else None,
+            best_isa(self.config),
+            self.backend.block_multiple,
+            {dtype: self.backend.kv_bytes_per_token(dtype) for dtype in self.backend.kv_cache_dtypes},
+        )
         return explain(request, timeline, machine, names=names)
 
 

@@ -1,7 +1,4 @@
-"""What a request would have taken with the engine for itself: measured where it was alone, else the cost model's word.
-
-Not for the rest of an explanation (`explain.py`).
-"""
+"""What a request would have taken with the engine to itself: measured where it was alone, else by the cost model."""
 
 from __future__ import annotations
 
@@ -10,28 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinphase.explain.evidence import Evidence
-from twinphase.explain.levers import duration, length
+from twinphase.explain.levers import duration, percent
 from twinphase.phases.timeline import IntervalKind
 
 __all__ = ["Alone", "alone_sentences", "had_it_run_alone"]
 
-# What company in its own steps costs, and what a full engine or a full cache costs besides: alone there is none of it.
-COMPANY = (IntervalKind.PREFILL_WAIT, IntervalKind.BATCHING, IntervalKind.STALL, IntervalKind.RECOMPUTE)
-OTHERS = {*COMPANY, IntervalKind.QUEUE}
-HELD_BACK = {"seats", "blocks", "budget", "prefix"}  # reasons to queue that are others'
+# What sharing its own steps costs a request, and what a full engine or a full cache costs it besides.
+SHARING = (IntervalKind.PREFILL_WAIT, IntervalKind.BATCHING, IntervalKind.STALL, IntervalKind.RECOMPUTE)
+NOT_ITS_OWN = {*SHARING, IntervalKind.QUEUE}
+OTHERS_REASONS = {"seats", "blocks", "budget", "prefix"}  # to queue
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A request with the engine for itself and its cached tokens as they were.
+    """A request with the engine to itself, and its cached tokens as they were.
 
     Attributes:
-        seconds: prefill + decode + everything measured that is neither theirs nor others' (tokenizing, text, ...); None
-            where it cannot be told.
+        seconds: prefill + decode + everything measured that is neither of them nor others' (tokenizing, text, ...);
+            None where it cannot be told.
         ttft: until the first token; None as above.
-        tpot: of a token after it; None as above, and below two output tokens.
+        tpot: per token after it; None as above, and below two output tokens.
         prefill_seconds, decode_seconds: by the cost model.
-        own_shares: this request's shares of the steps that it was really in, prefill + decode; alone they are not more.
+        own_shares: this request's shares of the steps that it was in, prefill + decode; alone it would not take more.
         verdict: "alone": it was, and `seconds` was measured; "predicted"; or "unknown": the cost model is further off
             from `own_shares` than it usually errs.
     """
@@ -48,71 +45,72 @@ class Alone:
 def had_it_run_alone(evidence: Evidence) -> Alone | None:
     """The same request in an empty engine; None without a cost model.
 
-    Where nobody was in its steps, its own times are those. Otherwise prefill in chunks as the engine cuts them, then a
-    step a token, each with the context that it has by then, by the cost model; never more than its measured shares.
+    Where nobody else was in its steps, its own times are the answer. Otherwise it is the cost model's: prefill in
+    chunks as the engine cuts them, then a step per token at its context; never more than the measured shares.
     """
     prefill = evidence.prefill_alone()
     if prefill is None or evidence.machine is None:
         return None
     num_decoded = max(0, evidence.request.num_output_tokens - 1)
     # A step's time is linear in its context, so that the mean context gives the mean time.
-    decode = num_decoded * (evidence.decode_step_at(evidence.num_prompt + (num_decoded + 1) / 2) or 0.0)
-    first, later = evidence.first, evidence.later
+    decode = num_decoded * (evidence.decode_step(1, evidence.num_prompt + (num_decoded + 1) / 2) or 0.0)
     own_prefill, own_decode = (evidence.timeline.seconds(kind) for kind in (IntervalKind.PREFILL, IntervalKind.DECODE))
     own = own_prefill + own_decode
-    named = {*OTHERS, IntervalKind.PREFILL, IntervalKind.DECODE}
-    before = sum(seconds for kind, seconds in first.items() if kind not in named)
-    after = sum(seconds for kind, seconds in later.items() if kind not in named)
+    left_out = {*NOT_ITS_OWN, IntervalKind.PREFILL, IntervalKind.DECODE}
+    before = sum(seconds for kind, seconds in evidence.first.items() if kind not in left_out)
+    after = sum(seconds for kind, seconds in evidence.later.items() if kind not in left_out)
     verdict, taken = "predicted", (min(prefill, own_prefill), min(decode, own_decode))
-    if not _company(evidence):
-        queued = sum(length(queue) for queue in evidence.intervals(IntervalKind.QUEUE) if queue.reason in HELD_BACK)
+    if not _shared_steps(evidence):
+        queues = evidence.intervals(IntervalKind.QUEUE)
+        queued = sum(queue.end - queue.start for queue in queues if queue.reason in OTHERS_REASONS)
         verdict, taken = "predicted" if queued else "alone", (own_prefill, own_decode)
-        before += first[IntervalKind.QUEUE] - min(queued, first[IntervalKind.QUEUE])
-    elif _too_far(prefill + decode, own, evidence):
+        before += max(0.0, evidence.first[IntervalKind.QUEUE] - queued)
+    elif _beyond_its_error(prefill + decode, own, evidence):
         return Alone(None, None, None, prefill, decode, own, "unknown")
     tpot = (taken[1] + after) / num_decoded if num_decoded else None
     return Alone(before + sum(taken) + after, before + taken[0], tpot, prefill, decode, own, verdict)
 
 
-def _company(evidence: Evidence) -> bool:
-    """Somebody else was in its steps, or took its place."""
+def _shared_steps(evidence: Evidence) -> bool:
+    """Whether somebody else was in its steps, or took its place."""
     decode = evidence.timeline.decode
     return (
-        any(evidence.timeline.seconds(kind) > 0 for kind in COMPANY)
+        any(evidence.timeline.seconds(kind) > 0 for kind in SHARING)
         or evidence.timeline.prefill.decodes > 0
         or decode.decodes > decode.steps
     )
 
 
-def _too_far(predicted: float, own: float, evidence: Evidence) -> bool:
-    """The prediction is further from what was measured than 95 % of the model's others were from theirs."""
+def _beyond_its_error(predicted: float, own: float, evidence: Evidence) -> bool:
+    """Whether the prediction is further off than 95 % of the model's last ones."""
     p95 = evidence.machine.cost_model.error().p95 if evidence.machine else None
     return abs(predicted - own) > own * p95 if p95 is not None else predicted > own
 
 
 def alone_sentences(found: Mapping[str, Any]) -> list[str]:
-    """Of an explanation as plain values."""
+    """What to say about it, of an explanation as plain values."""
     alone, error = found.get("alone"), found.get("error") or {}
     if not alone:
-        return ["unknown: there is no cost model of the engine that served it"]
+        return ["Unknown: there is no cost model of the engine that served it."]
     if alone["verdict"] == "alone":
-        return ["it was alone: nobody else was in any of its steps"]
+        return ["It was alone: no other request was in any of its steps."]
     by_model = (
-        f"prefill {duration(alone['prefill_seconds'])}, decode {duration(alone['decode_seconds'])} by the cost model; "
-        f"its shares of the steps it was in were {duration(alone['own_shares'])} together"
+        f"By the cost model prefill takes {duration(alone['prefill_seconds'])} and decode "
+        f"{duration(alone['decode_seconds'])}; its shares of the steps it was in were {duration(alone['own_shares'])} "
+        "together."
     )
     if alone["seconds"] is None:
-        rows = ["cannot tell: the cost model is further from what was measured than it usually errs", by_model]
+        rows = ["It cannot be told: the cost model is further from what was measured than it usually errs.", by_model]
     else:
         tpot = "unknown" if alone["tpot"] is None else duration(alone["tpot"])
         rows = [
-            f"{duration(alone['seconds'])} in place of {duration(found['waterfall']['wall_seconds'])}; first token "
-            f"after {duration(alone['ttft'])}, {tpot} a token after it",
+            f"{duration(alone['seconds'])} instead of {duration(found['waterfall']['wall_seconds'])}: first token "
+            f"after {duration(alone['ttft'])}, then {tpot} per token.",
             by_model,
         ]
     if error.get("median") is not None:
         rows.append(
-            f"the model's last {error['steps']} predictions were off by {100 * error['median']:.0f} % in the middle, "
-            f"{100 * error['p95']:.0f} % at the 95th percentile"
+            f"The model's last {error['steps']} predictions had a median error of {percent(error['median'])}, and "
+            f"{percent(error['p95'])} at the 95th percentile."
         )
     return rows

@@ -1,32 +1,31 @@
-"""The causes of a bad time to first token and of bad tokens a second, by rules over what was measured.
+"""The causes of a bad time to first token and of bad tokens per second.
 
-One small function a cause, in one table a symptom (`prefill_causes.py`, `decode_causes.py`). A rule claims seconds of
-the ledger, and no second of a phase's own work is claimed twice, so that the shares of one symptom add up to 1 at most.
-docs/explain.md has the table, with the test that provokes each cause. Not for what a client alone can see
-(`client_diagnosis.py`).
+`attribution.py` gives every second to one cause, so that the shares of one symptom add up to 1 at most; `causes.py` has
+the words. docs/explain.md lists the causes, each with the test that provokes it. Not for what only a client can see
+(`bench/load/diagnosis.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from twinphase.explain.decode_causes import DECODE_RULES
+from twinphase.explain.attribution import WORTH_NAMING, attribute
+from twinphase.explain.causes import CAUSES
 from twinphase.explain.evidence import Evidence
-from twinphase.explain.levers import WORTH_NAMING, Lever
-from twinphase.explain.prefill_causes import PREFILL_RULES, prefix_sentence
+from twinphase.explain.levers import Lever
 
-__all__ = ["DECODE_RULES", "PREFILL_RULES", "Diagnosis", "diagnose", "prefix_sentence"]
+__all__ = ["Diagnosis", "diagnose"]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A cause of a bad time to first token, or of bad tokens a second.
+    """A cause of a bad time to first token, or of bad tokens per second.
 
     Attributes:
         cause: its name, as in docs/explain.md.
-        phase: "prefill" for a bad TTFT, "decode" for bad tokens a second.
-        evidence: one sentence with its numbers.
-        seconds: that it explains; None where that cannot be told.
+        phase: "prefill" for a bad TTFT, "decode" for bad tokens per second.
+        evidence: what was measured, in a sentence or two.
+        seconds: what it explains; None where that cannot be told.
         share: of TTFT, or of the time after the first token; None as above.
         lever: what to change, if anything can be.
     """
@@ -40,28 +39,23 @@ class Diagnosis:
 
 
 def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
-    """What each symptom comes from: causes of a bad TTFT, then of bad tokens a second, the largest share first.
+    """The causes of a bad TTFT, then of bad tokens per second, the largest share first.
 
-    Causes that explain less than a tenth are left out; those whose share is not known come last.
+    Causes that explain less than a tenth are left out; those without a share come last, if something can be changed.
     """
     found: list[Diagnosis] = []
-    lead = sum(evidence.before.values())
-    for phase, rules, whole in (
-        ("prefill", PREFILL_RULES, lead + sum(evidence.first.values())),
-        ("decode", DECODE_RULES, sum(evidence.later.values())),
-    ):
-        if whole <= 0:
-            continue
+    for phase, before in (("prefill", sum(evidence.before.values())), ("decode", 0.0)):
+        whole = before + sum(evidence.spent(phase).values())
         named = []
-        for cause, rule in rules.items():
-            claim = rule(evidence)
-            if claim is None:
+        for cause, seconds in attribute(evidence, phase).items():
+            if seconds is not None and seconds < WORTH_NAMING * whole:
                 continue
-            seconds, sentence, lever = claim
-            share = None if seconds is None else seconds / whole
+            sentence, lever = CAUSES[cause](evidence, seconds or 0.0)
             if lever is not None and lever.addressed_seconds is None:
                 lever = replace(lever, addressed_seconds=seconds)
-            if share is None or share >= WORTH_NAMING:
-                named.append(Diagnosis(cause, phase, sentence, seconds, share, lever))
-        found += sorted(named, key=lambda diagnosis: (diagnosis.share is None, -(diagnosis.share or 0.0)))
+            if seconds is not None:
+                named.append(Diagnosis(cause, phase, sentence, seconds, seconds / whole, lever))
+            elif lever is not None:
+                named.append(Diagnosis(cause, phase, sentence, None, None, lever))
+        found += sorted(named, key=lambda one: (one.share is None, -(one.share or 0.0)))
     return tuple(found)

@@ -1,6 +1,6 @@
 """What is known of one request, wherever it comes from: the engine that served it, or a file that was saved.
 
-The explanation, the diagnosis rules and the levers read this and nothing else. Not for judging it.
+The explanation and the rules of the diagnosis read this and nothing else. Not for judging it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from twinphase.request import RequestCounts
 
 __all__ = ["Efficiency", "Evidence", "Machine"]
 
-FEW = 0.1  # of a phase's steps, or of the rows of its steps
+FEW = 0.1  # fraction of a phase's steps, or of the rows of its steps
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the request ran on; what is None is not known.
+    """What the request ran on; None is unknown.
 
     Attributes:
         config: of the engine.
@@ -34,8 +34,10 @@ class Machine:
         cost_model: of the engine, as it is now.
         ceilings: measured peaks.
         units: which arithmetic unit does what.
-        cores: processors that the engine may use.
+        cores: processors that the backend may use.
         best_isa: the instruction-set path that would be chosen if none were forced.
+        block_multiple: the backend's block sizes are multiples of this.
+        kv_token_bytes: bytes per token of the KV cache, for each `kv_cache_dtype` that the backend accepts.
     """
 
     config: EngineConfig
@@ -45,6 +47,8 @@ class Machine:
     units: Units | None = None
     cores: int | None = None
     best_isa: str | None = None
+    block_multiple: int = 1
+    kv_token_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,12 @@ class Evidence:
 
     Attributes:
         request: its lengths, prefix miss and preemptions.
-        timeline: of it.
-        machine: None for a saved ledger: then nothing can be predicted.
+        timeline: its intervals and the sums of both phases.
+        machine: None for a saved ledger; nothing can be predicted then.
         before: seconds by name of what came before it arrived, such as loading the model.
-        known: of each phase, where somebody worked it out before; otherwise it is worked out here.
+        known: the efficiency of a phase where the ledger has it; otherwise it is worked out here.
         detailed: the timeline has every interval in its place, not just sums.
-        names: other requests may be called by their ids: they belong to who asks.
+        names: other requests may be called by their ids, because they belong to whoever asks.
     """
 
     request: RequestCounts
@@ -94,9 +98,12 @@ class Evidence:
         totals = self.timeline.totals()
         return {kind: max(0.0, totals[kind.value] - self.first[kind]) for kind in IntervalKind}
 
+    def spent(self, phase: str) -> dict[IntervalKind, float]:
+        """Seconds by kind: up to the first output token for "prefill", after it for "decode"."""
+        return self.first if phase == "prefill" else self.later
+
     @property
     def num_prompt(self) -> int:
-        """Prompt tokens."""
         return self.request.num_prompt_tokens
 
     @property
@@ -106,38 +113,56 @@ class Evidence:
 
     @property
     def num_known(self) -> int:
-        """Prompt tokens computed although they were once cached, by their hash; the last one always is computed."""
+        """Prompt tokens computed although they were once cached, by their hash; the last one is always computed."""
         miss = self.request.prefix_miss
         return min(miss.num_known, max(0, self.num_computed - 1)) if miss is not None else 0
 
     @property
     def known_part(self) -> float:
-        """Of the tokens computed."""
+        """`num_known` as a fraction of the computed tokens."""
         return self.num_known / self.num_computed if self.num_known else 0.0
 
     @property
     def mean_context(self) -> float:
-        """Tokens before a decode step, in the mean over them."""
+        """Mean number of tokens before a decode step."""
         return self.num_prompt + self.request.num_output_tokens / 2
 
     @property
-    def decode_steps(self) -> int:
-        """Steps that gave it a token in decode."""
-        return self.timeline.decode.steps
-
-    @property
     def together(self) -> int:
-        """Requests that decoded in a step, this one included, in the mean."""
+        """Mean number of requests that decoded in a step, this one included."""
         decode = self.timeline.decode
         return max(1, round(decode.decodes / max(1, decode.steps)))
 
     def intervals(self, kind: IntervalKind) -> list[Interval]:
-        """Those of a kind."""
         return [interval for interval in self.timeline.intervals if interval.kind is kind]
 
-    def seconds_of(self, work: StepWork) -> float | None:
-        """Predicted time of a step; None without a cost model."""
-        return self.machine.cost_model.seconds(work) if self.machine else None
+    @property
+    def grammar_seconds(self) -> float:
+        """Seconds before the first output token in which its grammar was being compiled."""
+        cut = self.timeline.arrival + sum(self.first.values())
+        queues = (queue for queue in self.intervals(IntervalKind.QUEUE) if queue.reason == "grammar")
+        return sum(max(0.0, min(queue.end, cut) - queue.start) for queue in queues)
+
+    @property
+    def config(self) -> EngineConfig | None:
+        return self.machine.config if self.machine else None
+
+    @property
+    def idle_part(self) -> float:
+        """The fraction of the machine's processors that no thread of the engine uses."""
+        if self.machine is None or not self.machine.cores or not self.machine.config.threads:
+            return 0.0
+        return max(0.0, 1 - self.machine.config.threads / self.machine.cores)
+
+    def smaller_kv_cache(self) -> tuple[str, float] | None:
+        """The smallest KV cache type that the backend accepts, and its bytes as a fraction of the present one's.
+
+        None where there is none smaller, and where the machine is not known.
+        """
+        sizes = self.machine.kv_token_bytes if self.machine else {}
+        now = sizes.get(self.machine.config.kv_cache_dtype) if self.machine else None
+        smallest = min(sizes, key=lambda name: sizes[name], default="")
+        return (smallest, sizes[smallest] / now) if now and sizes[smallest] < now else None
 
     def prefill_alone(self, num_tokens: int | None = None) -> float | None:
         """Predicted time to compute `num_tokens` prompt tokens behind the cached ones, in the chunks of the engine.
@@ -154,19 +179,17 @@ class Evidence:
             total += self.machine.cost_model.seconds(work)
         return total
 
-    def decode_step(self, count: int) -> float | None:
-        """Predicted time of a step that decodes `count` requests of about this one's length."""
-        return self.seconds_of(StepWork(count, 0, count * self.request.num_tokens, count, count))
-
-    def decode_step_at(self, context: float) -> float | None:
-        """Predicted time of a step that decodes this request alone, at a context of so many tokens."""
-        return self.seconds_of(StepWork(1, 0, round(context), 1, 1))
+    def decode_step(self, count: int, context: float | None = None) -> float | None:
+        """Predicted time of a step that decodes `count` requests at a context (of this request, if None) of tokens."""
+        each = self.request.num_tokens if context is None else context
+        work = StepWork(count, 0, round(count * each), count, count)
+        return self.machine.cost_model.seconds(work) if self.machine else None
 
     def efficiency(self, phase: str) -> Efficiency:
         """Of "prefill" or "decode", over its steps in which no request was in the other phase.
 
-        A prompt may have had a few decodes beside it. Where too few steps are left, or none, it is unknown: what was
-        others' work cannot be taken out of a step.
+        A prompt may have had a few decodes beside it. Where too few steps are left, or none, it is unknown: the work
+        of others cannot be taken out of a step.
         """
         if phase in self.known:
             return self.known[phase]

@@ -1,18 +1,19 @@
 """Why a request took as long as it did: a waterfall, what bound each phase, the causes, and what to change.
 
-Reads a timeline; the cost model says what another setting, or an empty engine, would do. Estimates carry the model's
-own error. Not for dividing time (`ledger.py`), nor for drawing (the terminal does).
+Reads a timeline; the cost model says what another setting, or an empty engine, would do. Not for dividing time
+(`phases/ledger.py`), nor for drawing (the terminal does).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from twinphase.explain.alone import Alone, had_it_run_alone
-from twinphase.explain.diagnosis import Diagnosis, diagnose, prefix_sentence
+from twinphase.explain.causes import prefix_sentence
+from twinphase.explain.diagnosis import Diagnosis, diagnose
 from twinphase.explain.evidence import Efficiency, Evidence, Machine
-from twinphase.explain.levers import ABOUT, WORTH_NAMING, Lever, duration, rank
+from twinphase.explain.levers import Lever, duration, percent, rank
 from twinphase.explain.waterfall import Waterfall, waterfall
 from twinphase.phases.cost import CostError
 from twinphase.phases.report import FORMULAS
@@ -32,7 +33,7 @@ class Explanation:
         sentences: for a reader, most important first.
         levers: what to change, the most predicted gain first, then by the time that they address.
         waterfall: the wall time in parts that add up to it; None where nothing has happened yet.
-        diagnoses: causes of a bad TTFT, then of bad tokens a second, each the largest share first.
+        diagnoses: causes of a bad TTFT, then of bad tokens per second, each the largest share first.
         efficiency: of "prefill" and "decode".
         alone: None without a cost model.
         error: of the cost model, in everything that is predicted.
@@ -55,7 +56,7 @@ class Explanation:
         return "\n".join([*self.sentences, *(f"To change it: {lever.advice}" for lever in self.levers)])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, seconds as they are, with the formulas."""
+        """Plain values for JSON, in seconds, with the formulas."""
         return {**asdict(self), "dominant": self.dominant.value, "formulas": FORMULAS}
 
 
@@ -66,64 +67,64 @@ def explain(request: RequestCounts, timeline: RequestTimeline, machine: Machine,
         request: with its prefix miss and preemptions.
         timeline: of the request.
         machine: settings, cost model and ceilings.
-        names: call other requests by their ids; only for who may know of them.
+        names: call other requests by their ids; only for someone who may know of them.
     """
     return explain_evidence(Evidence(request, timeline, machine, names=names))
 
 
 def explain_evidence(evidence: Evidence) -> Explanation:
-    """The same, of whatever is known.
+    """Explain a request by whatever is known of it.
 
     Raises:
         WaterfallError: the parts of the ledger do not add up.
     """
     timeline = evidence.timeline
     totals = {IntervalKind(kind): seconds for kind, seconds in timeline.totals().items()}
-    wall = timeline.end - timeline.arrival
-    ranked = sorted((kind for kind in totals if totals[kind] > 0), key=lambda kind: -totals[kind])
-    if not ranked or wall <= 0:
+    if timeline.end <= timeline.arrival or not any(totals.values()):
         return Explanation(IntervalKind.QUEUE, {}, ("Nothing has happened yet.",), ())
     near = {phase: evidence.efficiency(phase) for phase in ("prefill", "decode")}
-    diagnoses = diagnose(evidence)
-    falls = waterfall(timeline, evidence.before)
-    sentences = [_headline(falls)]
-    levers = [diagnosis.lever for diagnosis in diagnoses if diagnosis.lever]
-    for kind in ranked:
-        if totals[kind] >= WORTH_NAMING * wall or kind is ranked[0]:
-            sentence, lever = ABOUT[kind](evidence, totals[kind])
-            sentences.append(sentence)
-            if lever is not None:
-                addressed = totals[kind] if lever.addressed_seconds is None else lever.addressed_seconds
-                levers.append(replace(lever, addressed_seconds=addressed))
-    sentences += _phases(timeline, near) + [prefix_sentence(evidence)]
     error = evidence.machine.cost_model.error() if evidence.machine else None
-    if error is not None and error.median is not None and error.p95 is not None:
-        sentences.append(
-            f"Shares and estimates are the cost model's, whose last {error.steps} predictions were off by "
-            f"{error.median:.0%} in the middle and {error.p95:.0%} at the 95th percentile."
-        )
-    bounds = {phase: found.bound for phase, found in near.items()}
+    falls, diagnoses = waterfall(timeline, evidence.before), diagnose(evidence)
     return Explanation(
-        ranked[0], bounds, tuple(sentences), rank(levers), falls, diagnoses, near,
-        had_it_run_alone(evidence), error, timeline.ttft, timeline.tpot,
-    )  # fmt: skip
+        dominant=max(totals, key=lambda kind: totals[kind]),
+        bounds={phase: found.bound for phase, found in near.items()},
+        sentences=tuple(_sentences(evidence, falls, diagnoses, near, error)),
+        levers=rank(one.lever for one in diagnoses if one.lever),
+        waterfall=falls,
+        diagnoses=diagnoses,
+        efficiency=near,
+        alone=had_it_run_alone(evidence),
+        error=error,
+        ttft=timeline.ttft,
+        tpot=timeline.tpot,
+    )
 
 
-def _headline(falls: Waterfall) -> str:
-    ranked = sorted(falls.bars, key=lambda bar: -bar.seconds)
-    named = ", ".join(f"{bar.share:.0%} {bar.name}" for bar in ranked[:4])
-    return f"{duration(falls.wall_seconds)} in all: {named}."
-
-
-def _phases(timeline: RequestTimeline, near: dict[str, Efficiency]) -> list[str]:
-    lines = []
-    for name, totals in (("Prefill", timeline.prefill), ("Decode", timeline.decode)):
+def _sentences(
+    evidence: Evidence,
+    falls: Waterfall,
+    diagnoses: tuple[Diagnosis, ...],
+    near: dict[str, Efficiency],
+    error: CostError | None,
+) -> list[str]:
+    """The headline, the causes by their time, what bound each phase, the cached prefix, and the model's error."""
+    largest = sorted(falls.bars, key=lambda bar: -bar.seconds)[:4]
+    named = ", ".join(f"{percent(bar.share)} {bar.name}" for bar in largest)
+    lines = [f"{duration(falls.wall_seconds)} in all: {named}."]
+    lines += [one.evidence for one in sorted(diagnoses, key=lambda one: -(one.seconds or 0.0))]
+    for phase in ("prefill", "decode"):
+        totals, bound = getattr(evidence.timeline, phase), near[phase].bound
         if totals.steps:
-            limit = near[name.lower()].bound
-            what = "" if limit == "unknown" else f", bound by {limit}"
             steps = "1 step" if totals.steps == 1 else f"{totals.steps} steps"
             lines.append(
-                f"{name}: {totals.tokens} of its tokens in {steps}; {duration(totals.seconds)} with all others in them"
-                f"{what}."
+                f"{phase.title()}: {totals.tokens} of its tokens in {steps}, which took {duration(totals.seconds)} "
+                f"with everybody in them{'' if bound == 'unknown' else f', bound by {bound}'}."
             )
+    if all(one.cause != "missed_prefix" for one in diagnoses):
+        lines.append(prefix_sentence(evidence))
+    if error is not None and error.median is not None and error.p95 is not None:
+        lines.append(
+            f"Shares and estimates come from the cost model, whose last {error.steps} predictions had a median error "
+            f"of {percent(error.median)}, and {percent(error.p95)} at the 95th percentile."
+        )
     return lines

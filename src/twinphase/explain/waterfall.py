@@ -1,4 +1,4 @@
-"""Where a request's wall time went as bars that add up to all of it. Not for drawing, which is the terminal's."""
+"""Where a request's wall time went, as bars that add up to all of it. Not for drawing, which is the terminal's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from twinphase.errors import TwinphaseError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
-__all__ = ["Bar", "Waterfall", "WaterfallError", "waterfall"]
+__all__ = ["ROUNDING", "TOLERANCE", "Waterfall", "WaterfallBar", "WaterfallError", "check_sum", "until_first_token",
+           "waterfall"]  # fmt: skip
 
-TOLERANCE = 1e-4  # of the wall time, and
-ROUNDING = 2e-5  # seconds: what a ledger written in thousandths of a millisecond may lose
+TOLERANCE = 1e-4  # fraction of the wall time
+ROUNDING = 2e-5  # seconds that a ledger written in thousandths of a millisecond may lose
+DAMAGED = "The ledger is damaged, or was cut."
 
 
 class WaterfallError(TwinphaseError):
@@ -22,14 +24,14 @@ class WaterfallError(TwinphaseError):
 
 
 @dataclass(frozen=True)
-class Bar:
+class WaterfallBar:
     """One kind of time.
 
     Attributes:
         name: of an `IntervalKind`, or of what came before the request arrived ("load", ...).
         seconds: all of it.
         share: of the wall time.
-        before_first_token: seconds of it that passed before the first output token was handed over.
+        before_first_token: the seconds of it that passed before the first output token was handed over.
     """
 
     name: str
@@ -46,47 +48,48 @@ class Waterfall:
         wall_seconds: all of it.
         first_token: seconds from the beginning to the first output token; None if there was none.
         bars: only those that took time.
+
+    Raises:
+        WaterfallError: there is no wall time, a bar is not part of it, or the bars do not add up to it; nothing is
+            scaled to make them fit.
     """
 
     wall_seconds: float
     first_token: float | None
-    bars: tuple[Bar, ...]
+    bars: tuple[WaterfallBar, ...]
 
     def __post_init__(self) -> None:
-        """Add up.
-
-        Raises:
-            WaterfallError: there is no wall time, a bar is no part of it, or the bars are more or less than it; nothing
-                is scaled to make them fit.
-        """
-        wall, found = self.wall_seconds, sum(bar.seconds for bar in self.bars)
+        wall = self.wall_seconds
         if not 0 < wall < math.inf:
-            raise WaterfallError(f"The wall time is {wall!r} seconds.", "The ledger is damaged, or was cut.")
-        within = max(ROUNDING, TOLERANCE * wall)
-        if not abs(found - wall) <= within:
-            raise WaterfallError(
-                f"The parts of the ledger add up to {1e3 * found:.3f} ms, but {1e3 * self.wall_seconds:.3f} ms passed.",
-                "The ledger is damaged, or was cut.",
-            )
+            raise WaterfallError(f"The wall time is {wall!r} seconds.", DAMAGED)
+        check_sum(sum(bar.seconds for bar in self.bars), wall)
         for bar in self.bars:  # written so that NaN is refused
             if not (
                 bar.seconds >= 0
                 and abs(bar.share - bar.seconds / wall) <= TOLERANCE
-                and 0 <= bar.before_first_token <= bar.seconds + within
+                and 0 <= bar.before_first_token <= bar.seconds + max(ROUNDING, TOLERANCE * wall)
             ):
-                raise WaterfallError(f"{bar} is no part of {wall!r} seconds.", "The ledger is damaged, or was cut.")
+                raise WaterfallError(f"{bar} is not part of {wall!r} seconds.", DAMAGED)
+
+
+def check_sum(found: float, whole: float, roundings: int = 1) -> None:
+    """Refuse parts of `found` seconds, of which `roundings` were rounded, that do not make up the `whole`."""
+    if not abs(found - whole) <= max(roundings * ROUNDING, TOLERANCE * whole):
+        raise WaterfallError(
+            f"The parts of the ledger add up to {1e3 * found:.3f} ms, but {1e3 * whole:.3f} ms passed.", DAMAGED
+        )
 
 
 def waterfall(timeline: RequestTimeline, before: Mapping[str, float] | None = None) -> Waterfall:
-    """The bars of a timeline, `before` (seconds by name, of what came before the request) in front."""
+    """The bars of a timeline, after those of `before` (seconds by name of what came before the request)."""
     earlier = {name: seconds for name, seconds in (before or {}).items() if seconds > 0}
     lead = sum(earlier.values())
-    first, all_of_it = until_first_token(timeline), timeline.totals()
+    first, totals = until_first_token(timeline), timeline.totals()
     wall = lead + timeline.end - timeline.arrival
     bars = [(name, seconds, seconds) for name, seconds in earlier.items()]
-    bars += [(kind.value, all_of_it[kind.value], first[kind]) for kind in IntervalKind if all_of_it[kind.value] > 0]
+    bars += [(kind.value, totals[kind.value], first[kind]) for kind in IntervalKind if totals[kind.value] > 0]
     ttft = None if timeline.ttft is None else lead + timeline.ttft
-    return Waterfall(wall, ttft, tuple(Bar(name, spent, spent / wall, early) for name, spent, early in bars))
+    return Waterfall(wall, ttft, tuple(WaterfallBar(name, spent, spent / wall, early) for name, spent, early in bars))
 
 
 def until_first_token(timeline: RequestTimeline) -> dict[IntervalKind, float]:

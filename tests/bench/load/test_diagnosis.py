@@ -1,6 +1,7 @@
 """What a client alone can tell, of requests that a real engine served, and what it must not claim."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 from provoked import Engine
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
+from twinphase.bench.client.observation import Observation
 from twinphase.bench.load.diagnosis import explain_client
-from twinphase.bench.load.results import ClientRequest, Load, read_loads
+from twinphase.bench.load.results import ObservedLoad, read_loads
+from twinphase.bench.report.result import ResultError
 from twinphase.cli import run_app
-from twinphase.explain.saved import SavedLedgerError
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +25,26 @@ def start(tmp_path_factory):
         yield lambda **config: Engine(path, **config).warm()
 
 
-def observed(life, **known):
+def request(intended, token_times, **fields):
+    return Observation("", intended, intended, list(token_times), **fields)
+
+
+def entry(*args, **fields):
+    """As a result file has it."""
+    return asdict(request(*args, **fields))
+
+
+def observed(life):
     """What a client would have written down."""
-    request, timeline = life
-    counts = {"num_prompt_tokens": len(request.prompt_token_ids), "num_output_tokens": len(request.output_token_ids)}
-    return {"intended": timeline.arrival, "token_times": timeline.token_times, "error": "", **counts, **known}
+    (served, timeline), counts = life, ("num_prompt_tokens", "num_output_tokens")
+    lengths = (len(served.prompt_token_ids), len(served.output_token_ids))
+    return entry(timeline.arrival, timeline.token_times, **dict(zip(counts, lengths, strict=True)))
+
+
+def explained(folder, data, capsys, **result):
+    """What the command says of a result with that data."""
+    (folder / "result.json").write_text(json.dumps({"format": "twinphase-result", "data": data, **result}))
+    return run_app(["explain", str(folder)]), *capsys.readouterr()
 
 
 def causes(*loads):
@@ -75,14 +92,10 @@ def test_tpot_that_grows_with_company_is_batching(start):
     assert "decode_batching" not in causes((1.0, alone))
 
 
-def request(sent, times, **fields):
-    return ClientRequest(sent, tuple(times), **fields)
-
-
 def test_company_is_counted_as_it_was():
-    load = Load("x", (request(0, [1, 5]), request(2, [3, 4]), request(4.5, [6, 7]), request(8, [9])))
+    load = ObservedLoad("x", (request(0, [1, 5]), request(2, [3, 4]), request(4.5, [6, 7]), request(8, [9])))
     assert [load.others_before(one) for one in load.requests] == [0, 1, 1, 0]
-    burst = Load("x", tuple(request(0, [n, n + 1]) for n in range(1, 4)))
+    burst = ObservedLoad("x", tuple(request(0, [n, n + 1]) for n in range(1, 4)))
     assert [burst.others_before(one) for one in burst.requests] == [2, 2, 2]
     assert load.others_decoding(load.requests[0]) == pytest.approx(0.25)  # of 4 seconds one
     assert load.others_reading(3.5, 4.4) == 0 and load.others_reading(3.5, 4.6) == 1
@@ -93,34 +106,25 @@ def test_comparisons_of_other_requests_are_no_shares_of_one_whole(tmp_path, caps
     lengths = [100, 200, 400, 800, 1600]
     alone = [(20.0 * n, length) for n, length in enumerate(lengths)]
     crowd = [(200.0 + 0.1 * n, length) for n, length in enumerate(lengths * 3)]
-    observations = [
-        {"intended": at, "token_times": [at + length / 200 + (length / 20 if at >= 200 else 0) + n * 2e-3 * length
-                                         for n in range(5)], "error": "", "num_prompt_tokens": length,
-         "num_output_tokens": 5}
-        for at, length in alone + crowd
-    ]  # fmt: skip
+    observations = []
+    for at, length in alone + crowd:
+        first = at + length / 200 + (length / 20 if at >= 200 else 0)
+        times = [first + n * 2e-3 * length for n in range(5)]
+        observations.append(entry(at, times, num_prompt_tokens=length, num_output_tokens=5))
     data = {"loads": [{"rate": 1.0, "observations": observations}]}
     found = explain_client(read_loads(data)).diagnoses
     assert {"queue", "prompt_length"} <= {one.cause for one in found}
     assert all(one.share is None for one in found)
     assert next(one for one in found if one.cause == "queue").evidence.count("times as long") == 1
-    (tmp_path / "result.json").write_text(json.dumps({"format": "twinphase-result", "data": data}))
-    assert run_app(["explain", str(tmp_path)]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("- queue", "- prompt length"))]
-    assert len(told) == 2 and not any("%" in line for line in told)
-
-
-def test_what_is_said_of_a_load_is_said_of_its_requests(tmp_path, capsys):
-    observations = [{"intended": 20.0 * n, "token_times": [20.0 * n + 1.0 + n, 20.0 * n + 3.0 + n], "error": "",
-                     "num_prompt_tokens": 100 * (1 + n), "num_output_tokens": 5} for n in range(10)]  # fmt: skip
-    data = {"load": {"observations": observations}}
-    (tmp_path / "result.json").write_text(json.dumps({"format": "twinphase-result", "data": data}))
-    assert run_app(["explain", str(tmp_path)]) == 0
-    assert "What to change, by what it would save of these requests" in capsys.readouterr().out
+    code, shown, _ = explained(tmp_path, data, capsys)
+    told = [line for line in shown.splitlines() if line.startswith(("- queue", "- prompt length"))]
+    assert code == 0 and len(told) == 2 and not any("%" in line for line in told)
+    assert "What to change, by what it would save these requests" in shown
 
 
 def test_nobody_beside_is_not_a_little_less_than_nobody():
-    load = Load("x", tuple(request(1e9 + 0.1 * n, [1e9 + 0.1 * n + 0.01, 1e9 + 0.1 * n + 0.03]) for n in range(50)))
+    sent = [1e9 + 0.1 * n for n in range(50)]
+    load = ObservedLoad("x", tuple(request(at, [at + 0.01, at + 0.03]) for at in sent))
     assert not any(f"{load.others_decoding(one)}".startswith("-") for one in load.requests)
 
 
@@ -134,10 +138,8 @@ def test_nobody_beside_is_not_a_little_less_than_nobody():
     ],
 )
 def test_a_result_that_is_no_load_is_named(kind, data, words, tmp_path, capsys):
-    (tmp_path / "result.json").write_text(json.dumps({"format": "twinphase-result", "kind": kind, "data": data}))
-    assert run_app(["explain", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert f"The file is {words}, with no load" in " ".join(told.split())
+    code, _, told = explained(tmp_path, data, capsys, kind=kind)
+    assert code == 2 and f"The file is {words}, with no load" in " ".join(told.split())
     assert "--request-rate" in told and "--max-concurrency" in told
 
 
@@ -150,51 +152,45 @@ def test_company_is_what_comparing_each_with_each_gives(moments):
     for sent, gaps in moments:
         times = [sent + sum(gaps[: n + 1]) for n in range(len(gaps))]
         requests.append(request(sent, times))
-    load = Load("x", tuple(requests))
+    load = ObservedLoad("x", tuple(requests))
     for one in requests:
         others = [other for other in requests if other is not one]
-        assert load.others_before(one) == sum(o.sent <= one.sent < o.times[-1] for o in others)
-        start, end = one.times[0], one.times[-1]
+        assert load.others_before(one) == sum(o.intended <= one.intended < o.token_times[-1] for o in others)
+        start, end = one.token_times[0], one.token_times[-1]
         if end - start > 0.01:
-            beside = sum(max(0.0, min(end, o.times[-1]) - max(start, o.times[0])) for o in others)
+            beside = sum(max(0.0, min(end, o.token_times[-1]) - max(start, o.token_times[0])) for o in others)
             assert load.others_decoding(one) == pytest.approx(beside / (end - start), abs=1e-6)
 
 
-def test_what_cannot_be_told_is_unknown():
-    plain = [{"intended": float(n), "token_times": [n + 0.5, n + 0.75], "error": ""} for n in range(3)]
-    failed = {"intended": 9.0, "token_times": [], "error": "503"}
-    found = explain_client(read_loads({"rate": 3.0, "observations": [*plain, failed], "void": ["the client was late"]}))
+PLAIN = [entry(float(n), [n + 0.5, n + 0.75]) for n in range(3)]
+
+
+def test_what_cannot_be_told_is_unknown(tmp_path, capsys):
+    damaged = [entry(9.0, [], error="503"), entry(9.0, [8.0]), entry(9.0, [float("nan")]), {"intended": 9.0}, 3]
+    data = {"rate": 3.0, "observations": [*PLAIN, *damaged], "void": ["the client was late"]}
+    found = explain_client(read_loads(data))
     assert found.unknown[0] == "Everything at 3 requests/s: that run is void, the client was late."
     assert found.num_requests == 3 and not found.diagnoses
     assert [bar.share for bar in found.waterfall.bars] == pytest.approx([2 / 3, 1 / 3])
     text = " ".join(found.unknown)
     for words in ("What bound each phase", "Had it run alone", "counts no output tokens", "Cache pressure"):
         assert words in text
+    code, shown, _ = explained(tmp_path, {"load": data}, capsys)
+    assert code == run_app(["explain", str(tmp_path / "result.json")]) == 0
+    assert "3 requests as a client saw them" in shown and "Unknown from outside" in shown and "66.7 %" in shown
 
 
 def test_the_servers_own_ledgers_are_quoted(tmp_path, capsys):
     claims = {"timings": {"ledger_ms": {"queue": 30.0, "decode": 10.0}}}
-    data = {"observations": [{"intended": 0.0, "token_times": [1.0], "error": "", "claims": claims}]}
+    data = {"observations": [entry(0.0, [1.0], claims=claims)]}
     found = explain_client(read_loads(data))
-    assert found.diagnoses == () and "75% queue, 25% decode" in found.claims  # its word, and no cause
-    (tmp_path / "result.json").write_text(json.dumps({"format": "twinphase-result", "data": data}))
-    assert run_app(["explain", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    assert found.diagnoses == () and "75 % queue, 25 % decode" in found.claims  # its word, and no cause
+    _, shown, _ = explained(tmp_path, data, capsys)
     said = shown.partition("\nWhat the server itself says\n")[2].splitlines()[0]
     assert said.startswith("By its own ledgers of 1 requests") and "claims" not in shown
 
 
 @pytest.mark.parametrize("data", [None, {}, {"observations": []}, {"observations": [{"error": "x"}, 3]}, [[]]])
 def test_a_result_without_requests_is_refused(data):
-    with pytest.raises(SavedLedgerError, match="no load"):
+    with pytest.raises(ResultError, match="no load"):
         read_loads(data)
-
-
-def test_the_command_takes_a_result(tmp_path, capsys):
-    observations = [{"intended": float(n), "token_times": [n + 0.5, n + 0.75], "error": ""} for n in range(3)]
-    result = {"format": "twinphase-result", "version": 1, "data": {"load": {"observations": observations}}}
-    (tmp_path / "result.json").write_text(json.dumps(result))
-    for what in (tmp_path, tmp_path / "result.json"):
-        assert run_app(["explain", str(what)]) == 0
-        shown = capsys.readouterr().out
-        assert "3 requests as a client saw them" in shown and "Unknown from outside" in shown and "66.7 %" in shown

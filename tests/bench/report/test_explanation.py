@@ -43,7 +43,8 @@ def test_its_files_are_explained_again(saved, tmp_path, capsys):
 
 
 def test_a_load_is_a_report_too(tmp_path):
-    observations = [{"intended": float(n), "token_times": [n + 0.5, n + 0.75], "error": ""} for n in range(3)]
+    times = [{"intended": float(n), "sent": float(n), "token_times": [n + 0.5, n + 0.75]} for n in range(3)]
+    observations = [{"request_id": "", **one} for one in times]
     result = {"format": "twinphase-result", "version": 1, "data": {"observations": observations}}
     (tmp_path / "result.json").write_text(json.dumps(result))
     report = explain_report(from_file(tmp_path / "result.json"))

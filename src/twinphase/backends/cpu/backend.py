@@ -47,6 +47,8 @@ class CpuBackend:
     """The `Backend` protocol on this processor's vector instructions."""
 
     name = "cpu"
+    block_multiple = kv_layout.CELL
+    kv_cache_dtypes: tuple[str, ...] = kv_layout.KV_CACHE_DTYPES
 
     def __init__(
         self,
@@ -187,14 +189,14 @@ class CpuBackend:
             pool.close()
             self._pack_commands = []
 
-    def kv_bytes_per_token(self) -> int:
+    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Keys in int8 with a scale, values in 16 bits or likewise."""
         spec = self.kv_spec
-        return spec.num_layers * spec.num_kv_heads * sum(self._cell_sizes()) // kv_layout.CELL
+        return spec.num_layers * spec.num_kv_heads * sum(self._cell_sizes(dtype)) // kv_layout.CELL
 
-    def _cell_sizes(self) -> tuple[int, int, int]:
+    def _cell_sizes(self, dtype: str | None = None) -> tuple[int, int, int]:
         """Bytes of one head's keys, scales and values in a cell."""
-        dim, dtype = self.kv_spec.head_dim, self.kv_cache_dtype
+        dim, dtype = self.kv_spec.head_dim, dtype or self.kv_cache_dtype
         return kv_layout.key_bytes(dim), kv_layout.scale_bytes(dtype), kv_layout.value_bytes(dim, dtype)
 
     # One step

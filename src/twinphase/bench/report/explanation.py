@@ -11,7 +11,7 @@ from twinphase.bench.report.plots import ROW_HEIGHT, spans
 from twinphase.bench.report.report import Column, Plot, Report, Section, Status, Table, Verdict
 from twinphase.bench.report.theme import colours_of
 from twinphase.explain.alone import alone_sentences
-from twinphase.explain.levers import duration
+from twinphase.explain.levers import duration, percent
 from twinphase.phases.report import FORMULAS
 from twinphase.terminal import percentages
 
@@ -32,8 +32,7 @@ def explain_report(found: Mapping[str, Any]) -> Report:
     if near:
         sections.append(Section("What bound each phase", tables=(_efficiency_table(near),)))
     if found["kind"] != "client":  # of whose engines no cost model is known
-        told = "; ".join(alone_sentences(found))
-        sections.append(Section("Had it run alone", paragraphs=(f"{told[0].upper()}{told[1:]}.",)))
+        sections.append(Section("Had it run alone", paragraphs=(" ".join(alone_sentences(found)),)))
     if found["levers"]:
         whose = "these requests'" if found["kind"] == "client" else "this request's"
         sections.append(Section("What to change", tables=(_lever_table(found["levers"], whose),)))
@@ -48,7 +47,7 @@ def explain_report(found: Mapping[str, Any]) -> Report:
 def _verdict(one: Mapping[str, Any], kind: str) -> Verdict:
     if kind == "client":  # comparisons, which have no common whole
         return Verdict(Status.INFO, f"{one['cause'].replace('_', ' ')}: {one['evidence']}")
-    share = "an unknown share" if one["share"] is None else f"{one['share']:.0%}".replace("%", " %")
+    share = "an unknown share" if one["share"] is None else percent(one["share"])
     cause = one["cause"].replace("_", " ")
     status = Status.UNKNOWN if one["share"] is None else Status.INFO
     return Verdict(status, f"{cause}: {share} {SYMPTOM[one['phase']]}. {one['evidence']}")
