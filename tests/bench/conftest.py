@@ -1,4 +1,4 @@
-"""A browser for whoever looks at a page, a server with known delays for whoever asks one."""
+"""A report as files, a browser for whoever looks at its page, a server with known delays for whoever asks one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 from tests.bench.browser import Browser, find_browser
+from tests.bench.sample_report import sample_report
 
 from bench.stub_server import RunningStub
+from twinphase.bench.report.render import Written, write_report
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory) -> Written:
+    return write_report(sample_report(), tmp_path_factory.mktemp("report") / "new" / "folder")
 
 
 @pytest.fixture(scope="session")

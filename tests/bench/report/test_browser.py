@@ -9,7 +9,6 @@ import pytest
 from tests.bench.browser import Browser
 from tests.bench.sample_report import HOSTILE, all_plots, sample_report
 
-from twinphase.bench.report.render import write_report
 from twinphase.bench.report.theme import COLOURS, THEMES
 
 DRAWN = "document.documentElement.dataset.state === 'drawn'"
@@ -34,12 +33,26 @@ CUT = """[...document.querySelectorAll('figure[data-plot]')].filter((figure) => 
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    return write_report(sample_report(), tmp_path_factory.mktemp("report")).html
+def page(written):
+    return written.html
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("theme", THEMES)
+@pytest.fixture
+def opened(browser: Browser, page) -> Browser:
+    """The page in a wide, light window; whoever changes it opens it anew."""
+    browser.look()
+    if browser.evaluate("location.href") != page.as_uri():
+        browser.open(page, DRAWN)
+    return browser
+
+
+@pytest.mark.parametrize(
+    ("width", "theme"),
+    [
+        (1280, "light"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((400, "light"), (1280, "dark"), (400, "dark"))),
+    ],
+)
 def test_every_chart_is_drawn_without_a_complaint(browser: Browser, page, width, theme):
     browser.look(width=width, dark=theme == "dark")
     browser.open(page, DRAWN)
@@ -53,84 +66,88 @@ def test_every_chart_is_drawn_without_a_complaint(browser: Browser, page, width,
     assert browser.complaints() == []
     assert browser.requests() == [page.as_uri()]
     assert browser.evaluate("document.documentElement.scrollWidth") <= width  # nothing hangs over the edge
-    fill = browser.evaluate("document.querySelector('[data-plot=waterfall] svg').outerHTML")
     colours = {role: pair[THEMES.index(theme)] for role, pair in COLOURS.items()}
+    fill = browser.evaluate("document.querySelector('[data-plot=waterfall] svg').outerHTML")
     assert colours["prefill"] in fill and colours["decode"] in fill
     surface = browser.evaluate("getComputedStyle(document.querySelector('section')).backgroundColor")
     assert surface == "rgb({}, {}, {})".format(*bytes.fromhex(colours["surface"][1:]))
 
 
-def test_names_fit_when_the_window_becomes_narrow(browser: Browser, page):
+@pytest.mark.slow
+def test_the_charts_follow_the_window_and_the_theme(browser: Browser, page):
     browser.look()
     browser.open(page, DRAWN)
     browser.look(width=400)
     browser.wait(f"Math.max(...{CHARTS}.map((chart) => chart[3])) < 400 && {CUT}.length === 0")
-    assert browser.complaints() == []
-
-
-def test_the_reader_changes_the_theme_and_the_charts_follow(browser: Browser, page):
-    browser.look(dark=False)
-    browser.open(page, DRAWN)
     browser.evaluate("document.getElementById('theme').click()")
     browser.wait(f"document.documentElement.style.colorScheme === 'dark' && {DRAWN}")
-    browser.wait(f"document.querySelector('[data-plot=prefill] svg').outerHTML.includes('{COLOURS['prefill'][1]}')")
+    dark = COLOURS["prefill"][THEMES.index("dark")]
+    browser.wait(f"document.querySelector('[data-plot=prefill] svg').outerHTML.includes('{dark}')")
     assert browser.complaints() == []
+    browser.open(page, DRAWN)  # in its first theme, for the tests below
 
 
-def test_text_from_outside_stays_text(browser: Browser, page):
-    browser.look()
-    browser.open(page, DRAWN)
-    assert HOSTILE in browser.evaluate("document.querySelector('h1').textContent")
-    assert browser.evaluate("document.querySelectorAll('h1 script, main script').length") == 0
-    browser.evaluate("document.querySelector('[data-plot=targets] details').open = true")
-    browser.wait("document.querySelector('[data-plot=targets] details td') !== null")
-    cells = browser.evaluate("[...document.querySelectorAll('[data-plot=targets] td')].map((cell) => cell.textContent)")
+def test_text_from_outside_stays_text(opened: Browser):
+    assert HOSTILE in opened.evaluate("document.querySelector('h1').textContent")
+    assert opened.evaluate("document.querySelectorAll('h1 script, main script').length") == 0
+    opened.evaluate("document.querySelector('[data-plot=targets] details').open = true")
+    opened.wait("document.querySelector('[data-plot=targets] details td') !== null")
+    cells = opened.evaluate("[...document.querySelectorAll('[data-plot=targets] td')].map((cell) => cell.textContent)")
     assert HOSTILE in cells
 
 
+SYMBOL, BAR = ".mark-symbol.role-mark path", ".mark-rect.role-mark path"
+
+
 @pytest.mark.parametrize(
-    ("chart", "number"), [("prefill", r"prompt tokens\s+\d+"), ("roofline", r"balance point, FLOP/byte\s+\d+")]
+    ("chart", "mark", "told"),
+    [
+        ("prefill", SYMBOL, r"prompt tokens\s+\d+"),
+        ("roofline", SYMBOL, r"balance point, FLOP/byte\s+\d+"),
+        ("targets", BAR, r"<script>alert\(1\)</script>"),
+    ],
 )
-def test_a_point_tells_its_numbers(browser: Browser, page, chart, number):
-    browser.look()
-    browser.open(page, DRAWN)
-    browser.evaluate(f"document.querySelector('[data-plot={chart}]').scrollIntoView({{behavior: 'instant'}})")
-    place = f"document.querySelector('[data-plot={chart}] svg .mark-symbol.role-mark path').getBoundingClientRect()"
-    box = browser.evaluate(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({place})")
+def test_a_tooltip_tells_numbers_and_hostile_names_as_text(opened: Browser, chart, mark, told):
+    opened.evaluate(f"document.querySelector('[data-plot={chart}]').scrollIntoView({{behavior: 'instant'}})")
+    marks = f"[...document.querySelectorAll('[data-plot={chart}] svg {mark}')]"
+    place = f"{marks}.at({0 if mark == SYMBOL else -1}).getBoundingClientRect()"
+    width = "width / 2" if mark == SYMBOL else "9"
+    box = opened.evaluate(f"(({{x, y, width, height}}) => [x + {width}, y + height / 2])({place})")
     for step in (4, 0):
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + step, y=box[1])
-    browser.wait("document.querySelector('.vg-tooltip.visible') !== null")
-    told = browser.evaluate("document.querySelector('.vg-tooltip').innerText")
-    assert re.search(number, told) and "NaN" not in told
-    assert browser.complaints() == []  # the tooltip's style obeys the page's policy as well
+        opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + step, y=box[1])
+    opened.wait(f"/{told.replace('/', chr(92) + '/')}/.test(document.querySelector('.vg-tooltip.visible')?.innerText)")
+    shown = opened.evaluate("document.querySelector('.vg-tooltip').innerText")
+    assert re.search(told, shown) and "NaN" not in shown
+    assert opened.evaluate("document.querySelectorAll('.vg-tooltip script').length") == 0
+    assert opened.complaints() == []  # the tooltip's style obeys the page's policy as well
 
 
-def test_a_hostile_name_in_a_tooltip_stays_text(browser: Browser, page):
-    browser.look()
-    browser.open(page, DRAWN)
-    browser.evaluate("document.querySelector('[data-plot=targets]').scrollIntoView({behavior: 'instant'})")
-    bars = "[...document.querySelectorAll('[data-plot=targets] svg .mark-rect.role-mark path')].at(-1)"
-    box = browser.evaluate(f"(({{x, y, height}}) => [x + 9, y + height / 2])({bars}.getBoundingClientRect())")
-    for step in (4, 0):
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + step, y=box[1])
-    browser.wait("document.querySelector('.vg-tooltip.visible')?.textContent.includes('Smol')")
-    assert browser.evaluate("document.querySelectorAll('.vg-tooltip script').length") == 0
-    assert "<script>alert(1)</script>" in browser.evaluate("document.querySelector('.vg-tooltip').textContent")
-
-
-def test_the_page_alone_gives_back_the_whole_result(browser: Browser, page):
-    browser.look()
-    browser.open(page, DRAWN)
-    browser.evaluate(
+def test_the_page_alone_gives_back_the_whole_result(opened: Browser, written):
+    opened.evaluate(
         "new Promise((done) => { const make = URL.createObjectURL; URL.createObjectURL = (blob) => {"
         " blob.text().then((text) => { window.saved = text; }); done(); return make.call(URL, blob); };"
         " HTMLAnchorElement.prototype.click = function () { window.savedName = this.download; };"
         " document.getElementById('download').click(); })"
     )
-    browser.wait("window.saved !== undefined")
-    assert browser.evaluate("window.savedName") == "result.json"
-    saved = json.loads(browser.evaluate("window.saved"))
-    assert saved == json.loads((page.parent / "result.json").read_text())
+    opened.wait("window.saved !== undefined")
+    assert opened.evaluate("window.savedName") == "result.json"
+    assert json.loads(opened.evaluate("window.saved")) == json.loads(written.json.read_text())
+
+
+def test_a_keyboard_reaches_everything_that_can_be_used(opened: Browser):
+    unnamed = opened.evaluate(
+        "[...document.querySelectorAll('button, summary, a, [tabindex]')].filter((element) =>"
+        " element.tabIndex < 0 || !(element.textContent.trim() || element.getAttribute('aria-label'))).length"
+    )
+    assert unnamed == 0
+    missing = opened.evaluate(
+        "[...document.querySelectorAll('nav a')].filter((link) => !document.querySelector(link.hash)).length"
+    )
+    assert missing == 0
+    assert opened.evaluate("[...document.querySelectorAll('.chart')].every((chart) => chart.ariaLabel.length > 9)")
+    heads = "[...document.querySelectorAll('main > section table')].every((table) => table.tHead)"
+    assert opened.evaluate(heads)
+    assert opened.evaluate("[...document.querySelectorAll('.table table')].every((table) => table.caption)")
 
 
 def test_the_policy_stops_what_a_report_does_not_bring(browser: Browser, page, tmp_path):
@@ -144,20 +161,3 @@ def test_the_policy_stops_what_a_report_does_not_bring(browser: Browser, page, t
     browser.open(changed, DRAWN)
     assert browser.evaluate("window.ran") is None
     assert len([line for line in browser.complaints() if "Content Security Policy" in line]) == 2
-
-
-def test_a_keyboard_reaches_everything_that_can_be_used(browser: Browser, page):
-    browser.look()
-    browser.open(page, DRAWN)
-    unnamed = browser.evaluate(
-        "[...document.querySelectorAll('button, summary, a, [tabindex]')].filter((element) =>"
-        " element.tabIndex < 0 || !(element.textContent.trim() || element.getAttribute('aria-label'))).length"
-    )
-    assert unnamed == 0
-    missing = browser.evaluate(
-        "[...document.querySelectorAll('nav a')].filter((link) => !document.querySelector(link.hash)).length"
-    )
-    assert missing == 0
-    assert browser.evaluate("[...document.querySelectorAll('.chart')].every((chart) => chart.ariaLabel.length > 9)")
-    heads = "[...document.querySelectorAll('main table')].every((table) => table.tHead && table.caption)"
-    assert browser.evaluate(heads)

@@ -24,15 +24,11 @@ from tests.bench.sample_report import HOSTILE, all_plots, sample_report
 
 from twinphase.bench.extras import MissingExtraError, require
 from twinphase.bench.report.markdown import markdown
+from twinphase.bench.report.page import page
 from twinphase.bench.report.render import png, write_report
 from twinphase.bench.report.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
-from twinphase.bench.report.result import plain, read_result
+from twinphase.bench.report.result import read_result, result_json
 from twinphase.errors import StorageError
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    return write_report(sample_report(), tmp_path_factory.mktemp("report") / "new" / "folder")
 
 
 def small(**parts) -> Report:
@@ -76,16 +72,17 @@ def test_a_report_reads_back_as_it_was(written):
     assert back.data == report.data
 
 
-def test_a_report_that_was_read_back_is_written_the_same(written, tmp_path):
-    again = write_report(read_result(written.json), tmp_path)
-    assert again.json.read_text() == written.json.read_text()
-    assert again.html.read_text() == written.html.read_text()
+def test_a_report_that_was_read_back_is_written_the_same(written):
+    back, text = read_result(written.json), written.json.read_text()
+    assert result_json(back) == text
+    assert page(back, text) == written.html.read_text() and markdown(back) == written.markdown.read_text()
 
 
 def test_json_is_strict_and_takes_what_measurements_hold(tmp_path):
     data = {"nan": math.nan, "array": np.arange(3), "scalar": np.float32(0.5), "path": Path("a"), 1: Status.VOID}
     metric = Metric("m", "s", "lower", (1.0, math.inf))
-    path = write_report(small(data=data, metrics=(metric,)), tmp_path).json
+    path = tmp_path / "result.json"
+    path.write_text(result_json(small(data=data, metrics=(metric,))))
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -94,33 +91,33 @@ def test_json_is_strict_and_takes_what_measurements_hold(tmp_path):
     assert found["data"] == {"nan": None, "array": [0, 1, 2], "scalar": 0.5, "path": "a", "1": "void"}
     assert math.isnan(read_result(path).metrics[0].values[1])
     with pytest.raises(TypeError, match="object"):
-        plain({"x": object()})
+        result_json(small(data={"x": object()}))
 
 
 def test_text_from_outside_is_escaped_everywhere(written):
     text = written.html.read_text()
     assert "<script>alert" not in text and html.escape(HOSTILE, quote=False)[:20] in text
-    page = Page(text)
-    scripts = [(attributes.get("type"), attributes.get("id")) for tag, attributes in page.elements if tag == "script"]
+    parsed = Page(text)
+    scripts = [(attributes.get("type"), attributes.get("id")) for tag, attributes in parsed.elements if tag == "script"]
     assert scripts == [("application/json", "result"), ("application/json", "themes"), (None, None), (None, None)]
-    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
-    carried = next(code for tag, attributes, code in page.code if attributes.get("id") == "result")
+    assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
+    carried = next(code for tag, attributes, code in parsed.code if attributes.get("id") == "result")
     assert json.loads(carried) == json.loads(written.json.read_text())  # "</script><!--" among its text
 
 
 def test_the_policy_lets_nothing_in_but_what_is_there(written):
-    page = Page(written.html.read_text())
-    policy = next(a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    parsed = Page(written.html.read_text())
+    policy = next(a["content"] for tag, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy")
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'" and "connect-src" not in rules
     assert "unsafe" not in policy and "http" not in policy
-    code = [(tag, text) for tag, attributes, text in page.code if attributes.get("type") != "application/json"]
+    code = [(tag, text) for tag, attributes, text in parsed.code if attributes.get("type") != "application/json"]
     for rule, kind in (("script-src", "script"), ("style-src", "style")):
         digests = [
             base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for tag, text in code if tag == kind
         ]
         assert rules[rule].split() == [f"'sha256-{digest}'" for digest in digests]
-    for tag, attributes in page.elements:
+    for tag, attributes in parsed.elements:
         for name in ("src", "href", "action", "data", "poster"):
             assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
 
@@ -134,10 +131,10 @@ def test_the_page_says_verdict_conditions_noise_numbers_in_that_order(written):
     assert "FLOP the algorithm needs / (time x measured peak)" in text
 
 
-def test_a_table_has_heads_and_numbers_to_the_right(tmp_path):
+def test_a_table_has_heads_and_numbers_to_the_right():
     rows = (("a", "1,024.5 ms", "yes"), ("b", "unknown", "3 of them"), ("c", "-0.4 %", "no"))
     table = Table("T", (Column("name"), Column("time", "the definition"), Column("remark")), rows)
-    text = write_report(small(sections=(Section("S", tables=(table,)),)), tmp_path).html.read_text()
+    text = page(small(sections=(Section("S", tables=(table,)),)), "{}")
     assert re.findall(r'<th scope="col"( class="number")?>', text) == ["", ' class="number"', ""]
     assert '<td class="number">1,024.5 ms</td>' in text and "<td>3 of them</td>" in text
     assert '<th scope="row">a</th>' in text and "<dd>the definition</dd>" in text
@@ -153,18 +150,15 @@ def test_markdown_can_be_pasted():
     assert "| a\\|b | c |" in lines and "| x\\|y z | &lt;img> |" in lines and "- *a\\|b*: def" in lines
 
 
-@pytest.mark.parametrize("name", ["../x", "", "a/b", ".hidden", "x" * 101])
-def test_a_plot_name_that_is_no_file_name_is_refused(tmp_path, name):
-    plot = Plot(name, "t", {"data": {"values": []}, "mark": "point"})
-    with pytest.raises(ValueError, match="file name"):
-        write_report(small(sections=(Section("S", plots=(plot,)),)), tmp_path)
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [*(([name], "no file name") for name in ("../x", "", "a/b", ".hidden", "x" * 101)), (["x", "X"], "two plots")],
+)
+def test_a_plot_name_that_cannot_be_a_file_of_its_own_is_refused(tmp_path, names, message):
+    plots = tuple(Plot(name, "t", {"data": {"values": []}, "mark": "point"}) for name in names)
+    with pytest.raises(ValueError, match=message):
+        write_report(small(sections=(Section("S", plots=plots),)), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_two_plots_of_one_name_are_refused(tmp_path):
-    plot = Plot("x", "t", {"data": {"values": []}, "mark": "point"})
-    with pytest.raises(ValueError, match="two plots"):
-        write_report(small(sections=(Section("S", plots=(plot, replace(plot, name="X"))),)), tmp_path)
 
 
 def test_a_folder_that_cannot_be_is_an_error_with_a_fix(tmp_path):
