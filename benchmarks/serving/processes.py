@@ -1,0 +1,82 @@
+"""A `twinphase serve` of its own, what the system tells of its processes, and requests to it as a client sees them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from running import RunningServer
+from twinphase.bench.client.client import DONE, SEND_NOW, Address, Reply, exchange
+from twinphase.bench.client.sse import read_events
+
+COMPLETIONS = "/v1/completions"
+VOCABULARY = (1000, 40000)  # ordinary tokens of the model
+
+
+@contextmanager
+def serving(args: argparse.Namespace, **options: Any) -> Iterator[RunningServer]:
+    """A server of the model; options are flags of `twinphase serve`."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with RunningServer(args.model, log, f"--threads={args.threads}", *flags) as server:
+            yield server
+
+
+async def ask(server: RunningServer, path: str, body: dict[str, Any], **options: Any) -> Reply:
+    """Send a request now and take its whole reply, to the end of its HTTP message; options of `exchange`."""
+    address = Address.parse(server.url)
+    data = msgspec.json.encode(body)
+    request = address.head("POST", path, {}, len(data)) + data
+    return await exchange(address, request, intended=SEND_NOW, to_the_end=True, **options)
+
+
+def events(reply: Reply) -> list[dict[str, Any]]:
+    """JSON of a stream's events, without the last one, `[DONE]`."""
+    return [json.loads(data) for _, data in read_events(reply.pieces) if data != DONE]
+
+
+def random_prompt(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(*VOCABULARY) for _ in range(tokens)]
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """Resident memory in MiB, threads and open descriptors of a process."""
+
+    resident: float
+    threads: int
+    descriptors: int
+
+
+def process_state(pid: int) -> ProcessState:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    resident = int(fields["VmRSS"].split()[0]) / 1024
+    return ProcessState(resident, int(fields["Threads"]), len(os.listdir(f"/proc/{pid}/fd")))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Used so far by a process and by those of its children that have ended."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Median (lowest .. highest) of the values that are known."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return "-"
+    middle, low, high = (f"{value:,.{digits}f}" for value in (statistics.median(known), min(known), max(known)))
+    return f"{middle} ({low} .. {high})"
