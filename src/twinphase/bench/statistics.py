@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Interval", "Summary", "has_percentile", "median_interval", "percentile", "summary"]
+__all__ = ["Interval", "has_percentile", "median_interval", "percentile"]
 
 
 @dataclass(frozen=True)
@@ -17,19 +17,6 @@ class Interval:
     low: float
     high: float
     confidence: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A distribution in a row of a table; NaN where there were no values."""
-
-    n: int
-    median: float
-    p90: float
-    p95: float
-    p99: float
-    lowest: float
-    highest: float
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -47,12 +34,6 @@ def percentile(values: Sequence[float], q: float) -> float:
 def has_percentile(n: int, q: float) -> bool:
     """Whether the nearest-rank percentile `q` of `n` values lies below the highest; p99 needs a hundred."""
     return n > 1 and math.ceil(q / 100 * n) < n
-
-
-def summary(values: Sequence[float]) -> Summary:
-    """Median, tail and range."""
-    median, p90, p95, p99 = (percentile(values, q) for q in (50, 90, 95, 99))
-    return Summary(len(values), median, p90, p95, p99, min(values, default=math.nan), max(values, default=math.nan))
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:

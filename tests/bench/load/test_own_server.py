@@ -86,39 +86,42 @@ def test_a_wrong_key_and_a_wrong_model(server):
     assert target.dialect.endpoint == "completions"
 
 
-def test_an_engine_that_fails_loses_one_request(tmp_path):
-    target = EngineLoadTarget.open(
-        write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=512), backend="reference"
-    )
-    submit = target._engine.submit
+class NoUpdates:
+    """A stream of the engine that ends before its first update."""
 
-    class Empty:
-        request_id = "empty"
+    request_id = "empty"
 
-        async def __aenter__(self):
-            return self
+    async def __aenter__(self):
+        return self
 
-        async def __aexit__(self, *_) -> None:
-            pass
+    async def __aexit__(self, *_):
+        pass
 
-        async def __aiter__(self):
-            for update in ():
-                yield update
+    async def __aiter__(self):
+        for update in ():
+            yield update
 
-    ways = iter(["", "raise", "empty", ""])
+
+@pytest.fixture
+def engine(tmp_path):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=512)
+    return EngineLoadTarget.open(path, backend="reference")
+
+
+def test_an_engine_that_fails_loses_one_request(engine, monkeypatch):
+    submit, ways = engine._engine.submit, iter(["", "raise", "empty", ""])
 
     async def broken(asked, params):
         way = next(ways)
         if way == "raise":
             raise RuntimeError("of the engine")
-        return Empty() if way == "empty" else await submit(asked, params)
+        return NoUpdates() if way == "empty" else await submit(asked, params)
 
-    async def work() -> LoadResult:
-        target._engine.submit = broken
-        sizing = await target.sizing()
-        assert sizing.encode is not None and sizing.encode("ab")
-        result = await run_load(target, make_workload(Lengths((8, 8), (3, 3)), 4, sizing, num_warm_up=0), Closed(1))
-        await target.close()
+    async def work():
+        monkeypatch.setattr(engine._engine, "submit", broken)
+        workload = make_workload(Lengths((8, 8), (3, 3)), 4, await engine.sizing(), num_warm_up=0)
+        result = await run_load(engine, workload, Closed(1))
+        await engine.close()
         return result
 
     result = run(work())
@@ -126,26 +129,23 @@ def test_an_engine_that_fails_loses_one_request(tmp_path):
     assert all(one.tpot is not None for one in result.succeeded)
 
 
-def test_our_engine_in_this_process_as_a_target(tmp_path):
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=512)
-    target = EngineLoadTarget.open(path, backend="reference")
-
+def test_our_engine_in_this_process_as_a_target(engine):
     async def work():
-        sizing = await target.sizing()
+        sizing = await engine.sizing()
+        assert sizing.encode is not None and sizing.encode("ab")
         workload = make_workload(Lengths((10, 20), (4, 4)), 6, sizing, num_warm_up=1)
-        result = await run_load(target, workload, Constant(50))
-        closed = await run_load(target, make_workload(Lengths((8, 8), (3, 3)), 4, sizing, seed=1), Closed(2))
+        result = await run_load(engine, workload, Constant(50))
+        closed = await run_load(engine, make_workload(Lengths((8, 8), (3, 3)), 4, sizing, seed=1), Closed(2))
         long = make_workload(Lengths((600, 600), (3, 3)), 1, sizing)
         with pytest.raises(InvalidRequestError, match="context"):
-            await run_load(target, long, Closed(1))
-        refused = await target.send(long.requests[0].prompt, 3)
-        await target.close()
+            await run_load(engine, long, Closed(1))
+        refused = await engine.send(long.requests[0].prompt, 3)
+        await engine.close()
         return workload, result, closed, refused
 
     workload, result, closed, refused = run(work())
-    assert [one.error for one in result.observations] == [""] * 6
-    assert [one.num_prompt_tokens for one in result.observations] == [r.prompt.num_tokens for r in workload.requests]
-    assert [one.num_output_tokens for one in result.observations] == [4] * 6
+    counted = [(one.error, one.num_prompt_tokens, one.num_output_tokens) for one in result.observations]
+    assert counted == [("", request.prompt.num_tokens, 4) for request in workload.requests]
     assert all(one.num_cached_tokens == 0 and one.finish_reason == "length" for one in result.observations)
     assert all(a.ttft > 0 and a.sent <= a.token_times[0] <= a.token_times[-1] <= a.ended for a in result.observations)
     assert len(closed.succeeded) == 4 and refused.status == 400 and not refused.succeeded

@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -113,15 +113,14 @@ class LoadResult:
         """All gaps between pieces of output, pooled."""
         return [gap for seen in self.succeeded for gap in seen.itl]
 
-    @property
-    def num_output_tokens(self) -> int | None:
-        """By the target's count; None if it did not count all."""
-        return _sum(seen.num_output_tokens for seen in self.succeeded)
+    def _tokens(self, *kinds: str) -> int | None:
+        """By the target's count, of requests that succeeded; None if it did not count all."""
+        counts = [getattr(seen, f"num_{kind}_tokens") for seen in self.succeeded for kind in kinds]
+        return sum(counts) if counts and None not in counts else None
 
     @property
-    def num_prompt_tokens(self) -> int | None:
-        """By the target's count, cached ones included; None if it did not count all."""
-        return _sum(seen.num_prompt_tokens for seen in self.succeeded)
+    def num_output_tokens(self) -> int | None:
+        return self._tokens("output")
 
     @property
     def request_rate(self) -> float:
@@ -131,13 +130,12 @@ class LoadResult:
     @property
     def output_rate(self) -> float | None:
         """Output tokens of succeeded requests / seconds."""
-        return self._per_second(self.num_output_tokens)
+        return self._per_second(self._tokens("output"))
 
     @property
     def total_rate(self) -> float | None:
-        """Prompt and output tokens of succeeded requests / seconds."""
-        prompt, output = self.num_prompt_tokens, self.num_output_tokens
-        return None if prompt is None or output is None else self._per_second(prompt + output)
+        """Prompt and output tokens of succeeded requests, cached ones included / seconds."""
+        return self._per_second(self._tokens("prompt", "output"))
 
     def _per_second(self, count: int | None) -> float | None:
         return None if count is None or self.seconds <= 0 else count / self.seconds
@@ -263,7 +261,7 @@ class _Sender:
     ) -> None:
         self._requests, self._client, self._progress = requests, client, progress
         self._lead = float(getattr(target, "lead", 0.0))
-        self._read = getattr(target, "read", None)
+        self._read: Any = getattr(target, "read", None)
         self._send: Any = target.send if self._read is None else getattr(target, "start")  # noqa: B009
         self._replies: dict[int, Any] = {}  # by the request's place in the workload
         self._in_flight = 0
@@ -310,8 +308,10 @@ class _Sender:
         return sorted((self._observed(reply) for reply in replies), key=lambda one: one.intended)
 
     def _observed(self, reply: Any) -> Observation:
+        if isinstance(reply, Observation):
+            return reply
         try:
-            seen: Observation = reply if self._read is None or isinstance(reply, Observation) else self._read(reply)
+            seen: Observation = self._read(reply)
         except Exception as error:
             seen = _broken(error, reply.intended)
         return seen
@@ -344,9 +344,3 @@ def _rate(arrivals: Arrivals, offsets: Sequence[float] | None) -> float | None:
     if rate is None and offsets and offsets[-1] > 0:
         return (len(offsets) - 1) / offsets[-1]
     return None if rate is None or math.isinf(rate) else rate
-
-
-def _sum(counts: Iterable[int | None]) -> int | None:
-    found = [count for count in counts]
-    known = [count for count in found if count is not None]
-    return sum(known) if known and len(known) == len(found) else None
