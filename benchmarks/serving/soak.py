@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
         code = server.stop()
         log = server.log.read_text()
     return section(args, tally, metrics, code, log), {
-        **asdict(tally),
+        **vars(tally),
         "metrics": metrics,
         "exit code": code,
         "log": log,
