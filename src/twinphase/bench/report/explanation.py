@@ -54,7 +54,7 @@ def _verdict(one: Mapping[str, Any], kind: str) -> Verdict:
 
 
 def _shares(falls: Mapping[str, Any]) -> list[str]:
-    """Each part's share of the wall time, and that of all of them."""
+    """The share of the wall time of each part, and of all of them."""
     shares = [bar["share"] for bar in falls["bars"]]
     return percentages(shares) + percentages([sum(shares)])
 
@@ -66,12 +66,8 @@ def _waterfall_table(falls: Mapping[str, Any]) -> Table:
         for bar, share in zip(falls["bars"], shares, strict=True)
     ]
     rows.append(("all", duration(falls["wall_seconds"]), whole, ""))
-    columns = (
-        Column("part"),
-        Column("time", "seconds of the wall time; the parts add up to all of it"),
-        Column("share", "of the wall time"),
-        Column("before the first token"),
-    )
+    time = Column("time", "seconds of the wall time; the parts add up to all of it")
+    columns = (Column("part"), time, Column("share", "of the wall time"), Column("before the first token"))
     return Table("The ledger", columns, tuple(rows))
 
 
@@ -110,13 +106,12 @@ def _efficiency_table(near: Mapping[str, Any]) -> Table:
 
 
 def _lever_table(levers: Any, whose: str) -> Table:
+    def cell(seconds: float | None, nothing: str) -> str:
+        return nothing if seconds is None else duration(seconds)
+
     rows = tuple(
-        (
-            "no prediction" if one["saved_seconds"] is None else duration(one["saved_seconds"]),
-            "unknown" if one["addressed_seconds"] is None else duration(one["addressed_seconds"]),
-            one["flag"],
-            one["advice"],
-        )
+        (cell(one["saved_seconds"], "no prediction"), cell(one["addressed_seconds"], "unknown"))
+        + (one["flag"], one["advice"])
         for one in levers
     )
     saved = Column("would save", f"of {whose} wall time, by the cost model")

@@ -143,17 +143,9 @@ def spans(
 ) -> Plot:
     """Bars in lanes, each from its row's "from" to its "to" in `unit`: what a time was spent on.
 
-    Args:
-        name: of the plot.
-        title: of the plot.
-        rows: one bar each.
-        lane: (key of the row, title of the axis); lanes are in the order of the rows.
-        unit: title of the axis of times.
-        part: key that says what a bar is, by colour; without a legend where it is the lane as well.
-        roles: the colour's role (`theme.py`) for each part.
-        height: pixels of all lanes together.
-        text: key of what is written behind each bar.
-        caption: of the plot.
+    `lane` is (key of the row, title of the axis); lanes are in the order of the rows and together `height` pixels high.
+    `roles` are the colours (`theme.py`) of what the key `part` says a bar is; without a legend where the lane says that
+    as well. `text` is the key of what is written behind each bar.
     """
     lanes = list(dict.fromkeys(row[lane[0]] for row in rows))
     series = None if part == lane[0] else part
@@ -290,15 +282,15 @@ def _faded(series: str | None, opacity: float = 1.0) -> Any:
 
 def _tooltips(rows: Sequence[Row]) -> list[Any]:
     """Every key of the rows is shown when a reader points at one, numbers to four digits."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return [_tooltip(key, [row[key] for row in rows if row.get(key) is not None]) for key in keys]
-
-
-def _tooltip(key: str, values: Sequence[Any]) -> Any:
-    if values and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
-        whole = all(float(value).is_integer() for value in values if math.isfinite(value))
-        return alt.Tooltip(field=key, type="quantitative", format="," if whole else ".4~g")
-    return alt.Tooltip(field=key, type="nominal")
+    found = []
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if values and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
+            whole = all(float(value).is_integer() for value in values if math.isfinite(value))
+            found.append(alt.Tooltip(field=key, type="quantitative", format="," if whole else ".4~g"))
+        else:
+            found.append(alt.Tooltip(field=key, type="nominal"))
+    return found
 
 
 def _ranks(series: str, values: Sequence[float], most: int = 400) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """What a measurement tells, as data: verdicts first, then conditions, noise, numbers and plots.
 
-Every command that measures (`bench`, `lab`, `roofline`, `bench compare`) ends in a `Report`. The charts are made in
-`plots.py`, the files in `render.py`.
+Every command that measures or explains ends in a `Report`. Charts are made in `plots.py`, files in `render.py`.
 """
 
 from __future__ import annotations
@@ -31,13 +30,7 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence with its number.
-
-    Attributes:
-        status: whether it holds.
-        text: the sentence.
-        reason: why it does not hold, or cannot be told; "" where nothing need be said.
-    """
+    """One sentence with its number; `reason` says why it does not hold or cannot be told, "" where that is clear."""
 
     status: Status
     text: str
@@ -65,11 +58,8 @@ class Table:
 class Plot:
     """A Vega-Lite chart (https://vega.github.io/vega-lite), its data inside.
 
-    Attributes:
-        name: unique in its report: the stem of its PNG file.
-        title: one line that says what is to be seen.
-        spec: without size, theme and title, which the page adds.
-        caption: how it was measured.
+    `name` is unique in its report: the stem of its PNG file. `spec` has no size, theme and title, which whoever draws
+    it adds. `caption` says how it was measured.
     """
 
     name: str
@@ -93,12 +83,8 @@ class Section:
 class Metric:
     """A measured quantity with every repetition's value, for comparing two results.
 
-    Attributes:
-        name: unique in its report, with its point: "prefill_seconds[n=512]".
-        unit: "s", "tok/s", "req/s", ...
-        better: which values are better.
-        values: one per repetition, or one per request; NaN where there was none.
-        definition: the formula.
+    `name` is unique in its report, with its point: "prefill_seconds[n=512]". `unit` is "s", "tok/s", "req/s", ...
+    `definition` is the formula. A repetition without a value is NaN.
     """
 
     name: str
@@ -113,14 +99,14 @@ class Report:
     """Everything a reader needs to judge a measurement, and to repeat it.
 
     Attributes:
-        kind: the command: "bench", "lab", "roofline", "compare".
+        kind: the command: "bench", "lab", "roofline", "explain", "compare".
         title: one line.
         verdicts: the findings, most important first.
         conditions: machine, model and its hash, versions, flags, date (`conditions.py`).
         noise: how steady the machine was, and what was repeated or left out because it was not.
         sections: the numbers.
         metrics: what `bench compare` compares.
-        data: everything raw, plain values for JSON: timestamps of every token among them.
+        data: everything raw, for `result.json`: timestamps of every token among them.
     """
 
     kind: str
