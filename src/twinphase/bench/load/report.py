@@ -43,7 +43,7 @@ PERCENTILES = "nearest rank: a value that occurred; p50 is the median; -: too fe
 
 
 @dataclass(frozen=True)
-class Figure:
+class LoadFigure:
     """A column of a table with a row per load: its name with the unit, its definition, and its value in that unit."""
 
     name: str
@@ -59,18 +59,18 @@ class Figure:
         return f"{what} {shown(statistics.median(known))} {unit} ({shown(min(known))} .. {shown(max(known))})"
 
 
-def _milliseconds(latency: str, q: int) -> Figure:
+def _milliseconds(latency: str, q: int) -> LoadFigure:
     def of(result: LoadResult) -> float | None:
         values = getattr(result, latency.lower())
         # A high percentile of a few values would be the highest by another name.
         return 1e3 * percentile(values, q) if q == 50 or has_percentile(len(values), q) else None
 
-    return Figure(f"{latency} p{q}, ms", DEFINITIONS[latency] if q == 50 else PERCENTILES, of)
+    return LoadFigure(f"{latency} p{q}, ms", DEFINITIONS[latency] if q == 50 else PERCENTILES, of)
 
 
 FIGURES = (
-    Figure("served, req/s", "succeeded / (last end - first intended send)", lambda run: run.request_rate),
-    Figure("output, tok/s", "output tokens of succeeded requests / the same time", lambda run: run.output_rate),
+    LoadFigure("served, req/s", "succeeded / (last end - first intended send)", lambda run: run.request_rate),
+    LoadFigure("output, tok/s", "output tokens of succeeded requests / the same time", lambda run: run.output_rate),
     *(_milliseconds(latency, q) for latency in ("TTFT", "TPOT") for q in (50, 99)),
     _milliseconds("E2E", 50),
 )

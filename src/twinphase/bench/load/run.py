@@ -26,7 +26,7 @@ from twinphase.bench.statistics import percentile
 from twinphase.bench.targets.target import LoadTarget, TargetFacts
 from twinphase.errors import TwinphaseError
 
-__all__ = ["ClientHealth", "LoadFailedError", "LoadResult", "Progress", "quiet", "run_load"]
+__all__ = ["ClientHealth", "LoadFailedError", "LoadResult", "Progress", "run_load"]
 
 Progress = Callable[[str, int, int], None]
 MAX_IN_FLIGHT = 4096  # of an open loop: what is due above it is not sent, and the run is void
@@ -228,7 +228,7 @@ async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress, a
 async def _watched(client: ClientHealth, sending: Coroutine[Any, Any, None]) -> list[Beat]:
     """Send without garbage collection, and note the client's CPU and heartbeats meanwhile."""
     beats: list[Beat] = []
-    with quiet():
+    with _without_garbage_collection():
         began, cpu = time.perf_counter(), time.thread_time()
         heart = asyncio.ensure_future(watch_loop(beats))
         try:
@@ -324,7 +324,7 @@ def _broken(error: Exception, intended: float) -> Observation:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """No garbage collection while it matters: a full one stops everything for longer than a token takes."""
     enabled = gc.isenabled()
     gc.collect()
