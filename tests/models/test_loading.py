@@ -13,6 +13,7 @@ from steps import Piece, own_cache, step_inputs
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.backends.cpu.backend import CpuBackend
+from twinphase.backends.cpu.weights import Vector
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.errors import CheckpointError, OutOfMemoryError, TwinphaseError, UnsupportedModelError
 from twinphase.models.loader import load_model, read_config
@@ -56,6 +57,31 @@ def test_a_layer_of_several_types(tmp_path: Path, tensor_type: str, types: dict[
     expected, found = (logits(open_gguf(path), backend) for backend in (ReferenceBackend(), CpuBackend(threads=2)))
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert error < 0.05  # int8 activations and keys; a wrong column or type would be of order 1
+
+
+def test_norms_and_logits_have_the_width_of_what_they_are_given(tmp_path: Path) -> None:
+    """A model may norm something else than the hidden state, and its logits need not be the last layer it calls."""
+    checkpoint = open_gguf(write_tiny_gguf(tmp_path / "wide.gguf", hidden=64, ffn=160, tensor_type="F32"))
+    weights = np.linspace(0.5, 2, 160, dtype=np.float32)
+
+    def logits_of(backend: Backend, norm: object) -> np.ndarray:
+        model = load_model(checkpoint, backend)
+        backend.allocate_kv_cache(KVCacheSpec(2, 2, 16, 4))
+
+        def forward(backend: Backend) -> object:
+            x = backend.logit_rows(backend.embed(model.embedding))
+            wide = backend.silu_mul(backend.linear(x, model.layers[0].gate_up))
+            wanted = backend.linear(backend.rms_norm(wide, norm, 1e-5), model.layers[0].down)
+            backend.linear(x, model.head)
+            return wanted
+
+        piece = Piece(np.array([7, 8, 9], np.int32), 0, np.arange(1, dtype=np.int32))
+        return backend.execute(forward, step_inputs([piece])).copy()
+
+    expected = logits_of(ReferenceBackend(), weights)
+    found = logits_of(CpuBackend(threads=2), Vector(weights, 160))
+    assert found.shape == expected.shape == (3, 64)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

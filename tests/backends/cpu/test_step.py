@@ -57,3 +57,10 @@ def test_every_tile_is_in_one_unit(threads: int, kv_heads: int) -> None:
         places = memory.partials.nbytes // (4 * 3 * (16 + 64))
         assert len(partials) == sum(n for _, n, _, _ in merges) * kv_heads
         assert max(partials, default=-1) < places
+
+
+def test_a_sequence_without_room_is_refused() -> None:
+    memory = step_memory(4, 64)
+    memory.fill(decodes([64, 3]))
+    with pytest.raises(ValueError, match="a sequence has 65 tokens; there is room for 64"):
+        memory.fill(decodes([3, 65]))

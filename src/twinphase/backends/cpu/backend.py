@@ -17,7 +17,7 @@ from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.program import Buffer, Memory, Program
 from twinphase.backends.cpu.step import COUNTS, StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
-from twinphase.backends.cpu.weights import Arena, Embedding, Matrix, arena_bytes, load_matrix, padded, vector_of
+from twinphase.backends.cpu.weights import Arena, Embedding, Matrix, Vector, arena_bytes, load_matrix, padded, vector_of
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
@@ -142,10 +142,10 @@ class CpuBackend:
         self._pack_commands += commands
         return matrix
 
-    def vector(self, checkpoint: Checkpoint, name: str) -> F32:
-        """A float32 vector, padded with zeros to a multiple of 32."""
-        out: F32 = vector_of(checkpoint, name, padded(checkpoint.tensors[name].shape[0]))
-        self._keep.append(out)
+    def vector(self, checkpoint: Checkpoint, name: str) -> Vector:
+        width = checkpoint.tensors[name].shape[0]
+        out = Vector(vector_of(checkpoint, name, padded(width)), width)
+        self._keep.append(out.values)
         return out
 
     def embedding(self, checkpoint: Checkpoint, name: str) -> Embedding:
@@ -230,6 +230,7 @@ class CpuBackend:
 
     def _capture(self, forward: Forward) -> None:
         logits: Buffer = forward(self)
+        self._outputs = logits.outputs
         self._logits: F32 = logits.floats.arrays[0].view(np.float32).reshape(-1, logits.width)
         self._pool = ThreadPool(self._kernels["run_program"], self.threads, self._scratch_bytes())
         self._pool.load(self._program.commands)
@@ -241,7 +242,6 @@ class CpuBackend:
         args = [self._step.token_ids.ctypes.data, table.address, table.row_bytes, table.width]
         args += [out.floats.data, out.floats.stride]
         program.add(f"embed:{table.type}", program.count("tokens"), args, [], [(out.floats.data, 0)])
-        self._hidden_size = table.width
         return out
 
     def logit_rows(self, x: Buffer) -> Buffer:
@@ -252,14 +252,16 @@ class CpuBackend:
         program.add("pick_rows", program.count("logits"), args, [source.data], [(out.floats.data, 0)])
         return out
 
-    def rms_norm(self, x: Buffer, weight: F32, eps: float) -> Buffer:
+    def rms_norm(self, x: Buffer, weight: Vector, eps: float) -> Buffer:
         """RMSNorm; what its reader wants is written in the same pass."""
         program, source = self._program, x.floats
+        if x.width != len(weight.values):
+            raise ValueError(f"rms_norm of {x.width} columns with weights for {len(weight.values)}")
 
         def make(quantized: bool) -> Memory:
             out = Memory(program, x.rows, x.width, quantized)
-            args = [program.count(x.rows), source.data, source.stride, weight.ctypes.data]
-            args += [self._hidden_size, _bits(eps), source.groups, *out.addresses]
+            args = [program.count(x.rows), source.data, source.stride, weight.values.ctypes.data]
+            args += [weight.width, _bits(eps), source.groups, *out.addresses]
             spec, tiles = f"rms_norm:{'q8' if quantized else 'f32'}", program.tiles(x.rows, ROWS_PER_TILE)
             program.add(spec, tiles, args, [source.data], [(out.data, 0)])
             return out
@@ -269,7 +271,7 @@ class CpuBackend:
     def linear(self, x: Buffer, weight: Matrix, residual: Buffer | None = None) -> Buffer:
         """x @ weight.T + residual, into new memory: a kernel may compute a row twice."""
         program = self._program
-        out = Buffer(program, x.rows, weight.width, columns=weight.columns)
+        out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
         base = None if residual is None else residual.floats
         for part in weight.parts:
             quantized, column = part.type in FORMATS, 4 * part.column
@@ -283,7 +285,6 @@ class CpuBackend:
             kernel = "quantized_linear" if quantized else "dense_linear"
             reads = [source.data] if base is None else [source.data, base.data]
             program.add(f"{kernel}:{part.type}", tiles, args, reads, [(out.floats.data, part.column)])
-        self._outputs = weight.sizes[0]
         return out
 
     def _zeros(self, strips: int) -> int:

@@ -57,6 +57,7 @@ class Buffer:
         rows: which rows: "tokens" (all of the step) or "logits" (those whose logits are wanted).
         width: columns, padding included.
         columns: first column of each of the tensors that were stacked.
+        outputs: columns of the first of them, without padding.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Buffer:
         width: int,
         *,
         columns: tuple[int, ...] = (0,),
+        outputs: int | None = None,
         make: Callable[[bool], Memory] | None = None,
     ) -> None:
         self.program, self.rows, self.width, self.columns, self._make = program, rows, width, columns, make
+        self.outputs = width if outputs is None else outputs
         self._made: dict[bool, Memory] = {}
         if make is None:
             self._made[False] = Memory(program, rows, width, quantized=False)

@@ -36,6 +36,7 @@ class StepMemory:
     ) -> None:
         self._shape, self._threads = shape, threads
         self._group = shape.num_heads // shape.num_kv_heads
+        self._block_size = spec.block_size
         max_seqs = min(max_seqs, max_tokens)
         self.token_ids, self.positions = aligned(max_tokens, np.int32), aligned(max_tokens, np.int32)
         self.slots, self.logit_rows = aligned(max_tokens, np.int64), aligned(max_tokens, np.int32)
@@ -69,7 +70,11 @@ class StepMemory:
         self.slots[:tokens] = inputs.slot_mapping
         self.logit_rows[:logits] = inputs.logit_rows
         sequences = len(inputs.block_tables)
-        width = min(inputs.block_tables.shape[1], self.block_tables.shape[1])
+        width = inputs.block_tables.shape[1]
+        if width > self.block_tables.shape[1]:  # fine as long as nobody looks behind what was made room for
+            width, longest = self.block_tables.shape[1], int(inputs.context_lens.max())
+            if longest > width * self._block_size:
+                raise ValueError(f"a sequence has {longest} tokens; there is room for {width * self._block_size}")
         self.block_tables[:sequences, :width] = inputs.block_tables[:, :width]
         starts = inputs.query_start.tolist()
         decodes = 0  # leading sequences with a single row: decode's kernel, row number = sequence number

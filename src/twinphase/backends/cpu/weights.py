@@ -15,7 +15,7 @@ from twinphase.errors import OutOfMemoryError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.quant import dequantize
 
-__all__ = ["DENSE_BYTES", "Arena", "Embedding", "Matrix", "Part", "arena_bytes", "load_matrix"]
+__all__ = ["DENSE_BYTES", "Arena", "Embedding", "Matrix", "Part", "Vector", "arena_bytes", "load_matrix"]
 
 DENSE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -86,6 +86,14 @@ class Matrix:
     parts: tuple[Part, ...]
     columns: tuple[int, ...]
     sizes: tuple[int, ...]
+    width: int
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A float32 vector: `width` values, padded with zeros to a multiple of 32."""
+
+    values: NDArray[np.float32]
     width: int
 
 
