@@ -40,7 +40,6 @@ class StepWork(NamedTuple):
     sequences: int = 0
 
     def plus(self, other: StepWork) -> StepWork:
-        """Both together."""
         return StepWork(*map(sum, zip(self, other, strict=True)))
 
     @classmethod
@@ -105,12 +104,10 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the flattened batch."""
         return self.work.rows
 
     @cached_property
     def decode_work(self) -> StepWork:
-        """Work of the decodes."""
         rows = contexts = 0
         for share in self.decodes:
             count = len(share.token_ids)
@@ -120,7 +117,6 @@ class Batch:
 
     @cached_property
     def prefill_work(self) -> StepWork:
-        """Work of the prefill chunks."""
         total = StepWork()
         for share in self.prefills:
             total = total.plus(StepWork.of_chunk(share.num_computed_tokens, len(share.token_ids), share.samples))
@@ -128,7 +124,6 @@ class Batch:
 
     @cached_property
     def work(self) -> StepWork:
-        """Work of the whole step."""
         return self.decode_work.plus(self.prefill_work) if self.prefills else self.decode_work
 
 

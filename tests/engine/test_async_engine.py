@@ -8,8 +8,9 @@ import pytest
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.host import ThreadHost
 from twinphase.engine.load import LoadedEngine
+from twinphase.engine.messages import End
 from twinphase.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError
-from twinphase.request import SamplingParams
+from twinphase.request import FinishReason, SamplingParams
 
 PROMPTS = [list(range(40, 40 + n)) for n in (30, 1, 17, 64)]
 LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -24,7 +25,7 @@ async def read(stream):
 
 
 async def until_idle(engine):
-    while await engine.call(lambda inner: inner.has_work):  # `serve` has a limit
+    while engine.host.loaded.engine.has_work:  # `serve` has a limit
         await asyncio.sleep(0.01)
 
 
@@ -64,8 +65,9 @@ def serve(tiny_path, own_cache):
             try:
                 await body(engine)
                 if engine.is_running:
-                    await engine.call(lambda inner: inner.scheduler.check_integrity())
-                    assert not await engine.call(lambda inner: inner.has_work or inner.timelines)
+                    inner = engine.host.loaded.engine  # its thread waits for a message
+                    inner.scheduler.check_integrity()
+                    assert not inner.has_work and not inner.timelines
             finally:
                 engine.close()
 
@@ -97,8 +99,7 @@ def test_many_at_once_get_what_each_gets_alone(serve, llm):
 def test_a_reader_that_comes_late_gets_everything_in_one_update(serve):
     async def body(engine):
         stream = await engine.submit(PROMPTS[0], greedy(20))
-        while await engine.call(lambda inner: inner.has_work):
-            await asyncio.sleep(0.01)
+        await until_idle(engine)
         (update,) = await read(stream)
         assert update.finished and len(update.token_ids) == 20
 
@@ -257,7 +258,7 @@ def test_a_stream_can_be_closed_before_its_first_update(serve):
 def test_ends_from_two_sides_do_not_meet_badly(serve):
     async def body(engine):
         stream = await engine.submit(PROMPTS[0], greedy(90), request_id="mine")
-        await engine.call(lambda inner: inner.abort("mine"))  # behind the stream's back
+        engine.host.put(End("mine", FinishReason.ABORT))  # behind the stream's back
         stream.abandon()
         good = await engine.submit(PROMPTS[1], greedy(3))
         assert len((await read(good))[-1].output.outputs[0].token_ids) == 3

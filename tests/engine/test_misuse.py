@@ -8,6 +8,7 @@ import pytest
 
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.errors import EngineDeadError, InvalidRequestError
+from twinphase.explain.explanation import Explanation
 from twinphase.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -228,11 +229,13 @@ def test_no_users_id_is_taken_for_a_question(tiny_path, own_cache):
     async def main():
         engine = AsyncEngine.from_model(tiny_path, backend="reference")
         try:
-            names = [f"{kind}-{n}" for kind in ("call", "look") for n in range(3)] + ["0", "1"]
+            first = await engine.submit("hello", GREEDY)
+            names = [f"look-{n}" for n in range(3)] + ["0", "1", "2"]
             submits = [engine.submit("hi", GREEDY, request_id=name) for name in names]
-            calls = [engine.call(lambda inner: "called") for _ in range(4)]
-            *streams, a, b, c, d = await asyncio.gather(*submits, *calls)
-            assert [stream.request_id for stream in streams] == names and {a, b, c, d} == {"called"}
+            looks = [engine.explain(first) for _ in range(3)]
+            *streams, a, b, c = await asyncio.gather(*submits, *looks)
+            assert [stream.request_id for stream in streams] == names
+            assert all(isinstance(found, Explanation) for found in (a, b, c))
             for stream in streams:
                 assert len([update async for update in stream][-1].output.outputs[0].token_ids) == 12
         finally:

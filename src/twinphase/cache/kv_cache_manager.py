@@ -38,7 +38,6 @@ class KVCacheManager:
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, request: Request) -> list[int]:

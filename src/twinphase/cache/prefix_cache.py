@@ -72,7 +72,6 @@ class PrefixCache:
         return known[index]
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block of that hash, if it is cached."""
         return self._block_of.get(block_hash)
 
     def insert(self, request: Request, index: int) -> None:

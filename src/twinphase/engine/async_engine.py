@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from twinphase import errors
 from twinphase.engine.checks import Prompt, check_params, check_request, is_plain
-from twinphase.engine.engine import Engine
 from twinphase.engine.host import Host, ProcessHost, ThreadHost
 from twinphase.engine.load import LoadedEngine
 from twinphase.engine.messages import (
@@ -118,7 +117,6 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are served."""
         return self.host.is_running
 
     @property
@@ -231,19 +229,6 @@ class AsyncEngine:
             raise _not_found(request_id)
         self.host.put(End(request_id, FinishReason.ABORT))
 
-    async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """Result of a function of an engine in this process, run between two steps; for looking, not for changing."""
-        assert isinstance(self.host, ThreadHost), "functions do not travel between processes"
-        number = next(self._numbers)
-
-        def run(engine: Engine) -> None:
-            try:
-                self._answer(number, function(engine))
-            except Exception as error:
-                self._answer(number, error)
-
-        return await self._ask(number, run)
-
     async def explain(self, stream: RequestStream) -> Explanation:
         """Why a request took as long as it did; see `LLM.explain`."""
         transcript = stream.transcript
@@ -330,12 +315,12 @@ class AsyncEngine:
             _post_to(waiting[0], _resolve, waiting[1], answer)
 
     # From here on: what is said to the engine.
-    async def _ask(self, about: str | int, message: ToEngine | Callable[[Engine], None]) -> Any:
+    async def _ask(self, about: str | int, message: ToEngine) -> Any:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._waiting[about] = loop, future
         try:
-            self.host.put(message)  # type: ignore[arg-type]  # functions go to a thread only
+            self.host.put(message)
             return await future
         finally:
             self._waiting.pop(about, None)

@@ -60,16 +60,6 @@ class Engine:
         vocab_size: int,
         seed: int = 0,
     ) -> None:
-        """Put the parts together.
-
-        Args:
-            scheduler: decides steps, with the step times of the recorder's cost model.
-            executor: computes them.
-            recorder: measures them.
-            shape: the model's numbers for FLOP and bytes.
-            vocab_size: token ids are below it.
-            seed: where the seeds of requests without one come from.
-        """
         self.scheduler = scheduler
         self.executor = executor
         self.recorder = recorder
@@ -80,7 +70,6 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True while a request waits or runs."""
         return self.scheduler.has_work
 
     @property
@@ -97,7 +86,6 @@ class Engine:
 
     @property
     def timelines(self) -> dict[str, RequestTimeline]:
-        """Timelines of the unfinished requests."""
         return self.ledger.timelines
 
     def add_request(self, request: Request, *, timeline: RequestTimeline | None = None) -> RequestTimeline:

@@ -74,22 +74,19 @@ class ThreadHost:
         self._thread = threading.Thread(target=self._run, name="twinphase-engine", daemon=True)
 
     def start(self, receive: Receive, died: Died) -> None:
-        """Start the thread."""
         self._died = died
         self._loop = EngineLoop(self.loaded, receive)
         self.is_running = True
         receive(Ready(engine_facts(self.loaded)))
         self._thread.start()
 
-    def put(self, message: Any) -> None:
-        """Send a message, or a function for the engine, which its thread calls between two steps."""
+    def put(self, message: ToEngine) -> None:
         self._process.check()
         if not self.is_running:
             raise self.dead()
         self._loop.put(message)
 
     def close(self) -> None:
-        """End the thread after the step it is in. From any thread."""
         if not self._process.is_here:
             return
         if self.is_running:
@@ -151,12 +148,10 @@ class ProcessHost:
         return self._process.pid if self._process else None
 
     def start(self, receive: Receive, died: Died) -> None:
-        """Start the process; needs a running event loop."""
         self._receive, self._died = receive, died
         self._spawn(0.0)
 
     def put(self, message: ToEngine) -> None:
-        """Send a message."""
         self._own_process.check()
         if not self.is_running or self._writer is None:
             raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
@@ -220,7 +215,6 @@ class ProcessHost:
         self._delay = min(2 * self._delay, LONGEST_DELAY)
 
     def take(self, message: FromEngine) -> None:
-        """A message came from the process."""
         if isinstance(message, Ready):
             self.is_running = self._was_ready = self._ever_ready = True
         if isinstance(message, Refused) and message.about is None:

@@ -186,16 +186,7 @@ def make_engine(
     eos_token_ids: frozenset[int],
     fingerprint: str = "",
 ) -> Engine:
-    """Allocate the KV cache and put an engine together.
-
-    Args:
-        config: resolved.
-        model: loaded on `backend`.
-        backend: without a KV cache yet.
-        shape: the model's numbers for FLOP and bytes.
-        eos_token_ids: tokens that end a sequence.
-        fingerprint: names the model's content.
-    """
+    """Allocate the KV cache of a `backend` that has `model`, and put an engine together. `config` is resolved."""
     if config.max_model_len is None or config.num_kv_blocks is None:
         raise ValueError("the configuration is not resolved")
     spec = KVCacheSpec(

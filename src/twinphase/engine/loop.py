@@ -55,22 +55,12 @@ class _Queue:
 
 
 class EngineLoop:
-    """Runs an engine on messages.
-
-    Attributes:
-        loaded: the engine and what text it was loaded with.
-    """
+    """Runs an engine on messages; `send` takes its own, on the loop's thread."""
 
     def __init__(self, loaded: LoadedEngine, send: Callable[[FromEngine], None]) -> None:
-        """Begin without requests.
-
-        Args:
-            loaded: belongs to the loop from now on.
-            send: takes the engine's messages, on the loop's thread.
-        """
         self.loaded = loaded
         self._send = send
-        self._inbox: queue.SimpleQueue[ToEngine | _Queue | Callable[[Engine], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToEngine | _Queue] = queue.SimpleQueue()
         self._compilers: ThreadPoolExecutor | None = None
         self._compiling: set[str] = set()  # ids; one that ended meanwhile is taken out
         self._lock = threading.Lock()
@@ -78,11 +68,8 @@ class EngineLoop:
         self._looks: deque[LookAt] = deque()  # one is answered between two steps: looking must not slow others
         self._stopped = False
 
-    def put(self, message: ToEngine | Callable[[Engine], None]) -> None:
-        """Hand a message to the loop, from any thread; a function is called with the engine between two steps.
-
-        A grammar is compiled first, by another thread: the steps of others go on.
-        """
+    def put(self, message: ToEngine) -> None:
+        """Hand a message to the loop, from any thread. Grammars are compiled by others first, so that steps go on."""
         if isinstance(message, Add) and _is_constrained(message):
             with self._lock:
                 self._compiling.add(message.request_id)
@@ -121,7 +108,7 @@ class EngineLoop:
                 return
             self._take(engine, message)
 
-    def _take(self, engine: Engine, message: ToEngine | _Queue | Callable[[Engine], None]) -> None:
+    def _take(self, engine: Engine, message: ToEngine | _Queue) -> None:
         if isinstance(message, Add):
             self._add(engine, _Queue(message, None))
         elif isinstance(message, _Queue):
@@ -136,8 +123,6 @@ class EngineLoop:
             self._looks.append(message)
         elif isinstance(message, Stop):
             self._stopped = True
-        elif callable(message):
-            message(engine)
 
     def _compile(self, add: Add) -> None:
         with self._lock:

@@ -20,25 +20,8 @@ from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
 from twinphase.request import FinishReason, RequestCounts, SamplingParams
 
-__all__ = [
-    "Accepted",
-    "Add",
-    "EngineFacts",
-    "End",
-    "Finished",
-    "FromEngine",
-    "Load",
-    "Loading",
-    "LookAt",
-    "News",
-    "Ready",
-    "Refused",
-    "Seen",
-    "StepNews",
-    "StepStats",
-    "Stop",
-    "ToEngine",
-]
+__all__ = ["Accepted", "Add", "EngineFacts", "End", "Finished", "FromEngine", "Load", "Loading", "LookAt", "News",
+           "Ready", "Refused", "Seen", "StepNews", "StepStats", "Stop", "ToEngine"]  # fmt: skip
 
 
 # To the engine.
@@ -133,7 +116,6 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     fix: str
 
     def error(self) -> TwinphaseError:
-        """The error that the engine met."""
         kind = getattr(errors, self.kind, TwinphaseError)
         error: TwinphaseError = kind(self.cause, self.fix)
         return error

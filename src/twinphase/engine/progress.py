@@ -30,7 +30,6 @@ class GenerateProgress:
     """A bar on stderr while its `with` block runs; nothing where stderr is no terminal."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
-        """Count up to `total` prompts."""
         console = console or Console(stderr=True)
         rates = TextColumn(
             "[cyan]prefill {task.fields[prefill]:,.0f}[/] [green]decode {task.fields[decode]:,.0f}[/] tok/s"
@@ -50,7 +49,6 @@ class GenerateProgress:
         self._bar.stop()
 
     def update(self, record: StepRecord, finished: int) -> None:
-        """A step is done."""
         self._records.append(record)
         while record.end - self._records[0].end > WINDOW:
             self._records.popleft()

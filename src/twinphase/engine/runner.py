@@ -18,21 +18,12 @@ class Runner:
     """A model on a backend whose KV cache is allocated."""
 
     def __init__(self, model: Model, backend: Backend, *, block_size: int, eos_token_ids: Collection[int]) -> None:
-        """Hold what a step needs.
-
-        Args:
-            model: loaded on `backend`.
-            backend: with its KV cache allocated in blocks of `block_size` tokens.
-            block_size: tokens of a block.
-            eos_token_ids: tokens that `min_tokens` holds back.
-        """
         self.model = model
         self.backend = backend
         self.block_size = block_size
         self.eos_token_ids = tuple(eos_token_ids)
 
     def execute(self, batch: Batch) -> StepOutput:
-        """Compute and sample `batch`."""
         logits = self.backend.execute(self.model.forward, build(batch, self.block_size))
         start = perf_counter()
         output = sample(logits, batch, self.eos_token_ids)

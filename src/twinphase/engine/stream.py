@@ -76,7 +76,6 @@ class RequestStream:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort the request if it has not finished."""
         self.abandon()
 
     def __del__(self) -> None:

@@ -33,7 +33,6 @@ class ModelText:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Nothing is built before it is needed."""
         self.checkpoint = checkpoint
 
     @property
@@ -43,7 +42,6 @@ class ModelText:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return Tokenizer.from_checkpoint(self.checkpoint)
 
     @cached_property
@@ -55,7 +53,6 @@ class ModelText:
 
     @cached_property
     def grammar_compiler(self) -> GrammarCompiler:
-        """Compiles structured outputs for the model's vocabulary."""
         from twinphase.sampling.structured import GrammarCompiler
 
         tokenizer = self.tokenizer

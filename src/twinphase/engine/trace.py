@@ -92,11 +92,9 @@ class TraceWriter:
         )
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """A request was ended from outside."""
         self._write("finish", {"request_id": request_id, "reason": reason.value})
 
     def step(self, batch: Batch, output: StepOutput) -> None:
-        """A step was decided and computed."""
         self._write("step", {**decision(batch), "token_ids": output.token_ids, "errors": output.errors})
 
     def observe(self, seconds: float, gap: float) -> None:

@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 
-from twinphase.engine.interrupt import Interrupt, deferred_interrupt
 from twinphase.errors import EngineDeadError
 
-__all__ = ["OwnProcess", "Turns"]
+__all__ = ["Interrupt", "OwnProcess", "Turns"]
+
+
+@dataclass
+class Interrupt:
+    """Whether Ctrl-C was pressed meanwhile."""
+
+    requested: bool = False
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[Interrupt]:
+    """Note the first SIGINT instead of raising KeyboardInterrupt; a second one raises at once, as ever.
+
+    Does nothing outside the main thread, or where the program handles SIGINT in its own way.
+    """
+    interrupt = Interrupt()
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupt
+        return
+
+    def note(signal_number: int, frame: FrameType | None) -> None:
+        interrupt.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class OwnProcess:
@@ -52,7 +84,7 @@ class Turns:
             EngineDeadError: this is a forked child.
         """
         self.process.check()
-        with deferred_interrupt() as interrupt:
+        with _deferred_interrupt() as interrupt:
             with self._next:
                 self._now.acquire()
             try:

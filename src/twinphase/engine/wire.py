@@ -36,7 +36,6 @@ class Decoder(Generic[Message]):
     """Bytes to messages, however they were cut on the way."""
 
     def __init__(self, kind: Any) -> None:
-        """Decodes messages of the union type `kind`."""
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
 

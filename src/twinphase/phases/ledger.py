@@ -36,7 +36,6 @@ class Ledger:
     """
 
     def __init__(self, shape: ModelShape, cost_model: CostModel) -> None:
-        """Begin an empty ledger for a model of that shape."""
         self.shape = shape
         self.timelines: dict[str, RequestTimeline] = {}
         self.records: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)

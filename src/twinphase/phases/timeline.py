@@ -72,7 +72,6 @@ class StepRecord:
 
     @property
     def seconds(self) -> float:
-        """Duration."""
         return self.end - self.start
 
 
@@ -130,7 +129,6 @@ class PhaseTotals:
 
     @property
     def flops(self) -> int:
-        """All floating-point operations."""
         return self.linear_flops + self.attention_flops
 
 
@@ -292,7 +290,6 @@ class RequestTimeline:
         self.token_times.extend([now] * count)
 
     def seconds(self, kind: IntervalKind) -> float:
-        """Total time of one kind."""
         return sum(i.end - i.start for i in self.intervals if i.kind is kind)
 
     def totals(self) -> dict[str, float]:
@@ -304,16 +301,13 @@ class RequestTimeline:
 
     @property
     def ttft(self) -> float | None:
-        """First output token handed over - arrival, seconds; queue and tokenizing included."""
         return latency.ttft(self.arrival, self.token_times)
 
     @property
     def tpot(self) -> float | None:
-        """(last token - first token) / (output tokens - 1), seconds."""
         times = self.token_times
         return latency.tpot(times[0], times[-1], len(times)) if times else None
 
     @property
     def itl(self) -> list[float]:
-        """Each gap between consecutive tokens, seconds."""
         return latency.itl(self.token_times)

@@ -57,7 +57,6 @@ class Cost:
 
     @property
     def flops(self) -> int:
-        """All floating-point operations."""
         return self.linear_flops + self.attention_flops
 
     def __add__(self, other: Cost) -> Cost:

@@ -50,18 +50,10 @@ class Scheduler:
         itl_slo_ms: float | None = None,
         usual_output: float = USUAL_OUTPUT,
     ) -> None:
-        """Start without requests.
+        """Start without requests; the settings are those of `EngineConfig`.
 
-        Args:
-            kv_cache: the blocks to give out; owned by this scheduler from now on.
-            max_model_len: prompt and output tokens a request may have together.
-            eos_token_ids: tokens that end a sequence.
-            times: predicts step times, for the SLO.
-            max_num_batched_tokens: token budget of a step; at least `max_num_seqs`.
-            max_num_seqs: requests running at once.
-            policy: "fcfs" or "priority".
-            itl_slo_ms: longest gap between tokens to aim for, milliseconds.
-            usual_output: tokens that an answer is expected to have until some have finished.
+        The blocks of `kv_cache` are this scheduler's from now on. `times` predicts step times, for the SLO.
+        `usual_output` is how many tokens an answer is expected to have until some have finished.
         """
         self.kv_cache = kv_cache
         self.max_model_len = max_model_len
@@ -80,7 +72,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while a request waits or runs."""
         return bool(self._requests)
 
     def get(self, request_id: str) -> Request | None:

@@ -110,7 +110,6 @@ class Kept:
 
     @classmethod
     def of(cls, tenant: str, counts: RequestCounts, timeline: RequestTimeline) -> Kept:
-        """Of a request that has finished."""
         totals = timeline.totals()
         summary = {
             "id": counts.request_id,
@@ -133,13 +132,11 @@ class Timelines:
     """The last finished requests, by id; and who the unfinished ones belong to."""
 
     def __init__(self, limit: int) -> None:
-        """Keep `limit` finished ones."""
         self._limit = limit
         self._finished: OrderedDict[str, Kept] = OrderedDict()
         self._running: dict[str, tuple[str, Choice]] = {}
 
     def begin(self, tenant: str, choice: Choice) -> None:
-        """An answer was begun."""
         self._running[choice.stream.request_id] = (tenant, choice)
 
     def end(self, choice: Choice, runs: Sequence[tuple[PromptPart, int, int]] = ()) -> None:
