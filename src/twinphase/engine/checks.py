@@ -39,7 +39,7 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
     for name in values:
         if name not in names:
             near = get_close_matches(name, names, 1)
-            advice = f"Did you mean {near[0]}?" if near else f"There are {', '.join(names)}."
+            advice = f"Did you mean {near[0]}?" if near else f"The options are {', '.join(names)}."
             raise InvalidRequestError(f"There is no engine option {name!r}.", advice)
     return EngineConfig(**values)
 
