@@ -193,9 +193,7 @@ def test_wrong_types_are_told_at_the_door(llm, call, match):
 def test_unknown_options_are_named(make_llm):
     with pytest.raises(InvalidRequestError, match="no engine option 'max_num_seq'. Did you mean max_num_seqs?"):
         make_llm(max_num_seq=4)
-    with pytest.raises(
-        InvalidRequestError, match="no engine option 'tensor_parallel_size'. The options are .*backend"
-    ):
+    with pytest.raises(InvalidRequestError, match="no engine option 'tensor_parallel_size'. The options are .*backend"):
         make_llm(tensor_parallel_size=2)
 
 
