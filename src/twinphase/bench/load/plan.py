@@ -219,4 +219,4 @@ def _parts_of_runs(results: Sequence[LoadResult]) -> Parts:
         sections.insert(0, report.runs_section(results))
         data["further runs"] = [report.load_data(result) for result in others]
         flags["runs of the load"] = str(len(results))
-    return Parts("load", verdicts, sections, report.load_metrics(results), first.notes, data, flags)
+    return Parts("load", verdicts, sections, report.load_metrics(results), report.notes_of(first), data, flags)

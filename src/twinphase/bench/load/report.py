@@ -26,6 +26,7 @@ __all__ = [
     "load_sections",
     "load_verdicts",
     "loads_table",
+    "notes_of",
     "runs_section",
     "runs_verdicts",
     "shown",
@@ -188,13 +189,15 @@ def load_sections(result: LoadResult) -> tuple[Section, ...]:
     tables = [_latencies(result), _throughput(result), _client(result)]
     if result.failures:
         tables.append(_failures(result))
-    paragraphs = (
-        f"{result.workload}; {result.arrivals}.",
-        *(f"{note[:1].upper()}{note[1:]}." for note in result.notes),
-    )
+    paragraphs = (f"{result.workload}; {result.arrivals}.", *notes_of(result))
     title = f"{_void_mark(result)}Load: {result.arrivals}"
     plots = (*latency_plots(result), timeline_plot(result))
     return Section(title, load_verdicts(result), paragraphs, tuple(tables), plots), claims_section(result)
+
+
+def notes_of(result: LoadResult) -> tuple[str, ...]:
+    """What a reader must know to judge a load, as sentences."""
+    return tuple(f"{note[:1].upper()}{note[1:]}." for note in result.notes)
 
 
 def _latencies(result: LoadResult) -> Table:
