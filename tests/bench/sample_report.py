@@ -13,7 +13,7 @@ from twinphase.bench.report import plots
 from twinphase.bench.report.explanation import waterfall_plot
 from twinphase.bench.report.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
 from twinphase.bench.roofline.arithmetic import Roof, Roofline, Slope
-from twinphase.bench.roofline.plots import Mark, roofline_plot
+from twinphase.bench.roofline.plots import DrawnPart, roofline_plot
 from twinphase.bench.targets.target import TargetFacts
 from twinphase.phases.timeline import IntervalKind
 
@@ -105,16 +105,18 @@ def load_section(rng: random.Random) -> Section:
     )
 
 
-def roofline_marks() -> list[Mark]:
+def roofline_marks() -> list[DrawnPart]:
     found = [
-        Mark("prefill", "linear", "prefill linear", f"n = {n}", 12.0 * n**0.45, 2.4e11 * n / (n + 25), {"MFU": "50 %"})
+        DrawnPart(
+            "prefill", "linear", "prefill linear", f"n = {n}", 12.0 * n**0.45, 2.4e11 * n / (n + 25), {"MFU": "50 %"}
+        )
         for n in (16, 64, 256, 1024)
     ]
     found += [
-        Mark("decode", "linear", "batch linear", f"batch {b}", 1.9 * b, 3.3e10 * b**0.8, {"MFU": "9 %"})
+        DrawnPart("decode", "linear", "batch linear", f"batch {b}", 1.9 * b, 3.3e10 * b**0.8, {"MFU": "9 %"})
         for b in (1, 2, 4, 8)
     ]
-    return [*found, Mark("decode", "attention", "context attention", "context 64", 1.1, 1.4e10, {"MFU": "4 %"})]
+    return [*found, DrawnPart("decode", "attention", "context attention", "context 64", 1.1, 1.4e10, {"MFU": "4 %"})]
 
 
 def falls(parts: list[tuple[str, float]]) -> dict:

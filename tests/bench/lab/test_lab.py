@@ -20,7 +20,7 @@ from twinphase.bench.report.render import write_report
 from twinphase.bench.report.report import Status
 from twinphase.bench.report.result import read_result, result_json
 from twinphase.bench.report.terminal import show
-from twinphase.bench.roofline.measure import Point
+from twinphase.bench.roofline.measure import RooflinePoint
 from twinphase.bench.targets.stepped import Workshop
 from twinphase.cli import run_app
 from twinphase.errors import OutOfMemoryError
@@ -150,7 +150,7 @@ def test_progress_is_whole_on_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     claim = f"claim {len(EXPERIMENTS)} of {len(EXPERIMENTS)}: {max((one.name for one in EXPERIMENTS), key=len)}"
-    point = str(Point("decode", 4096, 1))
+    point = str(RooflinePoint("decode", 4096, 1))
     for title, percent, longest in (("twinphase lab", True, claim), ("twinphase roofline", False, point)):
         stream = Terminal()
         with live(title, stream, percent=percent) as progress:

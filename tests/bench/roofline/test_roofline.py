@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,20 +14,20 @@ from twinphase.bench.report.report import Status
 from twinphase.bench.report.result import result_json
 from twinphase.bench.roofline import measure as measuring
 from twinphase.bench.roofline.arithmetic import (
-    Part,
-    attention_part,
+    PartWork,
     breakeven_batch,
     datasheet_roofline,
     knee,
-    linear_part,
     measured_roofline,
+    parts_of_step,
     place,
 )
-from twinphase.bench.roofline.ceilings import Sweep, thread_counts
-from twinphase.bench.roofline.findings import TOLERANCE, finding
-from twinphase.bench.roofline.measure import ModelPoints, Point, Sample, Settings, planned
-from twinphase.bench.roofline.plots import Mark, canvas, roofline_plot
+from twinphase.bench.roofline.ceilings import CeilingSweep, thread_counts
+from twinphase.bench.roofline.findings import TOLERANCE, break_evens, find
+from twinphase.bench.roofline.measure import ModelPoints, RooflinePoint, Sample, Settings, planned
+from twinphase.bench.roofline.plots import DrawnPart, canvas, roofline_plot
 from twinphase.bench.roofline.report import (
+    batch_text,
     ceilings_table,
     machine_verdict,
     part_table,
@@ -34,7 +35,7 @@ from twinphase.bench.roofline.report import (
     rate_text,
     verdicts,
 )
-from twinphase.bench.roofline.roofline import datasheet_report, roofline, settings_of
+from twinphase.bench.roofline.roofline import _phase_section, datasheet_report, roofline, settings_of
 from twinphase.cli import run_app
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.datasheets import DATASHEETS
@@ -63,19 +64,30 @@ def test_balance_points_are_peak_over_bandwidth() -> None:
     assert all(roof.unit != "bfloat16" for roof in line.roofs), "a unit that does not exist has no roof"
 
 
-def test_a_set_that_fits_the_cache_is_not_called_dram() -> None:
-    line = measured_roofline(replace(CEILINGS, bandwidth=((256 * MIB, 100e9),)), (("L3", 384 * MIB),))
-    assert [slope.name for slope in line.slopes] == ["256 MiB"]
+@pytest.mark.parametrize(
+    ("sizes", "caches", "names"),
+    [
+        ([256], (("L3", 384 * MIB),), ["256 MiB"]),  # a set that fits the cache is not DRAM
+        ([1, 4, 8], (), ["1 MiB", "4 MiB", "8 MiB"]),
+        ([], (), []),
+    ],
+)
+def test_slopes_are_named_after_what_is_known(
+    sizes: list[int], caches: tuple[tuple[str, int]], names: list[str]
+) -> None:
+    bandwidth = tuple((size * MIB, 100e9 / size) for size in sizes)
+    assert [slope.name for slope in measured_roofline(replace(CEILINGS, bandwidth=bandwidth), caches).slopes] == names
 
 
-def test_slopes_without_known_caches_are_named_by_size() -> None:
-    line = measured_roofline(replace(CEILINGS, bandwidth=((MIB, 3e9), (4 * MIB, 2e9), (8 * MIB, 1e9))))
-    assert [slope.name for slope in line.slopes] == ["1 MiB", "4 MiB", "8 MiB"]
+def test_the_balance_point_is_read_as_a_division() -> None:
+    ceilings = replace(CEILINGS, bandwidth=((MIB, 200e9), (256 * MIB, 50e9)))
+    text = machine_verdict(measured_roofline(ceilings, (("L2", 2 * MIB), ("L3", 32 * MIB)))).text
+    assert " / DRAM " in text and " GB/s = balance at 20 FLOP/byte" in text and "MiB" not in text
 
 
 def test_parts_of_a_step_by_hand() -> None:
     work = StepWork(rows=4, decode_contexts=400, logits=4, sequences=4)
-    linear, attention = linear_part(SHAPE, UNITS, work, 400), attention_part(SHAPE, UNITS, work, 400)
+    linear, attention = parts_of_step(SHAPE, UNITS, work, 400)
     assert linear.flops == {"int8": 2 * 4 * 12_000_000}
     assert linear.bytes == 6_000_000
     assert attention.flops == {"int8": 4 * 4 * 8 * 64 * 400 // 2, "float32": 4 * 4 * 8 * 64 * 400 // 2}
@@ -86,13 +98,12 @@ def test_parts_of_a_step_by_hand() -> None:
         linear.total_flops + attention.total_flops,
         linear.bytes + attention.bytes,
     )
-    assert linear.intensity == pytest.approx(16.0)
+    assert place(linear, 1.0, None).intensity == pytest.approx(16.0)
 
 
 def test_break_even_of_linear_layers_is_where_flop_time_meets_weight_time() -> None:
     # 6e6 bytes at 100 GB/s are 60 us; a row is 24e6 FLOP at 1000 G/s, 24 us: from the third row on.
-    found = breakeven_batch(SHAPE, UNITS, CEILINGS, 100, ("linear",))
-    assert (found.batch, found.unknown, str(found)) == (3, False, "3")
+    assert breakeven_batch(SHAPE, UNITS, CEILINGS, 100, attention=False) == 3
 
 
 def test_break_even_of_whole_steps_counts_each_sequences_kv() -> None:
@@ -101,18 +112,14 @@ def test_break_even_of_whole_steps_counts_each_sequences_kv() -> None:
     for context in (100, 2000):
         added = 24e-6 + context * (4096 / 1000e9 + 4096 / 200e9) - context * 1536 / 100e9
         wanted = next(batch for batch in range(1, 100) if batch * added >= 60e-6)
-        assert breakeven_batch(SHAPE, UNITS, CEILINGS, context, ("linear", "attention")).batch == wanted
+        assert breakeven_batch(SHAPE, UNITS, CEILINGS, context, attention=True) == wanted
 
 
-def test_long_contexts_may_never_be_bound_by_compute() -> None:
-    heavy = replace(SHAPE, kv_token_bytes=100_000)
-    found = breakeven_batch(heavy, UNITS, CEILINGS, 100_000, ("linear", "attention"))
-    assert (found.batch, str(found)) == (None, "never")
-
-
-def test_break_even_without_a_ceiling_is_unknown() -> None:
+def test_a_break_even_may_never_come_or_be_unknown() -> None:
+    found = breakeven_batch(replace(SHAPE, kv_token_bytes=100_000), UNITS, CEILINGS, 100_000, attention=True)
+    assert batch_text(found) == "never"
     for ceilings in (None, replace(CEILINGS, int8_ops=None), replace(CEILINGS, bandwidth=())):
-        assert str(breakeven_batch(SHAPE, UNITS, ceilings, 100, ("linear",))) == "unknown"
+        assert batch_text(breakeven_batch(SHAPE, UNITS, ceilings, 100, attention=False)) == "unknown"
 
 
 def test_the_knee_of_the_rooflines_own_model_is_its_break_even() -> None:
@@ -135,46 +142,38 @@ def test_caches_grow_with_the_threads_that_have_their_own() -> None:
 
 # Placing
 def test_a_part_is_placed_by_its_time() -> None:
-    part = Part({"int8": 500_000_000}, 10_000_000, 64 * MIB)  # 0.5 ms of FLOP, 0.1 ms of bytes
+    part = PartWork({"int8": 500_000_000}, 10_000_000, 64 * MIB)  # 0.5 ms of FLOP, 0.1 ms of bytes
     placed = place(part, 1e-3, CEILINGS)
     assert (placed.intensity, placed.rate, placed.byte_rate) == pytest.approx((50, 500e9, 10e9))
     assert (placed.mfu, placed.mbu, placed.bound) == (pytest.approx(0.5), pytest.approx(0.1), "compute")
-    assert not placed.over_ceiling
-
-
-def test_above_the_ceiling_is_told_and_not_clamped() -> None:
-    placed = place(Part({"int8": 500_000_000}, 10_000_000, 64 * MIB), 0.25e-3, CEILINGS)
-    assert placed.mfu == pytest.approx(2.0)
-    assert placed.over_ceiling
-
-
-def test_unknown_ceilings_leave_efficiency_unknown() -> None:
-    placed = place(Part({"bfloat16": 1000}, 10, MIB), 1.0, CEILINGS)
-    assert (placed.mfu, placed.bound) == (None, "unknown")
-    assert place(Part({"int8": 1000}, 10, MIB), 1.0, None).mbu is None
-    assert not placed.over_ceiling
+    over = place(part, 0.25e-3, CEILINGS)
+    assert over.mfu == pytest.approx(2.0), "not clamped"
+    assert over.over_ceiling and not placed.over_ceiling
+    unknown = place(PartWork({"bfloat16": 1000}, 10, MIB), 1.0, CEILINGS)
+    assert (unknown.mfu, unknown.bound, unknown.over_ceiling) == (None, "unknown", False)
+    assert place(part, 1.0, None).mbu is None
 
 
 def sample(linear: float, attention: float, *, whole: float = 2.0, forward: float = 1.0, split: float = 1.0) -> Sample:
     parts = {"linear": linear, "attention": attention, "other": 0.1}
-    work = Part({"int8": 500_000_000}, 10_000_000, 64 * MIB)
-    kv = Part({"int8": 1_000_000, "float32": 1_000_000}, 1_000_000, 64 * MIB)
-    return Sample(whole, forward, whole + split - forward, split, parts, 4, work, kv, 0.0)
+    work = PartWork({"int8": 500_000_000}, 10_000_000, 64 * MIB)
+    kv = PartWork({"int8": 1_000_000, "float32": 1_000_000}, 1_000_000, 64 * MIB)
+    return Sample(whole, forward, whole + split - forward, split, parts, 4, work, kv)
 
 
 def test_a_finding_takes_medians_and_its_parts_add_up() -> None:
     samples = [sample(0.5, 0.2), sample(0.6, 0.1), sample(0.9, 0.3, whole=9.0)]
-    found = finding(Point("decode", 256, 4), samples, CEILINGS)
+    found = find(RooflinePoint("decode", 256, 4), samples, CEILINGS)
     assert found.seconds == 2.0
     assert found.tokens_per_second == (2.0, 2.0, pytest.approx(4 / 9))
-    assert sum(found.parts.values()) == pytest.approx(found.split_seconds)
+    assert sum(found.parts.values()) == pytest.approx(2.0)
     assert found.linear.rate == pytest.approx(500_000_000 / 0.6)
     assert found.adds_up
 
 
 def test_parts_that_do_not_add_up_are_void() -> None:
     off = 1 + 2 * TOLERANCE
-    found = [finding(Point("decode", 256, 4), [sample(0.5, 0.2, split=off)] * 3, CEILINGS)]
+    found = [find(RooflinePoint("decode", 256, 4), [sample(0.5, 0.2, split=off)] * 3, CEILINGS)]
     assert not found[0].adds_up
     assert all("void" in cell for cell in part_table(found, "decode").rows[0][3:])
     assert "void" in point_table(found, "decode").rows[0]
@@ -183,7 +182,7 @@ def test_parts_that_do_not_add_up_are_void() -> None:
 
 
 def test_above_100_percent_is_the_first_verdict() -> None:
-    found = [finding(Point("prefill", 16), [sample(0.4e-3, 0.2)], CEILINGS)]
+    found = [find(RooflinePoint("prefill", 16), [sample(0.4e-3, 0.2)], CEILINGS)]
     verdict = verdicts(measured_roofline(CEILINGS), found, [])[0]
     assert verdict.status is Status.VOID
     assert "125.0%" in verdict.text and "count or the ceiling is wrong" in verdict.reason
@@ -191,15 +190,17 @@ def test_above_100_percent_is_the_first_verdict() -> None:
 
 
 def test_unknown_ceilings_are_unknown_in_tables() -> None:
-    found = [finding(Point("decode", 256), [sample(0.5, 0.2)], None)]
+    found = [find(RooflinePoint("decode", 256), [sample(0.5, 0.2)], None)]
     assert part_table(found, "decode").rows[0][-3:] == ("unknown",) * 3
     nothing = replace(CEILINGS, bandwidth=(), int8_ops=None, float32_flops=None)
     assert machine_verdict(measured_roofline(nothing)).status is Status.UNKNOWN
 
 
-def test_ceilings_by_threads_show_best_and_run() -> None:
+def test_what_a_quiet_run_measured_replaces_earlier_ceilings_and_a_busy_one_only_adds() -> None:
     run = replace(CEILINGS, int8_ops=800e9)
-    table = ceilings_table(Sweep({2: CEILINGS}, {2: [run, run]}))
+    busy = replace(run, provisional=True)
+    assert ("int8, GFLOP/s", "800 (800)") in ceilings_table(CeilingSweep({2: [run, busy]}, {2: CEILINGS})).rows
+    table = ceilings_table(CeilingSweep({2: [busy, busy]}, {2: CEILINGS}))
     assert ("int8, GFLOP/s", "1,000 (800)") in table.rows
     assert ("bfloat16, GFLOP/s", "none") in table.rows
 
@@ -222,10 +223,10 @@ def test_rates_have_prefixes(rate: float | None, text: str) -> None:
 def test_points_that_do_not_fit_are_named() -> None:
     settings = Settings(prompt_lengths=(16, 600), batches=(1, 4), batch_context=64, contexts=(64, 5000), steps=2)
     points, left_out, room = planned(settings, 1024, None)
-    assert Point("prefill", 600) in points and Point("decode", 64, 4) in points
+    assert RooflinePoint("prefill", 600) in points and RooflinePoint("decode", 64, 4) in points
     assert len(left_out) == 1 and "decode[batch=1,context=5000]" in left_out[0]
     points, left_out, capped = planned(settings, 1024, 700)
-    assert Point("decode", 64, 4) in points and capped == 700 < room
+    assert RooflinePoint("decode", 64, 4) in points and capped == 700 < room
     assert planned(settings, 1024, 200)[1]
 
 
@@ -236,10 +237,10 @@ def test_settings_out_of_range_are_refused(given: dict[str, object]) -> None:
 
 
 # Drawings
-def marks() -> list[Mark]:
-    return [Mark("prefill", "linear", "prefill linear", "n = 16", 40.0, 400e9, {}),
-            Mark("decode", "linear", "batch linear", "batch 1", 2.5, 90e9, {}),
-            Mark("decode", "attention", "context attention", "context 64", 4.0, 40e9, {})]  # fmt: skip
+def marks() -> list[DrawnPart]:
+    return [DrawnPart("prefill", "linear", "prefill linear", "n = 16", 40.0, 400e9, {}),
+            DrawnPart("decode", "linear", "batch linear", "batch 1", 2.5, 90e9, {}),
+            DrawnPart("decode", "attention", "context attention", "context 64", 4.0, 40e9, {})]  # fmt: skip
 
 
 def test_the_drawing_puts_marks_below_the_roof() -> None:
@@ -314,12 +315,6 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert "twinphase[bench]" in capsys.readouterr().err and not measured
 
 
-def test_the_balance_point_is_read_as_a_division() -> None:
-    ceilings = replace(CEILINGS, bandwidth=((MIB, 200e9), (256 * MIB, 50e9)))
-    text = machine_verdict(measured_roofline(ceilings, (("L2", 2 * MIB), ("L3", 32 * MIB)))).text
-    assert " / DRAM " in text and " GB/s = balance at 20 FLOP/byte" in text and "MiB" not in text
-
-
 # End to end
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -327,7 +322,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SMALL = Settings(prompt_lengths=(8, 100), batches=(1, 2, 4), batch_context=32, contexts=(16, 1000), repetitions=2,
-                 steps=3, retries=0, max_num_batched_tokens=64)  # fmt: skip
+                 steps=3, max_num_batched_tokens=64)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +346,7 @@ def test_every_point_is_measured_with_its_own_work(measured: ModelPoints) -> Non
             assert samples[0].linear.bytes == measured.shape.linear_bytes + measured.shape.head_bytes
             contexts = samples[0].attention.bytes / kv_bytes_per_token(measured.shape) / point.batch
             assert point.tokens < contexts < point.tokens + 40
-    chunks = measured.samples[Point("prefill", 100)][0]
+    chunks = measured.samples[RooflinePoint("prefill", 100)][0]
     # Two chunks of 64 and 36 tokens: weights twice, the last with the head, KV of 64 and of 100 tokens.
     shape = measured.shape
     assert chunks.linear.bytes == 2 * shape.linear_bytes + shape.head_bytes
@@ -387,54 +382,70 @@ def test_steps_in_parts_compute_the_same(tiny: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_a_whole_report(tiny: Path, measured: ModelPoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # Ceilings have tests of their own (tests/backends/cpu); here they are given, and nothing is kept.
-    best = replace(CEILINGS, bfloat16_flops=400e9)
-    counts: list[list[int]] = []
-
-    def ceilings(threads: list[int], isa: str | None, repetitions: int, progress: object) -> Sweep:
-        counts.append(list(threads))
-        return Sweep(dict.fromkeys(threads, best), {count: [best] * repetitions for count in threads})
-
+@pytest.fixture
+def given_ceilings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], list[Ceilings]]:
+    """Ceilings have tests of their own (tests/backends/cpu). Which threads were measured; what is kept."""
     from twinphase.bench.roofline import roofline as module
 
+    counts: list[list[int]] = []
+    kept: list[Ceilings] = []
+
+    def ceilings(threads: list[int], isa: str | None, repetitions: int, progress: object) -> CeilingSweep:
+        counts.append(list(threads))
+        # The second measurement, which is the first after the model, is too low.
+        rate = 1.0 if len(counts) < 3 and repetitions == 1 else 400e9
+        one = replace(CEILINGS, int8_ops=rate, float32_flops=rate, bfloat16_flops=rate)
+        return CeilingSweep({count: [one] * repetitions for count in threads}, {})
+
     monkeypatch.setattr(module, "measure_ceilings", ceilings)
+    monkeypatch.setattr("twinphase.bench.roofline.ceilings.save_ceilings", kept.append)
+    return counts, kept
+
+
+def test_a_whole_report(tiny: Path, given_ceilings: tuple[list[list[int]], list[Ceilings]], tmp_path: Path) -> None:
+    counts, kept = given_ceilings
     told: list[str] = []
-    drawing = roofline(str(tiny), SMALL, 2, lambda what, done, total: told.append(what))
-    report = drawing.report
+    report = roofline(str(tiny), SMALL, 2, lambda what, done, total: told.append(what)).report
     names = {metric.name for metric in report.metrics}
-    assert {"prefill[n=8] tok/s", "decode[batch=4,context=32] tok/s"} <= names
+    assert {"prefill[n=8] tok/s", "decode[batch=4,context=32] tok/s", "bandwidth[MiB=1,threads=1]"} <= names
     assert all(len(metric.values) in (2, 4) for metric in report.metrics)  # ceilings on both sides of the model
     assert report.conditions["model SHA-256"] != "unknown"
     assert {section.title for section in report.sections} >= {"The machine", "Prefill", "Decode"}
     assert any("left out" in line.lower() for line in report.noise)
     assert any("prefill" in what for what in told)
     assert json.loads(result_json(report))["data"]["samples"]["prefill[n=8]"][0]["parts"]["linear"] > 0
+    assert len(counts) == 2 and {one.int8_ops for one in kept} == {400e9}, "measured before and after, and kept"
     from twinphase.bench.report.render import write_report
 
     written = write_report(report, tmp_path)
     assert written.html.stat().st_size > 10_000 and any("roofline" in path.name for path in written.plots)
 
 
-def test_ceilings_too_low_are_measured_again(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinphase.bench.roofline import roofline as module
+def test_decode_is_drawn_by_batch_and_by_context() -> None:
+    points = {RooflinePoint("decode", 256, batch): [sample(0.1 * batch, 0.2)] * 2 for batch in (1, 2, 4)}
+    points |= {RooflinePoint("decode", 64): [sample(0.1, 0.1)] * 2}
+    model = SimpleNamespace(samples=points, shape=SHAPE, units=UNITS)
+    found = [find(point, samples, CEILINGS) for point, samples in points.items()]
+    turns = break_evens(model, found, CEILINGS)  # type: ignore[arg-type]
+    assert [(one.what, one.context, one.knee) for one in turns] == [
+        ("whole step", 64, None), ("linear layers", 256, pytest.approx(1.0)), ("whole step", 256, None),
+    ]  # fmt: skip
+    section = _phase_section(model, CEILINGS, found, turns, "decode")  # type: ignore[arg-type]
+    assert [plot.name for plot in section.plots] == ["decode-batching", "decode-by-batch", "decode-by-context"]
+    assert "batch 3 predicted, 1.0 measured" in section.plots[0].title
 
-    low = replace(CEILINGS, int8_ops=1.0, bfloat16_flops=1.0, float32_flops=1.0)
-    calls: list[list[int]] = []
 
-    def ceilings(threads: list[int], isa: str | None, repetitions: int, progress: object) -> Sweep:
-        calls.append(list(threads))
-        return Sweep(dict.fromkeys(threads, low), {count: [low] for count in threads})
-
-    monkeypatch.setattr(module, "measure_ceilings", ceilings)
+def test_ceilings_too_low_are_measured_again(
+    tiny: Path, given_ceilings: tuple[list[list[int]], list[Ceilings]]
+) -> None:
     report = roofline(str(tiny), replace(SMALL, repetitions=1, threads=1), 1).report
-    assert len(calls) == 3 and calls[1:] == [[1], [1]]  # before the model, after it, and once more
-    assert report.verdicts[0].status is Status.VOID
+    assert given_ceilings[0][1:] == [[1], [1]], "before the model, after it, and once more"
+    assert report.verdicts[0].status is not Status.VOID, "the last measurement was right"
 
 
 def test_efficiencies_count_from_the_bandwidth_of_this_run_and_the_best_peaks_ever() -> None:
-    first = replace(CEILINGS, int8_ops=800e9, bandwidth=((MIB, 70e9), (64 * MIB, 50e9)))
-    second = replace(CEILINGS, int8_ops=900e9, bandwidth=((MIB, 90e9), (64 * MIB, 40e9)))
-    sweep = Sweep({2: CEILINGS}, {2: [first]}).with_more(Sweep({2: CEILINGS}, {2: [second]}))
+    first = replace(CEILINGS, int8_ops=800e9, bandwidth=((MIB, 70e9), (64 * MIB, 50e9)), provisional=True)
+    second = replace(CEILINGS, int8_ops=900e9, bandwidth=((MIB, 90e9), (64 * MIB, 40e9)), provisional=True)
+    sweep = CeilingSweep({2: [first]}, {2: CEILINGS}).with_more(CeilingSweep({2: [second]}, {2: CEILINGS}))
     assert sweep.runs[2] == [first, second]
-    assert sweep.now(2) == replace(CEILINGS, bandwidth=((MIB, 90e9), (64 * MIB, 50e9)))
+    assert (sweep.now(2).int8_ops, sweep.now(2).bandwidth) == (1000e9, ((MIB, 90e9), (64 * MIB, 50e9)))

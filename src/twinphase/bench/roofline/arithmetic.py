@@ -1,7 +1,7 @@
 """The roofline (Williams, Waterman and Patterson, 2009): what bounds work of a given arithmetic intensity.
 
 A part of a step does so many FLOP on so many bytes: its arithmetic intensity. Below the balance point of a machine
-(peak / bandwidth) the memory bounds it, above it the arithmetic unit. Rates come from measured `Ceilings` or from a
+(peak / bandwidth) memory bounds it, above it the arithmetic unit. Rates come from measured `Ceilings` or from a
 datasheet; nothing here measures, and what is unknown stays None.
 """
 
@@ -19,18 +19,18 @@ from twinphase.phases.work import ModelShape, kv_bytes_per_token, step_cost, wei
 
 __all__ = [
     "UNITS",
-    "Breakeven",
-    "Part",
+    "PartWork",
     "Placed",
     "Roof",
     "Roofline",
     "Slope",
-    "attention_part",
     "breakeven_batch",
     "datasheet_roofline",
+    "decode_work",
+    "ideal_seconds",
     "knee",
-    "linear_part",
     "measured_roofline",
+    "parts_of_step",
     "place",
 ]
 
@@ -41,7 +41,7 @@ MOST_BATCH = 1 << 14  # a break-even that lies beyond is none
 
 @dataclass(frozen=True)
 class Slope:
-    """Memory of one kind: `name` says which, `rate` is bytes a second."""
+    """Memory of one kind: `name` says which, `rate` is bytes per second."""
 
     name: str
     rate: float
@@ -49,7 +49,7 @@ class Slope:
 
 @dataclass(frozen=True)
 class Roof:
-    """The peak of one arithmetic unit, operations a second."""
+    """The peak of one arithmetic unit, operations per second."""
 
     unit: str
     rate: float
@@ -61,7 +61,7 @@ class Roofline:
 
     Attributes:
         title: which machine.
-        source: "measured", or "datasheet" with where it is from: published numbers, not seen here.
+        source: "measured" or "datasheet": published numbers, not seen here.
         roofs: the highest first.
         slopes: the fastest first.
     """
@@ -73,7 +73,7 @@ class Roofline:
 
     @property
     def balances(self) -> tuple[tuple[Roof, Slope, float], ...]:
-        """Balance point of each unit on each memory: peak / bandwidth, FLOP a byte."""
+        """Balance point of each unit on each memory: peak / bandwidth, FLOP per byte."""
         return tuple((roof, slope, roof.rate / slope.rate) for roof in self.roofs for slope in self.slopes)
 
 
@@ -87,29 +87,25 @@ def measured_roofline(ceilings: Ceilings, caches: Sequence[tuple[str, int]] = ()
     """
     peaks = [(unit, ceilings.peak(unit)) for unit in UNITS]
     roofs = sorted((Roof(unit, rate) for unit, rate in peaks if rate), key=lambda roof: -roof.rate)
-    return Roofline(
-        f"{ceilings.processor}, {ceilings.threads} threads", "measured", tuple(roofs), _slopes(ceilings, caches)
-    )
+    rates = dict(ceilings.bandwidth)
+    slopes = tuple(Slope(name, rates[size]) for size, name in sorted(_memories(sorted(rates), caches).items()))
+    return Roofline(f"{ceilings.processor}, {ceilings.threads} threads", "measured", tuple(roofs), slopes)
 
 
-def _slopes(ceilings: Ceilings, caches: Sequence[tuple[str, int]]) -> tuple[Slope, ...]:
-    sets = [size for size, _ in ceilings.bandwidth]
-    if not sets:
-        return ()
+def _memories(sizes: Sequence[int], caches: Sequence[tuple[str, int]]) -> dict[int, str]:
+    """Names of the memories that working sets of these sizes stand for."""
+    if not sizes:
+        return {}
+    if not caches:
+        return {size: f"{size // MIB} MiB" for size in (sizes[0], sizes[len(sizes) // 2], sizes[-1])}
     chosen: dict[int, str] = {}
     for name, capacity in caches:
         # Half of a cache: the other half leaves room for what else lies there.
-        inside = [size for size in sets if size <= capacity / 2 and size not in chosen]
+        inside = [size for size in sizes if size <= capacity / 2 and size not in chosen]
         if inside:
             chosen[inside[-1]] = f"{name}, {inside[-1] // MIB} MiB"
-    if not caches:
-        chosen = {size: f"{size // MIB} MiB" for size in (sets[0], sets[len(sets) // 2], sets[-1])}
-    elif sets[-1] > 2 * caches[-1][1]:
-        chosen[sets[-1]] = f"DRAM, {sets[-1] // MIB} MiB"
-    elif sets[-1] not in chosen:
-        chosen[sets[-1]] = f"{sets[-1] // MIB} MiB"
-    rates = dict(ceilings.bandwidth)
-    return tuple(Slope(chosen[size], rates[size]) for size in sorted(chosen))
+    dram = "DRAM, " if sizes[-1] > 2 * caches[-1][1] else ""
+    return {sizes[-1]: f"{dram}{sizes[-1] // MIB} MiB", **chosen}
 
 
 def datasheet_roofline(sheet: Datasheet) -> Roofline:
@@ -124,7 +120,7 @@ def datasheet_roofline(sheet: Datasheet) -> Roofline:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartWork:
     """The work of a part of one or several steps, by the algorithm.
 
     Attributes:
@@ -140,38 +136,39 @@ class Part:
 
     @property
     def total_flops(self) -> int:
-        """Of all units."""
         return sum(self.flops.values())
 
-    @property
-    def intensity(self) -> float | None:
-        """Arithmetic intensity, FLOP a byte; None without bytes."""
-        return self.total_flops / self.bytes if self.bytes else None
-
-    def plus(self, other: Part) -> Part:
+    def plus(self, other: PartWork) -> PartWork:
         """Both together."""
-        flops = dict(self.flops)
-        for unit, count in other.flops.items():
-            flops[unit] = flops.get(unit, 0) + count
-        return Part(flops, self.bytes + other.bytes, max(self.working_set, other.working_set))
+        units = dict.fromkeys((*self.flops, *other.flops))
+        flops = {unit: self.flops.get(unit, 0) + other.flops.get(unit, 0) for unit in units}
+        return PartWork(flops, self.bytes + other.bytes, max(self.working_set, other.working_set))
 
 
-def _working_set(shape: ModelShape, work: StepWork, kv_tokens: int) -> int:
-    return weight_bytes_read(shape, work.logits) + kv_tokens * kv_bytes_per_token(shape)
+def parts_of_step(shape: ModelShape, units: Units, work: StepWork, kv_tokens: int) -> tuple[PartWork, PartWork]:
+    """The linear layers with the output head, and attention, of a step that attends to `kv_tokens` tokens of KV.
+
+    Linear: 2 P n FLOP on the weights, read once. Attention: 4 L H d sum of contexts FLOP on the KV, half of them for
+    scores and half for values.
+    """
+    cost, weights = step_cost(shape, work, kv_tokens), weight_bytes_read(shape, work.logits)
+    working_set = weights + kv_tokens * kv_bytes_per_token(shape)
+    linear = PartWork({units.linear: cost.linear_flops}, weights, working_set)
+    scores = PartWork({units.scores: cost.attention_flops // 2}, cost.bytes, working_set)
+    values = PartWork({units.values: cost.attention_flops - cost.attention_flops // 2}, 0, working_set)
+    return linear, scores.plus(values)
 
 
-def linear_part(shape: ModelShape, units: Units, work: StepWork, kv_tokens: int) -> Part:
-    """The linear layers and the output head of one step: 2 P n FLOP on the weights, read once."""
-    flops = step_cost(shape, work, kv_tokens).linear_flops
-    return Part({units.linear: flops}, weight_bytes_read(shape, work.logits), _working_set(shape, work, kv_tokens))
+def decode_work(shape: ModelShape, units: Units, batch: int, context: int) -> tuple[PartWork, PartWork]:
+    """`parts_of_step` for one decode step of `batch` sequences that attend to `context` tokens each."""
+    return parts_of_step(shape, units, StepWork(batch, 0, batch * context, batch, batch), batch * context)
 
 
-def attention_part(shape: ModelShape, units: Units, work: StepWork, kv_tokens: int) -> Part:
-    """Attention of one step: 4 L H d sum of contexts FLOP on the KV of `kv_tokens`; half is scores, half values."""
-    cost = step_cost(shape, work, kv_tokens)
-    flops = {units.scores: cost.attention_flops // 2}
-    flops[units.values] = flops.get(units.values, 0) + cost.attention_flops - cost.attention_flops // 2
-    return Part(flops, cost.bytes, _working_set(shape, work, kv_tokens))
+def ideal_seconds(part: PartWork, ceilings: Ceilings | None) -> tuple[float, float] | None:
+    """Seconds that the FLOP of a part and that its bytes take at the ceilings; None if one is unknown."""
+    compute = compute_seconds(part.flops, ceilings)
+    memory = memory_seconds(part.bytes, part.working_set, ceilings)
+    return None if compute is None or memory is None else (compute, memory)
 
 
 @dataclass(frozen=True)
@@ -179,12 +176,12 @@ class Placed:
     """A measured part under the roofline.
 
     Attributes:
-        intensity: FLOP a byte; None without bytes.
-        rate: FLOP a second.
-        byte_rate: bytes a second.
+        intensity: FLOP per byte; None without bytes.
+        rate: FLOP per second.
+        byte_rate: bytes per second.
         mfu: ideal time of its FLOP at the units' peaks / measured time; None is unknown.
         mbu: ideal time of its bytes at the working set's bandwidth / measured time; None is unknown.
-        bound: "compute", "memory", "overhead" (neither explains half of the time) or "unknown".
+        bound: as `hardware.bound` gives it.
     """
 
     intensity: float | None
@@ -200,12 +197,12 @@ class Placed:
         return any(value is not None and value > 1 for value in (self.mfu, self.mbu))
 
 
-def place(part: Part, seconds: float, ceilings: Ceilings | None) -> Placed:
+def place(part: PartWork, seconds: float, ceilings: Ceilings | None) -> Placed:
     """Where a part that took `seconds` (above 0) stands."""
     compute = compute_seconds(part.flops, ceilings)
     memory = memory_seconds(part.bytes, part.working_set, ceilings)
     return Placed(
-        part.intensity,
+        part.total_flops / part.bytes if part.bytes else None,
         part.total_flops / seconds,
         part.bytes / seconds,
         efficiency(compute, seconds),
@@ -214,57 +211,26 @@ def place(part: Part, seconds: float, ceilings: Ceilings | None) -> Placed:
     )
 
 
-@dataclass(frozen=True)
-class Breakeven:
-    """The smallest batch whose decode step is bound by compute.
-
-    Attributes:
-        batch: None if there is none up to MOST_BATCH, or if it is
-        unknown: for want of a ceiling.
-    """
-
-    batch: int | None
-    unknown: bool = False
-
-    def __str__(self) -> str:
-        if self.unknown:
-            return "unknown"
-        return "never" if self.batch is None else str(self.batch)
-
-
 def breakeven_batch(
-    shape: ModelShape, units: Units, ceilings: Ceilings | None, context: int, parts: Sequence[str]
-) -> Breakeven:
-    """From which batch on the FLOP of a decode step need longer than its bytes, by the ceilings.
+    shape: ModelShape, units: Units, ceilings: Ceilings | None, context: int, *, attention: bool
+) -> float | None:
+    """The smallest batch whose decode step, or its linear layers alone, needs longer for its FLOP than for its bytes.
 
     More sequences share one reading of the weights, but each reads its own KV: the linear layers always turn
     compute-bound, attention never does if its own intensity is below the balance point.
 
-    Args:
-        shape: of the model.
-        units: that compute.
-        ceilings: of the machine.
-        context: tokens that each sequence attends to.
-        parts: of "linear" and "attention", those that count.
+    Returns:
+        Infinity if there is none up to MOST_BATCH; None if a ceiling is unknown.
     """
-
-    def bound_by_compute(batch: int) -> bool | None:
-        work = StepWork(batch, 0, batch * context, batch, batch)
-        kinds = {"linear": linear_part, "attention": attention_part}
-        chosen = [kinds[name](shape, units, work, batch * context) for name in parts]
-        whole = chosen[0] if len(chosen) == 1 else chosen[0].plus(chosen[1])
-        compute = compute_seconds(whole.flops, ceilings)
-        memory = memory_seconds(whole.bytes, whole.working_set, ceilings)
-        return None if compute is None or memory is None else compute >= memory
-
     # Bandwidth falls with the working set, so the answer need not be monotonic: each batch is looked at in turn.
     for batch in range(1, MOST_BATCH + 1):
-        answer = bound_by_compute(batch)
-        if answer is None:
-            return Breakeven(None, unknown=True)
-        if answer:
-            return Breakeven(batch)
-    return Breakeven(None)
+        linear, attended = decode_work(shape, units, batch, context)
+        ideal = ideal_seconds(linear.plus(attended) if attention else linear, ceilings)
+        if ideal is None:
+            return None
+        if ideal[0] >= ideal[1]:
+            return batch
+    return math.inf
 
 
 def knee(seconds: Mapping[int, float]) -> float | None:
@@ -284,7 +250,5 @@ def knee(seconds: Mapping[int, float]) -> float | None:
     if len(batches) < 3 or batches[0] != 1:
         return None
     before, last = batches[-2:]
-    if seconds[last] < 2 * seconds[1]:
-        return None
     marginal = (seconds[last] - seconds[before]) / (last - before)
-    return seconds[1] / marginal if marginal > 0 and math.isfinite(marginal) else None
+    return seconds[1] / marginal if marginal > 0 and seconds[last] >= 2 * seconds[1] else None

@@ -1,7 +1,7 @@
 """What `twinphase roofline` measures of a model: its steps, whole and in parts.
 
 Everything is repeated with all points in turn, so that a disturbance does not meet one point alone. Not for
-judging (`roofline.py`) nor for showing (`roofline_report.py`, `roofline_plots.py`).
+judging (`findings.py`) nor for showing (`report.py`, `plots.py`).
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, cast
 
 from twinphase.backends.base import Backend, Forward, StepInputs
-from twinphase.bench.conditions import Bystanders
 from twinphase.bench.progress import Progress
-from twinphase.bench.roofline.arithmetic import Part, attention_part, linear_part
-from twinphase.bench.targets.stepped import Stepped, TimedRequest
+from twinphase.bench.roofline.arithmetic import PartWork, parts_of_step
+from twinphase.bench.targets.stepped import Stepped
 from twinphase.config import EngineConfig, available_cores, free_memory
-from twinphase.engine.load import LoadedEngine, compute_units
+from twinphase.engine.load import LoadedEngine
 from twinphase.engine.runner import Runner
 from twinphase.errors import InvalidRequestError
 from twinphase.models.loader import read_config
@@ -28,10 +28,8 @@ from twinphase.phases.work import ModelShape
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import resolve_model
 
-__all__ = ["ModelPoints", "Point", "Sample", "Settings", "measure_model", "planned"]
+__all__ = ["ModelPoints", "RooflinePoint", "Sample", "Settings", "measure_model", "planned"]
 
-QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
-LONG_SECONDS = 1.0  # a measurement of so long averages over disturbances itself
 TURN_STEPS = 2  # decode steps of one kind, before those of the other
 SHORT_PROMPT = 256  # shorter prefills are over so soon that one repetition measures several
 
@@ -47,11 +45,8 @@ class Settings:
         contexts: of the decodes of one sequence.
         repetitions: of everything; one value each.
         steps: decode steps of one repetition, so many whole and as many in parts.
-        retries: more tries of a point of less than a second while others use the CPU; the quietest counts.
-        threads: of the model; None is one a core.
-        isa: instruction-set path; None is the best.
-        kv_cache_dtype: as for `EngineConfig`.
-        max_num_batched_tokens: as for `EngineConfig`: the largest prefill chunk.
+        threads: of the model; None is one per core.
+        isa, kv_cache_dtype, max_num_batched_tokens: as for `EngineConfig`.
     """
 
     prompt_lengths: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048, 4096)
@@ -60,19 +55,18 @@ class Settings:
     contexts: tuple[int, ...] = (64, 256, 1024, 4096)
     repetitions: int = 5
     steps: int = 8
-    retries: int = 1
     threads: int | None = None
     isa: str | None = None
     kv_cache_dtype: str = "auto"
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens
 
     def __post_init__(self) -> None:
-        lists = {"prompt length": self.prompt_lengths, "batch": self.batches, "context": self.contexts}
-        for name, values in lists.items():
+        for name in ("prompt_lengths", "batches", "contexts"):
+            values = getattr(self, name)
             if not values or min(values) < 1 or len(set(values)) != len(values):
+                given = ",".join(map(str, values)) or "empty"
                 raise InvalidRequestError(
-                    f"The list of {name} values is {','.join(map(str, values)) or 'empty'}.",
-                    "Give positive integers, each once, with commas.",
+                    f"--{name.replace('_', '-')} is {given}.", "Use positive integers, each once."
                 )
         for name in ("batch_context", "repetitions", "steps"):
             if getattr(self, name) < 1:
@@ -80,7 +74,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Point:
+class RooflinePoint:
     """What is measured: a prefill of `tokens`, or decode of `batch` sequences behind `tokens` tokens each."""
 
     phase: str
@@ -104,7 +98,6 @@ class Sample:
         parts: seconds of the latter by `stamps.PARTS`.
         tokens: computed in `seconds`.
         linear, attention: the work of both parts.
-        others: cores that other processes used meanwhile; None is unknown.
     """
 
     seconds: float
@@ -113,14 +106,8 @@ class Sample:
     split_forward: float
     parts: Mapping[str, float]
     tokens: int
-    linear: Part
-    attention: Part
-    others: float | None
-
-    @property
-    def whole(self) -> Part:
-        """The work of the whole step."""
-        return self.linear.plus(self.attention)
+    linear: PartWork
+    attention: PartWork
 
 
 @dataclass(frozen=True)
@@ -128,17 +115,22 @@ class ModelPoints:
     """A model's measured points.
 
     Attributes:
-        samples: by point, one a repetition.
+        samples: by point, one per repetition.
         left_out: points that do not fit the context or the memory, and why.
         loaded: the model.
-        shape, units: its numbers, and which unit does what.
     """
 
-    samples: Mapping[Point, Sequence[Sample]]
+    samples: Mapping[RooflinePoint, Sequence[Sample]]
     left_out: Sequence[str]
     loaded: LoadedEngine
-    shape: ModelShape
-    units: Units
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.loaded.engine.shape
+
+    @property
+    def units(self) -> Units:
+        return self.loaded.units
 
 
 class _TimedBackend:
@@ -155,7 +147,7 @@ class _TimedBackend:
         if self.in_parts:
             logits, self.parts = self._backend.execute_in_parts(forward, inputs)
         else:
-            logits = self._backend.execute(forward, inputs)
+            logits, self.parts = self._backend.execute(forward, inputs), {}
         self.seconds = time.perf_counter() - start
         return logits
 
@@ -164,9 +156,25 @@ class _TimedBackend:
 class _Step:
     seconds: float
     forward: float
-    parts: Mapping[str, float]
-    linear: Part
-    attention: Part
+    parts: Mapping[str, float]  # empty without clock readings
+    linear: PartWork
+    attention: PartWork
+
+
+def _sample(
+    plain: Sequence[_Step], split: Sequence[_Step], tokens: int, whole: Callable[[Iterable[float]], float]
+) -> Sample:
+    """Of steps without and with clock readings, whose times `whole` makes one; the work is that of `plain`."""
+    return Sample(
+        whole(step.seconds for step in plain),
+        whole(step.forward for step in plain),
+        whole(step.seconds for step in split),
+        whole(step.forward for step in split),
+        {name: whole(step.parts[name] for step in split) for name in split[0].parts},
+        tokens,
+        reduce(PartWork.plus, (step.linear for step in plain)),
+        reduce(PartWork.plus, (step.attention for step in plain)),
+    )
 
 
 @dataclass
@@ -184,12 +192,9 @@ class _Bench:
         start = time.perf_counter()
         batch = self.stepped.step().batch
         seconds = time.perf_counter() - start
-        shape, kv_tokens = self.stepped.engine.shape, 0
-        for share in batch.scheduled:
-            kv_tokens += share.num_computed_tokens + share.num_scheduled_tokens
-        linear, attention = (part(shape, self.units, batch.work, kv_tokens) for part in (linear_part, attention_part))
-        parts = self.backend.parts if in_parts else {}
-        return _Step(seconds, self.backend.seconds, parts, linear, attention)
+        kv_tokens = sum(share.num_computed_tokens + share.num_scheduled_tokens for share in batch.scheduled)
+        works = parts_of_step(self.stepped.engine.shape, self.units, batch.work, kv_tokens)
+        return _Step(seconds, self.backend.seconds, self.backend.parts, *works)
 
     def prompt(self, length: int, rng: random.Random) -> list[int]:
         vocabulary = self.stepped.engine.vocab_size
@@ -205,38 +210,22 @@ class _Bench:
             raise RuntimeError("a random prompt was in the prefix cache")
         return steps
 
-    def prefill(self, point: Point, first: int) -> Sample:
+    def prefill(self, point: RooflinePoint, first: int) -> Sample:
         """Two prompts at a time, whose steps are timed whole and in parts in turn: both kinds see the same machine."""
-        pairs = []
+        plains, splits = [], []
         for _ in range(max(1, min(4, SHORT_PROMPT // point.tokens))):
-            one, other = (self.one_prefill(point.tokens, (first + run) % 2) for run in (0, 1))
-            plain = [a if (i + first) % 2 == 0 else b for i, (a, b) in enumerate(zip(one, other, strict=True))]
-            split = [b if (i + first) % 2 == 0 else a for i, (a, b) in enumerate(zip(one, other, strict=True))]
-            pairs.append((plain, split))
-        plain, _ = _middle(pairs, lambda pair: sum(step.seconds for step in pair[0]))
-        _, split = _middle(pairs, lambda pair: sum(step.seconds for step in pair[1]))
-        linear, attention = plain[0].linear, plain[0].attention
-        for step in plain[1:]:
-            linear, attention = linear.plus(step.linear), attention.plus(step.attention)
-        return Sample(
-            sum(step.seconds for step in plain),
-            sum(step.forward for step in plain),
-            sum(step.seconds for step in split),
-            sum(step.forward for step in split),
-            {name: sum(step.parts[name] for step in split) for name in split[0].parts},
-            point.tokens,
-            linear,
-            attention,
-            None,
-        )
+            pairs = zip(self.one_prefill(point.tokens, first), self.one_prefill(point.tokens, 1 - first), strict=True)
+            ordered = [sorted(pair, key=lambda step: bool(step.parts)) for pair in pairs]
+            plains.append([plain for plain, _ in ordered])
+            splits.append([split for _, split in ordered])
+        return _sample(_middle(plains), _middle(splits), point.tokens, sum)
 
-    def decode(self, point: Point, first: int) -> Sample:
+    def decode(self, point: RooflinePoint, first: int) -> Sample:
         # The same prompts in each repetition, and in each batch of one context: the prefix cache holds their KV, which
         # need not be computed again. Each sequence has its own KV all the same.
-        tickets: list[TimedRequest] = []
-        for index in range(point.batch):
-            prompt = self.prompt(point.tokens, random.Random(f"{point.tokens} {index}"))
-            tickets.append(self.stepped.submit(prompt, decode_room(point, self.settings)))
+        room = decode_room(point, self.settings)
+        prompts = [self.prompt(point.tokens, random.Random(f"{point.tokens} {index}")) for index in range(point.batch)]
+        tickets = [self.stepped.submit(prompt, room) for prompt in prompts]
         self.backend.in_parts = False
         self.stepped.run_until(lambda: all(ticket.times for ticket in tickets))
         found: dict[bool, list[_Step]] = {True: [], False: []}
@@ -247,54 +236,27 @@ class _Bench:
         if any(ticket.request.num_preemptions for ticket in tickets):
             raise RuntimeError("a sequence under measurement was preempted")
         self.stepped.clear()
-        plain, split = found[False], found[True]
-        middle = plain[len(plain) // 2]
-        return Sample(
-            statistics.median(step.seconds for step in plain),
-            statistics.median(step.forward for step in plain),
-            statistics.median(step.seconds for step in split),
-            statistics.median(step.forward for step in split),
-            {name: statistics.median(step.parts[name] for step in split) for name in split[0].parts},
-            point.batch,
-            middle.linear,
-            middle.attention,
-            None,
-        )
-
-    def sample(self, point: Point, first: int) -> Sample:
-        """Measure a point, a short one once more while others use the CPU; the quietest try counts.
-
-        Args:
-            point: which.
-            first: 0 begins with a whole step, 1 with one in parts.
-        """
-        tries: list[tuple[float, Sample]] = []
-        for _ in range(self.settings.retries + 1):
-            start = time.perf_counter()
-            with Bystanders() as others:
-                sample = (self.prefill if point.phase == "prefill" else self.decode)(point, first)
-            tries.append((others.cores or 0.0, Sample(**{**vars(sample), "others": others.cores})))
-            if tries[-1][0] <= QUIET_CORES or time.perf_counter() - start > LONG_SECONDS:
-                break
-        return min(tries, key=lambda item: item[0])[1]
+        sample = _sample(found[False], found[True], point.batch, statistics.median)
+        middle = found[False][len(found[False]) // 2]  # of one step, as the times are
+        return Sample(**{**vars(sample), "linear": middle.linear, "attention": middle.attention})
 
 
-def _middle(runs: list[Any], key: Callable[[Any], float]) -> Any:
-    """The run whose key is the (lower) median."""
-    return sorted(runs, key=key)[(len(runs) - 1) // 2]
+def _middle(runs: list[list[_Step]]) -> list[_Step]:
+    """The run of (lower) median time."""
+    return sorted(runs, key=lambda run: sum(step.seconds for step in run))[(len(runs) - 1) // 2]
 
 
 def _turns(settings: Settings) -> int:
     return -(-settings.steps // TURN_STEPS)
 
 
-def decode_room(point: Point, settings: Settings) -> int:
+def decode_room(point: RooflinePoint, settings: Settings) -> int:
     """Output tokens a sequence of a decode point may need: those measured, and those while others are prefilled."""
     prefill_steps = -(-point.batch * point.tokens // settings.max_num_batched_tokens)
     return 2 * _turns(settings) * (1 + TURN_STEPS) + prefill_steps + point.batch + 2
 
 
-def planned(settings: Settings, max_model_len: int, capacity: int | None) -> tuple[list[Point], list[str], int]:
+def planned(settings: Settings, max_model_len: int, capacity: int | None) -> tuple[list[RooflinePoint], list[str], int]:
     """The points that fit, why others do not, and the tokens of KV cache that hold all of a repetition.
 
     Args:
@@ -302,15 +264,14 @@ def planned(settings: Settings, max_model_len: int, capacity: int | None) -> tup
         max_model_len: longest prompt + output.
         capacity: tokens of KV cache that the memory has room for; None is unknown, and no limit.
     """
-    points = [Point("prefill", length) for length in settings.prompt_lengths]
-    points += [Point("decode", settings.batch_context, batch) for batch in settings.batches]
-    points += [Point("decode", context) for context in settings.contexts]
-    fitting: dict[Point, int] = {}
+    points = [RooflinePoint("prefill", length) for length in settings.prompt_lengths]
+    points += [RooflinePoint("decode", settings.batch_context, batch) for batch in settings.batches]
+    points += [RooflinePoint("decode", context) for context in settings.contexts]
+    fitting: dict[RooflinePoint, int] = {}
     left_out = []
     for point in points:
         longest = point.tokens + (1 if point.phase == "prefill" else decode_room(point, settings))
-        # A block of slack for each sequence.
-        need = point.batch * (longest + 16)
+        need = point.batch * (longest + EngineConfig.block_size)  # a block of slack for each sequence
         if longest > max_model_len:
             left_out.append(f"{point}: the context holds {max_model_len} tokens")
         elif capacity is not None and need > capacity:
@@ -347,25 +308,23 @@ def measure_model(model: str, settings: Settings, progress: Progress = lambda wh
         max_num_seqs=max(point.batch for point in points),
         num_kv_blocks=-(-room // EngineConfig.block_size),
     )
-    engine, runner = loaded.engine, cast(Runner, loaded.engine.executor)
+    runner = cast(Runner, loaded.engine.executor)
     backend = _TimedBackend(runner.backend)
     runner.backend = cast(Backend, backend)
-    units = compute_units(loaded.checkpoint, loaded.config)
-    bench = _Bench(Stepped(engine), backend, units, settings)
-    for run in (0, 1):  # captures, and touches the memory
-        longest = min(SHORT_PROMPT, max(settings.prompt_lengths), shape.context_length - 1)
-        bench.one_prefill(longest, run)
-    samples: dict[Point, list[Sample]] = {point: [] for point in points}
-    total = settings.repetitions * len(points)
+    bench = _Bench(Stepped(loaded.engine), backend, loaded.units, settings)
+    for first in (0, 1):  # captures, and touches the memory
+        bench.one_prefill(min(SHORT_PROMPT, max(settings.prompt_lengths), shape.context_length - 1), first)
+    samples: dict[RooflinePoint, list[Sample]] = {point: [] for point in points}
     try:
-        for number in range(total):
+        for number in range(settings.repetitions * len(points)):
             repetition, index = divmod(number, len(points))
-            progress(str(points[index]), number, total)
-            samples[points[index]].append(bench.sample(points[index], repetition % 2))
+            point = points[index]
+            progress(str(point), number, settings.repetitions * len(points))
+            samples[point].append((bench.prefill if point.phase == "prefill" else bench.decode)(point, repetition % 2))
     except KeyboardInterrupt:
         complete = min(map(len, samples.values()))
         if not complete:
             raise
         samples = {point: many[:complete] for point, many in samples.items()}
         left_out.append(f"interrupted after {complete} of {settings.repetitions} repetitions")
-    return ModelPoints(samples, left_out, loaded, engine.shape, units)
+    return ModelPoints(samples, left_out, loaded)

@@ -1,7 +1,6 @@
 """`twinphase roofline`: this machine's ceilings, and where a model's two phases stand under them, as a `Report`.
 
-Joins measuring (`roofline_ceilings.py`, `roofline_measure.py`), meaning (`roofline_findings.py`), words
-(`roofline_report.py`) and drawings (`roofline_plots.py`).
+Joins measuring (`ceilings.py`, `measure.py`), meaning (`findings.py`), words (`report.py`) and drawings (`plots.py`).
 """
 
 from __future__ import annotations
@@ -11,17 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from twinphase.batch import StepWork
 from twinphase.bench.conditions import Bystanders, conditions
 from twinphase.bench.progress import Progress
+from twinphase.bench.report.plots import bars, lines
 from twinphase.bench.report.report import Plot, Report, Section, Status, Verdict
-from twinphase.bench.roofline import plots
 from twinphase.bench.roofline import report as words
-from twinphase.bench.roofline.arithmetic import Roofline, datasheet_roofline, linear_part, measured_roofline
-from twinphase.bench.roofline.ceilings import Sweep, measure_ceilings, thread_counts
-from twinphase.bench.roofline.findings import Break, Finding, breaks, findings
-from twinphase.bench.roofline.measure import QUIET_CORES, ModelPoints, Settings, measure_model
-from twinphase.bench.roofline.plots import Mark
+from twinphase.bench.roofline.arithmetic import (
+    Roofline,
+    datasheet_roofline,
+    decode_work,
+    ideal_seconds,
+    measured_roofline,
+)
+from twinphase.bench.roofline.ceilings import CeilingSweep, measure_ceilings, thread_counts
+from twinphase.bench.roofline.findings import BreakEven, PointFinding, break_evens, find
+from twinphase.bench.roofline.measure import ModelPoints, Settings, measure_model
+from twinphase.bench.roofline.plots import DrawnPart, roofline_plot
 from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.datasheets import find_datasheet
@@ -30,7 +34,6 @@ from twinphase.phases.hardware import Ceilings, cache_levels
 __all__ = ["Drawing", "datasheet_report", "roofline", "settings_of"]
 
 MIB = 1 << 20
-STEADY = 0.85  # of the best bandwidth known: below it the present one is told
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Drawing:
 
     report: Report
     line: Roofline
-    marks: Sequence[Mark]
+    marks: Sequence[DrawnPart]
 
 
 def roofline(
@@ -48,7 +51,7 @@ def roofline(
     ceiling_repetitions: int = 3,
     progress: Progress = lambda what, done, total: None,
 ) -> Drawing:
-    """Measure this machine, and a model on it.
+    """Measure this machine, and a model on it; the measured ceilings are kept.
 
     Args:
         model: as `twinphase run` takes it; None measures the machine alone.
@@ -59,30 +62,35 @@ def roofline(
     Raises:
         TwinphaseError: the model cannot be found, read or run, or the ceilings could not be measured.
     """
-    threads, isa = settings.threads or available_cores(), settings.isa
+    threads = settings.threads or available_cores()
     counts = sorted({*thread_counts(available_cores()), threads})
+    points, found = None, []
     with Bystanders() as others:
-        sweep = measure_ceilings(counts, isa, ceiling_repetitions, progress)
-        points = None if model is None else measure_model(model, replace(settings, threads=threads), progress)
-        found = []
-        if points:  # what memory gives changes: measured on both sides of the model
-            sweep = sweep.with_more(measure_ceilings([threads], isa, ceiling_repetitions, progress))
-            found = findings(points, sweep.now(threads))
-        if points and any(placed.over_ceiling for one in found for _, placed in one.placed):
-            # A ceiling that was taken on a busy machine is too low: once more, before the counts are doubted.
-            sweep = sweep.with_more(measure_ceilings([threads], isa, ceiling_repetitions, progress))
-            found = findings(points, sweep.now(threads))
-    ceilings = sweep.now(threads)
+        sweep = measure_ceilings(counts, settings.isa, ceiling_repetitions, progress)
+        if model is not None:
+            points = measure_model(model, replace(settings, threads=threads), progress)
+            # What memory gives changes, so that ceilings are measured on both sides of the model; and once more where
+            # a step beat them, before the counts are doubted.
+            for _ in range(2):
+                sweep = sweep.with_more(measure_ceilings([threads], settings.isa, ceiling_repetitions, progress))
+                found = [find(point, samples, sweep.now(threads)) for point, samples in points.samples.items()]
+                if not any(placed.over_ceiling for one in found for _, placed in one.placed):
+                    break
+    sweep, ceilings = sweep.save(), sweep.now(threads)
     line = measured_roofline(ceilings, cache_levels(threads))
-    turns = breaks(points, found, ceilings) if points else []
+    turns = break_evens(points, found, ceilings) if points else []
     marks = _marks(found)
+    sections = [_machine_section(sweep, line, marks)]
+    if points:
+        sections += [_phase_section(points, ceilings, found, turns, phase) for phase in ("prefill", "decode")]
+        sections.append(Section("How the parts were timed", (), (words.HOW_APART,), (words.check_table(found),)))
     report = Report(
         kind="roofline",
         title=f"Roofline of {points.loaded.checkpoint.path.name if points else 'this machine'}",
         verdicts=tuple(words.verdicts(line, found, turns)),
         conditions=_conditions(points, settings, threads, ceilings, ceiling_repetitions),
         noise=tuple(_noise(sweep, threads, points, others)),
-        sections=tuple(_sections(sweep, line, points, found, turns, marks)),
+        sections=tuple(sections),
         metrics=tuple(words.metrics(sweep, found)),
         data=_data(sweep, line, points, turns),
     )
@@ -93,16 +101,15 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
     """Settings from the command line's options, of which those left out are not in `given`.
 
     Raises:
-        InvalidRequestError: a list that is none, or a value out of range.
+        InvalidRequestError: a list that is not one, or a value out of range.
     """
     values = {name: given[name] for name in Settings.__dataclass_fields__ if name in given}
-    for name in ("prompt_lengths", "batches", "contexts"):
-        if name in values:
-            try:
-                values[name] = tuple(int(word) for word in values[name].split(","))
-            except ValueError:
-                option = name.replace("_", "-")
-                raise InvalidRequestError(f"--{option} is {values[name]!r}.", "Use numbers such as 1,2,4.") from None
+    for name in {"prompt_lengths", "batches", "contexts"} & values.keys():
+        try:
+            values[name] = tuple(int(word) for word in values[name].split(","))
+        except ValueError:
+            option = name.replace("_", "-")
+            raise InvalidRequestError(f"--{option} is {values[name]!r}.", "Use numbers such as 1,2,4.") from None
     return Settings(**values)
 
 
@@ -123,22 +130,16 @@ def datasheet_report(name: str, model: str | None = None) -> Drawing:
         raise InvalidRequestError(
             f"The datasheet of {sheet.title} has no {'peak' if line.slopes else 'bandwidth'}.", "Choose another."
         )
-    caption = "Published peaks, dense: nothing here was measured. " + sheet.note
-    section = Section(
-        "Datasheet",
-        paragraphs=tuple(
-            [*(f"Source: {source.title}, {source.address} ({', '.join(source.figures)})." for source in sheet.sources),
-             *(f"Computed: {figure}: {formula}." for figure, formula in sheet.computed.items()), sheet.note]
-        ),
-        tables=(words.balance_table(line),),
-        plots=(plots.roofline_plot(line, (), caption.strip()),),
-    )  # fmt: skip
+    sources = [f"Source: {one.title}, {one.address} ({', '.join(one.figures)})." for one in sheet.sources]
+    computed = [f"Computed: {figure}: {formula}." for figure, formula in sheet.computed.items()]
+    caption = f"Published peaks, dense: nothing here was measured. {sheet.note}".strip()
+    paragraphs, plot = (*sources, *computed, sheet.note), roofline_plot(line, (), caption)
     report = Report(
         kind="roofline",
         title=f"Roofline of {sheet.title}, from its datasheet",
         verdicts=(words.machine_verdict(line), Verdict(Status.INFO, "Datasheet: published, not measured here.")),
         conditions={"hardware": sheet.title, "source": "datasheet; nothing was measured"},
-        sections=(section,),
+        sections=(Section("Datasheet", (), paragraphs, (words.balance_table(line),), (plot,)),),
         data={"hardware": sheet.name, "figures": sheet.figures(), "source": "datasheet"},
     )
     return Drawing(report, line, ())
@@ -148,203 +149,149 @@ def _conditions(
     points: ModelPoints | None, settings: Settings, threads: int, ceilings: Ceilings, ceiling_repetitions: int
 ) -> dict[str, str]:
     flags: dict[str, object] = {
-        "ceilings": f"{ceiling_repetitions} repetitions before and after; bandwidth is the best of these, peaks the "
-        "best of these and of earlier runs"
+        "ceilings": f"{ceiling_repetitions} repetitions before and after; MBU counts from the best bandwidth of these"
     }
     if points is None:
         return conditions(threads=threads, isa=ceilings.isa, flags=flags)
     shape, units = points.shape, points.units
     flags |= {
         "repetitions": f"{min(map(len, points.samples.values()))}, all points in turn; figures are medians",
-        "decode steps": f"{settings.steps} whole and {settings.steps} in parts a repetition",
+        "decode steps": f"{settings.steps} whole and {settings.steps} in parts per repetition",
         "largest prefill chunk": f"{settings.max_num_batched_tokens} tokens",
-        "KV cache": f"{settings.kv_cache_dtype}, {shape.kv_token_bytes:,} bytes a token",
-        "weights": f"{shape.linear_bytes + shape.head_bytes:,} bytes read a step",
+        "KV cache": f"{settings.kv_cache_dtype}, {shape.kv_token_bytes:,} bytes per token",
+        "weights": f"{shape.linear_bytes + shape.head_bytes:,} bytes read per step",
         "units": f"linear layers {units.linear}; attention {units.scores} (scores), {units.values} (values)",
     }
     return conditions(model=points.loaded.checkpoint.path, threads=threads, isa=ceilings.isa, flags=flags)
 
 
-def _noise(sweep: Sweep, threads: int, points: ModelPoints | None, others: Bystanders) -> list[str]:
+def _noise(sweep: CeilingSweep, threads: int, points: ModelPoints | None, others: Bystanders) -> list[str]:
     lines = [others.noise()]
-    runs = sweep.runs[threads]
-    rates = ([one.peak("int8") or 0.0 for one in runs], [one.bandwidth[-1][1] for one in runs])
-    spreads = [max(many) / min(many) - 1 for many in rates if min(many)]
-    if len(runs) > 1 and len(spreads) == 2:
-        lines.append(
-            f"Between {len(runs)} repetitions the int8 peak of {threads} threads varied by {spreads[0]:.0%}, the "
-            f"bandwidth of the largest working set by {spreads[1]:.0%}."
-        )
-    seen, known_best = max(one.bandwidth[-1][1] for one in runs), sweep.best[threads].bandwidth[-1][1]
-    if seen < STEADY * known_best:
-        lines.append(
-            f"This run saw at most {seen / 1e9:,.1f} of the {known_best / 1e9:,.1f} GB/s that were once measured here "
-            f"for the largest working set. MBU counts from what it gave in this run. Neighbours on "
-            "shared hardware may take bandwidth; no counter here shows it."
-        )
+    if sweep.kept[threads].provisional:
+        lines.append("Other processes took the cores while ceilings were measured: later runs measure them again.")
     if sweep.problem:
         lines.append(f"The ceilings could not be kept for later runs: {sweep.problem}.")
-    if points is None:
-        return lines
-    samples = [sample for many in points.samples.values() for sample in many]
-    known = [sample.others for sample in samples if sample.others is not None]
-    if known:
-        disturbed = sum(value > QUIET_CORES for value in known)
-        lines.append(
-            f"While points were measured others used {statistics.median(known):.2f} cores (median; at most "
-            f"{max(known):.2f}); {disturbed} of {len(known)} samples stayed disturbed (above {QUIET_CORES} cores)."
-        )
-    spread = [(max(rates) - min(rates)) / statistics.median(rates) / 2 for rates in
-              ([s.tokens / s.seconds for s in many] for many in points.samples.values())]  # fmt: skip
-    lines.append(
-        f"Half the range of a point's tokens/s is {statistics.median(spread):.0%} of its median (median point)."
-    )
-    return [*lines, *(f"Left out: {reason}." for reason in points.left_out)]
+    if points:
+        seconds = [[sample.seconds for sample in many] for many in points.samples.values()]
+        middle = statistics.median((max(many) - min(many)) / statistics.median(many) / 2 for many in seconds)
+        lines.append(f"Half the range of a point's time is {middle:.0%} of its median (median point).")
+        lines += [f"Left out: {reason}." for reason in points.left_out]
+    return lines
 
 
-def _sections(
-    sweep: Sweep,
-    line: Roofline,
-    points: ModelPoints | None,
-    found: Sequence[Finding],
-    turns: Sequence[Break],
-    marks: Sequence[Mark],
-) -> list[Section]:
+def _machine_section(sweep: CeilingSweep, line: Roofline, marks: Sequence[DrawnPart]) -> Section:
     caption = "Solid lines: bandwidth by working set; dashed: peaks of the arithmetic units; crosses: balance points."
     if marks:
         caption += " Points: medians; the labels are prompt lengths, batches and contexts of a line's ends."
-    drawn = (plots.roofline_plot(line, marks, caption),) if line.roofs and line.slopes else ()
-    machine = words.section(
-        "The machine", [words.balance_table(line), words.ceilings_table(sweep)], plots=(*drawn, _thread_plot(sweep))
-    )
-    if points is None:
-        return [machine]
-    sections = [machine]
-    for phase in ("prefill", "decode"):
-        tables = [words.point_table(found, phase), words.part_table(found, phase)]
-        if phase == "decode":
-            tables.insert(0, words.break_table(turns))
-        sections.append(
-            words.section(phase.capitalize(), tables, plots=tuple(_phase_plots(points, sweep, found, turns, phase)))
-        )
-    how = words.section("How the parts were timed", [words.check_table(found)], paragraphs=(words.HOW_APART,))
-    return [*sections, how]
-
-
-def _thread_plot(sweep: Sweep) -> Plot:
     rows = [
-        {
-            "MiB": size // MIB,
-            "GB/s": round(rate / 1e9, 1),
-            "threads": f"{threads} threads" if threads > 1 else "1 thread",
-        }
-        for threads, best in sorted(sweep.best.items())
-        for size, rate in best.bandwidth
+        {"MiB": size // MIB, "GB/s": round(rate / 1e9, 1), "threads": str(threads)}
+        for threads, kept in sorted(sweep.kept.items())
+        for size, rate in kept.bandwidth
     ]
-    return plots.thread_plot(rows, "The best ever measured, reads only.")
+    x, y = ("MiB", "working set of all threads together, MiB"), ("GB/s", "read bandwidth, GB/s")
+    title = "Memory bandwidth falls with the working set"
+    plots = [lines("bandwidth", title, rows, x, y, series="threads", log_x=True, caption="Reads only.")]
+    if line.roofs and line.slopes:
+        plots.insert(0, roofline_plot(line, marks, caption))
+    return Section("The machine", (), (), (words.balance_table(line), words.ceilings_table(sweep)), tuple(plots))
 
 
-def _phase_plots(
-    points: ModelPoints, sweep: Sweep, found: Sequence[Finding], turns: Sequence[Break], phase: str
-) -> list[Plot]:
+def _phase_section(
+    points: ModelPoints, ceilings: Ceilings, found: Sequence[PointFinding], turns: Sequence[BreakEven], phase: str
+) -> Section:
+    tables = [words.point_table(found, phase), words.part_table(found, phase)]
     sound = [one for one in found if one.adds_up and one.point.phase == phase]
-    caption = "Steps with clock readings between the parts; the repetition of median time."
+    plots: list[Plot] = []
     if phase == "prefill":
-        rows = _stack(sound, "prompt, tokens", "µs a token", lambda one: one.point.tokens, 1e6)
-        title = "Prefill: attention's share grows with the prompt"
-        return (
-            [plots.stacked_plot("prefill-parts", title, rows, "prompt, tokens", "µs a token", caption)] if rows else []
-        )
-    result = []
-    by_context = [one for one in sound if one.point.batch == 1]
-    by_batch = [one for one in sound if one.point.tokens == _batch_context(sound)]
-    if len(by_batch) > 1:
-        result += [_batching_plot(points, sweep, by_batch, turns)]
-        rows = _stack(by_batch, "batch", "ms a step", lambda one: one.point.batch, 1e3)
-        title = f"Decode: where a step's time goes, by batch (context {by_batch[0].point.tokens:,})"
-        result.append(plots.stacked_plot("decode-by-batch", title, rows, "batch", "ms a step", caption))
-    if len(by_context) > 1:
-        rows = _stack(sorted(by_context, key=lambda one: one.point.tokens), "context, tokens", "ms a step",
-                      lambda one: one.point.tokens, 1e3)  # fmt: skip
-        title = "Decode: where a step's time goes, by context (batch 1)"
-        result.append(plots.stacked_plot("decode-by-context", title, rows, "context, tokens", "ms a step", caption))
-    return result
+        plots += _stacked("prefill-parts", "Prefill: attention's share grows with the prompt", sound, "prompt, tokens")
+    else:
+        tables.insert(0, words.break_even_table(turns))
+        by_batch, by_context = _series(sound, "batch"), _series(sound, "context")
+        if len(by_batch) > 1:
+            context = by_batch[0].point.tokens
+            plots.append(_batching_plot(points, ceilings, by_batch, turns))
+            title = f"Decode: where a step's time goes, by batch (context {context:,})"
+            plots += _stacked("decode-by-batch", title, by_batch, "batch")
+        if len(by_context) > 1:
+            title = "Decode: where a step's time goes, by context (batch 1)"
+            plots += _stacked("decode-by-context", title, by_context, "context, tokens")
+    shown = tuple(table for table in tables if table.rows)
+    return Section(phase.capitalize(), (), (), shown, tuple(plots))
 
 
-def _batch_context(found: Sequence[Finding]) -> int:
-    """The context at which batches were measured: the one with the largest batch."""
-    return max(found, key=lambda one: one.point.batch).point.tokens if found else 0
-
-
-def _stack(found: Sequence[Finding], x: str, y: str, at: Any, scale: float) -> list[dict[str, Any]]:
-    """Rows of a stacked plot: seconds of each part, for prefill those of a token."""
-    rows = []
+def _stacked(name: str, title: str, found: Sequence[PointFinding], x: str) -> list[Plot]:
+    """The parts of the time per token of a prompt, or per decode step."""
+    prefill, rows = name.startswith("prefill"), []
+    unit = "µs per token" if prefill else "ms per step"
     for one in found:
-        tokens = one.point.tokens if one.point.phase == "prefill" else 1
-        rows += [{x: at(one), y: round(spent * scale / tokens, 4), "part": part} for part, spent in one.parts.items()]
-    return rows
+        at = one.point.batch if x == "batch" else one.point.tokens
+        scale = 1e6 / one.point.tokens if prefill else 1e3
+        rows += [{x: at, unit: round(spent * scale, 4), "part": part} for part, spent in one.parts.items()]
+    caption = "Steps with clock readings between the parts; the repetition of median time."
+    order = [str(row[x]) for row in rows]
+    return [bars(name, title, rows, (x, x), (unit, unit), part="part", order=order, caption=caption)] if rows else []
 
 
-def _batching_plot(points: ModelPoints, sweep: Sweep, by_batch: Sequence[Finding], turns: Sequence[Break]) -> Plot:
-    from twinphase.phases.hardware import compute_seconds, memory_seconds
-
+def _batching_plot(
+    points: ModelPoints, ceilings: Ceilings, by_batch: Sequence[PointFinding], turns: Sequence[BreakEven]
+) -> Plot:
     context = by_batch[0].point.tokens
-    ceilings = sweep.now(points.loaded.config.threads or available_cores())
     measured = [(one.point.batch, statistics.median(s.parts["linear"] for s in one.samples)) for one in by_batch]
-    ideal = []
-    for batch in range(1, by_batch[-1].point.batch + 1):
-        part = linear_part(
-            points.shape, points.units, StepWork(batch, 0, batch * context, batch, batch), batch * context
-        )
-        compute = compute_seconds(part.flops, ceilings)
-        memory = memory_seconds(part.bytes, part.working_set, ceilings)
-        if compute is not None and memory is not None:
-            ideal.append((batch, max(compute, memory)))
+    ideals = [
+        ideal_seconds(decode_work(points.shape, points.units, batch, context)[0], ceilings) for batch, _ in measured
+    ]
+    allowed = [(batch, max(ideal)) for (batch, _), ideal in zip(measured, ideals, strict=True) if ideal]
+    named = (("decode, measured", measured), ("at the ceilings", allowed))
+    rows = [{"batch": b, "ms": round(spent * 1e3, 4), "what": name} for name, times in named for b, spent in times]
+    title = "Where batched decode turns from memory-bound to compute-bound"
     turn = next((one for one in turns if one.context == context and one.what == "linear layers"), None)
+    if turn:
+        measured_knee = f"{turn.knee:,.1f}" if turn.knee else "unknown"
+        title += f": batch {words.batch_text(turn.predicted)} predicted, {measured_knee} measured"
     caption = (
         f"Linear layers at context {context:,}. At the ceilings: the longer of weights / bandwidth and FLOP / peak. "
-        "The knee is time of batch 1 / time that one more sequence adds at the largest batches."
+        "Measured is the time of batch 1 / the time that one more sequence adds at the largest batches."
     )
-    return plots.batching_plot(
-        measured, ideal, turn.predicted.batch if turn else None, turn.knee if turn else None, caption
-    )
+    x, y = ("batch", "sequences that decode together"), ("ms", "linear layers, ms per step")
+    return lines("decode-batching", title, rows, x, y, series="what", log_x=True, log_y=True, caption=caption)
 
 
-def _marks(found: Sequence[Finding]) -> list[Mark]:
-    """The parts to be drawn, series by series."""
-    context = _batch_context([one for one in found if one.point.phase == "decode"])
-    marks = []
-    for part in ("linear", "attention"):
-        for series in ("prefill", "batch", "context"):
-            for one in _series(found, series, context):
-                placed = one.linear if part == "linear" else one.attention
-                if not one.adds_up or placed.intensity is None or placed.rate <= 0:
-                    continue
-                # Linear layers do not depend on the context.
-                if series == "context" and part == "linear":
-                    continue
-                label = {"prefill": f"n = {one.point.tokens:,}", "batch": f"batch {one.point.batch}",
-                         "context": f"context {one.point.tokens:,}"}[series]  # fmt: skip
-                facts = {"MFU": words.share(placed.mfu), "MBU": words.share(placed.mbu), "bound by": placed.bound}
-                marks.append(
-                    Mark(one.point.phase, part, f"{series} {part}", label, placed.intensity, placed.rate, facts)
-                )
-    return marks
-
-
-def _series(found: Sequence[Finding], series: str, context: int) -> list[Finding]:
+def _series(found: Sequence[PointFinding], series: str) -> list[PointFinding]:
+    """Points in which one thing varies: "prefill" the prompt, "batch" at the largest batch's context, "context"."""
     if series == "prefill":
         return sorted((one for one in found if one.point.phase == series), key=lambda one: one.point.tokens)
     decodes = [one for one in found if one.point.phase == "decode"]
-    if series == "batch":
-        return sorted((one for one in decodes if one.point.tokens == context), key=lambda one: one.point.batch)
-    return sorted((one for one in decodes if one.point.batch == 1), key=lambda one: one.point.tokens)
+    if series == "context":
+        return sorted((one for one in decodes if one.point.batch == 1), key=lambda one: one.point.tokens)
+    context = max(decodes, key=lambda one: one.point.batch).point.tokens if decodes else 0
+    return sorted((one for one in decodes if one.point.tokens == context), key=lambda one: one.point.batch)
 
 
-def _data(sweep: Sweep, line: Roofline, points: ModelPoints | None, turns: Sequence[Break]) -> dict[str, Any]:
+def _marks(found: Sequence[PointFinding]) -> list[DrawnPart]:
+    """The parts to be drawn, series by series."""
+    marks = []
+    # Linear layers do not depend on the context.
+    drawn = [("linear", "prefill"), ("linear", "batch")]
+    drawn += [("attention", series) for series in ("prefill", "batch", "context")]
+    for part, series in drawn:
+        for one in _series(found, series):
+            placed, point = one.linear if part == "linear" else one.attention, one.point
+            if not one.adds_up or placed.intensity is None or placed.rate <= 0:
+                continue
+            label = f"batch {point.batch}" if series == "batch" else f"context {point.tokens:,}"
+            label = f"n = {point.tokens:,}" if series == "prefill" else label
+            facts = {"MFU": words.percent(placed.mfu), "MBU": words.percent(placed.mbu), "bound by": placed.bound}
+            name = f"{series} {part}"
+            marks.append(DrawnPart(point.phase, part, name, label, placed.intensity, placed.rate, facts))
+    return marks
+
+
+def _data(
+    sweep: CeilingSweep, line: Roofline, points: ModelPoints | None, turns: Sequence[BreakEven]
+) -> dict[str, Any]:
     data: dict[str, Any] = {
         "ceilings": {
-            "best": [asdict(best) for _, best in sorted(sweep.best.items())],
+            "best": [asdict(kept) for _, kept in sorted(sweep.kept.items())],
             "runs": [asdict(one) for _, runs in sorted(sweep.runs.items()) for one in runs],
         },
         "roofline": asdict(line),
@@ -355,6 +302,6 @@ def _data(sweep: Sweep, line: Roofline, points: ModelPoints | None, turns: Seque
     }
     if points is not None:
         data["samples"] = {str(point): [asdict(sample) for sample in many] for point, many in points.samples.items()}
-        data["breakeven"] = [{**asdict(one), "predicted": str(one.predicted)} for one in turns]
+        data["breakeven"] = [{**asdict(one), "predicted": words.batch_text(one.predicted)} for one in turns]
         data["left out"] = list(points.left_out)
     return data
