@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from schedules import Machine, engine_request, machine_engine
-from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError, RequestNotFoundError
+from twinphase.errors import ContextLengthError, InvalidRequestError, RequestNotFoundError
 from twinphase.request import FinishReason, Request, RequestStatus, SamplingParams
 
 
@@ -130,12 +130,6 @@ class TestRefusals:
         assert set(engine.timelines) == set(others)
         run(engine)
         assert [request.output_token_ids for request in others.values()] == [[7] * 3] * 2
-
-    def test_more_than_the_whole_cache(self, machine):
-        engine = machine_engine(machine, num_blocks=2)
-        with pytest.raises(CacheCapacityError, match="up to 6 KV cache blocks of 4 tokens; the whole cache has 2"):
-            engine.add_request(make_request(max_tokens=20))
-        assert not engine.timelines and not engine.has_work
 
     @pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, 0.5, True, float("nan"), "high"])
     def test_priorities_out_of_range(self, priority):
