@@ -232,10 +232,11 @@ def test_measured_ceilings_choose_units_and_bandwidth_by_working_set() -> None:
         ("output_tokens", -1),
         ("batch_size", 0),
         ("mfu", 0.0),
+        ("mfu", float("nan")),
         ("mbu", 1.1),
         ("price_per_hour", 0.0),
-    ]
-    + [("mfu", float("nan")), ("price_per_hour", float("inf"))],
+        ("price_per_hour", float("inf")),
+    ],  # fmt: skip
 )
 def test_absurd_scenarios_are_refused(field: str, value: float) -> None:
     with pytest.raises(InvalidRequestError, match=field):
@@ -273,9 +274,9 @@ def test_a_7b_in_fp16_decodes_no_faster_than_145_to_150_a_second() -> None:
     assert 150 < decode_rate(on_a100("llama-2-7b", 1, output=2)) < 155
 
 
-def test_in_practice_100_to_130_is_an_mbu_of_68_to_88_percent() -> None:
-    assert decode_rate(on_a100("llama-2-7b", 1000, mbu=0.68)) == pytest.approx(100, rel=0.01)
-    assert decode_rate(on_a100("llama-2-7b", 1000, mbu=0.88)) == pytest.approx(130, rel=0.01)
+@pytest.mark.parametrize(("mbu", "rate"), [(0.68, 100), (0.88, 130)])
+def test_in_practice_100_to_130_is_an_mbu_of_68_to_88_percent(mbu: float, rate: float) -> None:
+    assert decode_rate(on_a100("llama-2-7b", 1000, mbu=mbu)) == pytest.approx(rate, rel=0.01)
 
 
 def test_prefill_is_more_than_100_times_as_fast_a_token() -> None:
@@ -284,9 +285,20 @@ def test_prefill_is_more_than_100_times_as_fast_a_token() -> None:
     assert 100 < prefill_rate(result) / decode_rate(result) < 200
 
 
-def test_1000_in_200_out_is_3_percent_prefill_at_the_bound_and_10_where_prefill_is_the_less_efficient() -> None:
-    assert on_a100("llama-2-7b", 1000).prefill_share == pytest.approx(0.03, abs=0.005)
-    assert on_a100("llama-2-7b", 1000, mfu=0.25, mbu=0.8).prefill_share == pytest.approx(0.09, abs=0.005)
+@pytest.mark.parametrize(
+    ("model", "prompt", "mfu", "mbu", "share", "within"),
+    [
+        ("llama-2-7b", 1000, 1.0, 1.0, 0.03, 0.005),
+        ("llama-2-7b", 1000, 0.25, 0.8, 0.09, 0.005),  # 10 %, where prefill is the less efficient
+        ("llama-3-8b", 100_000, 1.0, 1.0, 0.82, 0.01),  # 80 % with grouped queries
+        ("llama-2-7b", 100_000, 1.0, 1.0, 0.66, 0.01),  # two thirds without
+        ("llama-2-7b", 100_000, 0.5, 0.8, 0.76, 0.01),
+        ("llama-2-7b", 100_000, 0.25, 0.8, 0.86, 0.01),  # the 10 % and the 80 % need different efficiencies
+        ("llama-3-8b", 100_000, 0.25, 0.8, 0.94, 0.01),
+    ],
+)
+def test_share_of_prefill(model: str, prompt: int, mfu: float, mbu: float, share: float, within: float) -> None:
+    assert on_a100(model, prompt, mfu=mfu, mbu=mbu).prefill_share == pytest.approx(share, abs=within)
 
 
 def test_10_percent_and_100_times_exclude_each_other() -> None:
@@ -297,17 +309,6 @@ def test_10_percent_and_100_times_exclude_each_other() -> None:
         result = on_a100("llama-2-7b", 1000, mbu=mbu, mfu=mbu * plain.prefill.seconds * 9 / plain.decode_seconds)
         assert result.prefill_share == pytest.approx(0.1)
         assert prefill_rate(result) / decode_rate(result) == pytest.approx(45, abs=0.5)
-
-
-def test_100000_in_200_out_is_80_percent_prefill_with_grouped_queries_and_two_thirds_without() -> None:
-    assert on_a100("llama-3-8b", 100_000).prefill_share == pytest.approx(0.82, abs=0.01)
-    assert on_a100("llama-2-7b", 100_000).prefill_share == pytest.approx(0.66, abs=0.01)
-    assert on_a100("llama-2-7b", 100_000, mfu=0.5, mbu=0.8).prefill_share == pytest.approx(0.76, abs=0.01)
-
-
-def test_the_10_and_the_80_percent_need_different_efficiencies() -> None:
-    assert on_a100("llama-2-7b", 100_000, mfu=0.25, mbu=0.8).prefill_share == pytest.approx(0.86, abs=0.01)
-    assert on_a100("llama-3-8b", 100_000, mfu=0.25, mbu=0.8).prefill_share == pytest.approx(0.94, abs=0.01)
 
 
 def test_a_processor_with_a_lower_balance_point_spends_more_on_prefill() -> None:

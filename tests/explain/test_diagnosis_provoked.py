@@ -28,7 +28,7 @@ from twinphase.request import SamplingParams
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    return write_tiny_gguf(path, hidden=128, layers=4, ffn=512, tensor_type="F32", context=4096)
+    return write_tiny_gguf(path, tensor_type="F32", context=4096)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,6 +164,7 @@ def _spin(stop):
         sum(range(10_000))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="only Linux tells how long a thread waited")
 def test_contention(model):
     from twinphase.engine.cpu_wait import thread_cpu_wait
@@ -172,7 +173,7 @@ def test_contention(model):
     engine.engine.recorder.cpu_wait = thread_cpu_wait
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    programs = [context.Process(target=_spin, args=(stop,)) for _ in range(3 * available_cores())]
+    programs = [context.Process(target=_spin, args=(stop,), daemon=True) for _ in range(3 * available_cores())]
     for program in programs:
         program.start()
     try:
@@ -259,10 +260,10 @@ def test_isa(tmp_path):
 
 def test_decode_batching(start):
     engine = start().warm()
-    lives = [engine.add(engine.prompt(30), 60) for _ in range(24)]
+    lives = [engine.add(engine.prompt(30), 30) for _ in range(24)]
     engine.run()
     assert engine.causes(lives[0], "decode")[0] == "decode_batching"
-    assert "decode_batching" not in engine.causes(engine.serve(engine.prompt(30), 60), "decode")
+    assert "decode_batching" not in engine.causes(engine.serve(engine.prompt(30), 30), "decode")
 
 
 def test_cache_pressure(start):

@@ -147,20 +147,21 @@ def test_a_missed_prefix_says_why_and_claims_nothing_that_is_not_known(reason, w
     assert shares["prompt_length"] == pytest.approx(1) and shares.get("missed_prefix") is None
 
 
-def test_of_an_evicted_prefix_what_was_cached_is_claimed():
-    request = make_request(prefix_miss=PrefixMiss(MissReason.EVICTED, 36, num_known=48), num_cached_tokens=36)
-    found = explain(request, lived(decode_steps=0), make_machine())
-    assert {one.cause: one.share for one in found.diagnoses} == {
-        "missed_prefix": pytest.approx(0.75), "prompt_length": pytest.approx(0.25)}  # fmt: skip
-    (lever,) = (lever for lever in found.levers if lever.flag == "--num-kv-blocks")
-    assert lever.saved_seconds == pytest.approx(0.0075)
-
-
-def test_what_every_chat_begins_with_is_no_prefix_to_move():
-    request = make_request(prefix_miss=PrefixMiss(MissReason.DIVERGED, 4))
-    found = explain(request, lived(decode_steps=0), make_machine())
-    assert [diagnosis.cause for diagnosis in found.diagnoses] == ["prompt_length"]
-    assert not any("Put what changes" in lever.advice for lever in found.levers)
+@pytest.mark.parametrize(
+    ("miss", "cached", "shares", "flags"),
+    [  # of an evicted prefix what was cached is claimed; what every chat begins with is no prefix to move
+        (PrefixMiss(MissReason.EVICTED, 36, num_known=48), 36, {"missed_prefix": 0.75, "prompt_length": 0.25},
+         {"--num-kv-blocks": 0.0075, "prompt": None}),
+        (PrefixMiss(MissReason.DIVERGED, 4), 0, {"prompt_length": 1.0}, {"prompt": None}),
+    ],
+)  # fmt: skip
+def test_what_was_certainly_cached_is_claimed(miss, cached, shares, flags):
+    found = explain(make_request(prefix_miss=miss, num_cached_tokens=cached), lived(decode_steps=0), make_machine())
+    assert {one.cause: one.share for one in found.diagnoses} == pytest.approx(shares)
+    assert {lever.flag for lever in found.levers} == set(flags)
+    assert not any("put what changes" in lever.advice for lever in found.levers)
+    for lever in found.levers:
+        assert flags[lever.flag] is None or lever.saved_seconds == pytest.approx(flags[lever.flag])
 
 
 def test_recompute_counts_what_was_lost():
@@ -181,14 +182,6 @@ def test_every_kind_of_interval_has_a_sentence():
 
 def test_nothing_yet():
     assert "Nothing" in str(explain(make_request(), RequestTimeline(arrival=0.0), make_machine()))
-
-
-def test_bounds_come_from_the_ceilings():
-    timeline = RequestTimeline(arrival=0.0)
-    timeline.add_prefill(step(0, 0.0, 1.0, prefill=Cost(900_000, 0, 10)), 4, 1.0, again=False)
-    timeline.add_decode(step(1, 1.0, 2.0, decode=Cost(10, 0, 900_000)), 1, 1.0, 1.0)
-    found = explain(make_request(), timeline, make_machine())
-    assert found.bounds == {"prefill": "compute", "decode": "memory"}
 
 
 FLAGS = {

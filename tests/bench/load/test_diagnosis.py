@@ -20,7 +20,7 @@ from twinphase.cli import run_app
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    path = write_tiny_gguf(folder / "tiny.gguf", hidden=128, layers=4, ffn=512, tensor_type="F32", context=4096)
+    path = write_tiny_gguf(folder / "tiny.gguf", tensor_type="F32", context=4096)
     with own_cache(folder / "cache"):
         yield lambda **config: Engine(path, **config).warm()
 
@@ -86,7 +86,7 @@ def test_gaps_that_grow_while_others_prompts_come_are_stalls(start):
 def test_tpot_that_grows_with_company_is_batching(start):
     engine = start()
     alone = [observed(engine.serve(engine.prompt(30), 30)) for _ in range(8)]
-    lives = [engine.add(engine.prompt(30), 30) for _ in range(24)]
+    lives = [engine.add(engine.prompt(30), 30) for _ in range(16)]
     engine.run()
     assert "decode_batching" in causes((1.0, alone), (9.0, [observed(life) for life in lives]))
     assert "decode_batching" not in causes((1.0, alone))
