@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -38,7 +37,6 @@ PATIENCE = 60.0  # seconds for anything; a busy machine is slow, not wrong
 
 
 def find_browser() -> str | None:
-    """Where a Chromium is, if there is one."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -69,7 +67,6 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def close(self) -> None:
-        """End the browser and forget its profile."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
@@ -120,7 +117,6 @@ class Browser:
         self.wait(f"location.href.startsWith('file:') && document.documentElement !== null && {ready}")
 
     def wait(self, expression: str) -> None:
-        """Wait until an expression is true."""
         deadline = time.monotonic() + PATIENCE
         while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {expression}"
@@ -149,8 +145,3 @@ class Browser:
         """Every address that the page asked for, its own included."""
         sent = [event for event in self.events if event.get("method") == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))

@@ -15,7 +15,6 @@ import threading
 from dataclasses import replace
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -62,19 +61,12 @@ def test_all_files_are_there(written):
     assert not list(written.html.parent.rglob("*.part"))
 
 
-def test_a_report_reads_back_as_it_was(written):
-    report, back = sample_report(), read_result(written.json)
+def test_a_report_reads_back_as_it_was_and_is_written_the_same(written):
+    report, back, text = sample_report(), read_result(written.json), written.json.read_text()
     assert read_result(written.json.parent) == back
-    assert (back.title, back.verdicts, dict(back.conditions)) == (report.title, report.verdicts, report.conditions)
-    assert (back.noise, back.metrics) == (report.noise, report.metrics)
-    assert [section.tables for section in back.sections] == [section.tables for section in report.sections]
-    assert [plot.name for plot in all_plots(back)] == [plot.name for plot in all_plots(report)]
-    assert back.data == report.data
-
-
-def test_a_report_that_was_read_back_is_written_the_same(written):
-    back, text = read_result(written.json), written.json.read_text()
-    assert result_json(back) == text
+    assert (back.verdicts, back.metrics, back.sections[0].tables) == (
+        report.verdicts, report.metrics, report.sections[0].tables)  # fmt: skip
+    assert result_json(report) == text == result_json(back)
     assert page(back, text) == written.html.read_text() and markdown(back) == written.markdown.read_text()
 
 
@@ -207,8 +199,3 @@ def test_progress_is_told_for_every_file(tmp_path):
     report = small(sections=(Section("S", plots=(Plot("x", "t", {"data": {"values": []}, "mark": "point"}),)),))
     write_report(report, tmp_path, lambda *step: told.append(step))
     assert told == [("page", 0, 2), ("plot x", 1, 2), ("report", 2, 2)]
-
-
-def test_the_page_is_made_of_files_that_are_installed():
-    folder = resources.files("twinphase.bench.report") / "assets"
-    assert {entry.name for entry in folder.iterdir()} == {"page.html.j2", "page.css", "page.js"}
