@@ -365,7 +365,7 @@ PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdef
         ({"regex": "\ud800"}, "Unicode"),
         ({"regex": "(" * 20000}, "regex"),
         ({"regex": "a" * 70000}, "bytes"),
-        ({"regex": r"\w?" * 400}, "more than 4096 bytes: '[A-Za-z0-9_]?"),
+        ({"regex": r"\w?" * 400}, "more than 4096 bytes: '[0-9a-zA-Z_]?"),
         ({"regex": "a", "disable_any_whitespace": True}, "whitespace"),
         ({"choice": []}, "choice"),
         ({"choice": ["a"] * 2000}, "choice"),

@@ -30,6 +30,13 @@ def server(start):
 
 
 @pytest.fixture(scope="session")
+def shared(start):
+    """One with keys, the last of which no test sends a request with."""
+    with start("--api-key", "alice", "--api-key", "bob", "--api-key", "newcomer") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def smol(start):
     """The real model; tests that use it carry the marker `model`."""
     with start(model=MODEL) as running:

@@ -18,6 +18,8 @@ from typing import Any
 
 from openai import OpenAI
 
+from children import end
+
 PATIENCE = 90.0  # seconds after which what a test waits for does not come: a busy machine takes its time
 
 
@@ -35,8 +37,12 @@ class RunningServer:
         with open(log, "w") as file:
             self.process = subprocess.Popen(command, stderr=file, stdout=file)
         self.url = ""
-        if wait:
-            self.wait_until_ready()
+        try:
+            if wait:
+                self.wait_until_ready()
+        except BaseException:
+            end(self.process)
+            raise
 
     def __enter__(self) -> RunningServer:
         return self
@@ -133,10 +139,9 @@ class RunningServer:
 
     def stop(self, sig: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
         """End it; the exit code."""
-        if self.process.poll() is None:
-            os.kill(self.process.pid, sig)
         try:
+            if self.process.poll() is None:
+                os.kill(self.process.pid, sig)
             return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
+        finally:
+            end(self.process)

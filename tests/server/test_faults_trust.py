@@ -18,12 +18,6 @@ ROOT = Path(twinphase.__file__).parent
 ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
 
 
-@pytest.fixture(scope="module")
-def shared(start):
-    with start("--api-key", "alice", "--api-key", "bob") as server:
-        yield server
-
-
 def prompt(first):
     return [first, *range(5, 200)]
 

@@ -15,6 +15,11 @@ from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import resolve_model
 
+# A value twice as large after each iteration, shared so that it takes no memory, and what is done with it.
+DOUBLING = (
+    "{%% set t = namespace(x=1, y=1) %%}"
+    "{%% for i in range(60) %%}{%% set t.y = t.x %%}{%% set t.x = %s %%}{%% endfor %%}{{ %s }}"
+)
 USER = [{"role": "user", "content": 'Hi <é> & "q"'}]
 
 
@@ -138,6 +143,18 @@ def test_a_template_may_refuse_messages() -> None:
         "{{ 'x\n' | indent(10 ** 12) }}",
         "{{ 'x\n' | indent(width=10 ** 12) }}",
         "{{ 'a' | replace(old='a', new='b' * 9999) | replace(old='b', new='c' * 9999) }}",
+        "{{ range(99999) | join('x' * 3000000) }}",
+        "{{ ('{0}' * 10000).format('x' * 3000000) }}",
+        "{{ ('%(a)s' * 10000) % {'a': 'x' * 3000000} }}",
+        "{% set b = 'x' * 3000000 %}{% for i in range(99999) %}{{ 'xy' in b }}{% endfor %}",
+        "{% set b = 'x' * 3000000 %}{% for i in range(99999) %}{{ b.count('xy') }}{% endfor %}",
+        "{% set b = ' ' * 3000000 %}{% for i in range(99999) %}{{ b | trim }}{% endfor %}",
+        "{% set b = 'x ' * 999999 %}{% for i in range(99999) %}{{ b | wordcount }}{% endfor %}",
+        DOUBLING % ("namespace(a=t.x, b=t.x)", "t.x"),
+        DOUBLING % ("(t.x, t.x)", "{t.x: 1}"),
+        DOUBLING % ("[t.x, t.x]", "[{'a': t.x}, {'a': t.y}] | groupby('a') | list"),
+        DOUBLING % ("[t.x, t.x]", "[t.x] | select('equalto', t.y) | list"),
+        DOUBLING % ("[t.x, t.x]", "[t.x].count(t.y)"),
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{% if %}",
@@ -146,10 +163,10 @@ def test_a_template_may_refuse_messages() -> None:
     ],
 )
 def test_hostile_templates_end_in_an_error(source: str) -> None:
-    start = time.monotonic()
+    start = time.thread_time()  # of the processor, whatever else the machine does
     with pytest.raises(TwinphaseError) as raised:
         render(source)
-    assert time.monotonic() - start < 5
+    assert time.thread_time() - start < 20
     assert isinstance(raised.value, (InvalidRequestError, UnsupportedModelError))
     assert "\n" not in raised.value.cause
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any, NoReturn
 
+from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from twinphase.errors import InvalidRequestError
@@ -37,10 +38,6 @@ MAX_PROPERTIES = 1000  # of one object; a step takes time with the square
 MAX_RULES, MAX_REFS = 1000, 500
 LOWEST_NUMBER = -9e18  # at the lowest integer of 64 bits its recursion has no end
 
-# A slash ends a regular expression in Lark. Classes are those of ASCII, as in JSON Schema: who asks for digits wants
-# 0 to 9, of which Unicode has hundreds. Within brackets they are classes in a class, whose union is meant.
-_ESCAPES = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[A-Za-z0-9_]", r"\W": "[^A-Za-z0-9_]",
-            r"\s": r"[\t-\r ]", r"\S": r"[^\t-\r ]"}  # fmt: skip
 _ANNOTATIONS = {"$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
                 "discriminator", "examples", "id", "readOnly", "title", "writeOnly"}  # fmt: skip
 _COMBINING = ("$ref", "anyOf", "oneOf")
@@ -75,7 +72,8 @@ def to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) 
 
 def _to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     if params.regex is not None:
-        regex = re.sub(r"(?s)\\.|/", lambda m: _ESCAPES.get(m[0], m[0]), params.regex)
+        # Classes are those of ASCII, as in JSON Schema: who asks for digits wants 0 to 9, not hundreds of others.
+        regex = regex_to_lark(params.regex, "dws")
         _check_size("regex", "a regular expression", regex)
         body = f"start: /{regex}/\n"
     elif params.choice is not None:

@@ -1,7 +1,9 @@
 """The Jinja environment that chat templates run in: immutable, with Hugging Face's helpers, and with a budget.
 
 Jinja's sandbox keeps a template from Python's internals and from single endless ranges. It does not keep it from loops
-inside loops, or from making gigabytes out of a few characters; this module does. Not for choosing or filling templates.
+inside loops, or from making gigabytes out of a few characters. Here every operation pays, in steps, for what it reads
+and makes, and the few that multiply are checked first. Steps are counted, not timed, so that a busy machine refuses
+nothing. Not for choosing or filling templates.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, TemplateRuntimeError, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 if TYPE_CHECKING:
@@ -37,8 +40,13 @@ _FILTERS = frozenset(
     {"abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "format"}
     | {"groupby", "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "pprint"}
     | {"reject", "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string"}
-    | {"striptags", "sum", "title", "trim", "truncate", "unique", "upper", "wordcount"}
+    | {"striptags", "sum", "title", "tojson", "trim", "truncate", "unique", "upper", "wordcount"}
 )
+_COMPARING_TESTS = frozenset({"==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt"}
+                             | {"lessthan", "<=", "le", "in"})  # fmt: skip
+# What reads all that is nested in its arguments.
+_WHOLE = _COMPARING_TESTS | {"e", "escape", "format", "groupby", "join", "max", "min", "pprint", "sort", "string"}
+_WHOLE |= {"sum", "tojson", "trim", "unique"}
 
 _budget: ContextVar[tuple[list[int], int]] = ContextVar("budget")
 
@@ -71,8 +79,12 @@ def _check_length(length: int) -> None:
         raise TemplateRuntimeError(f"it makes a text or list longer than {limit}")
 
 
-def _checked(value: Any) -> Any:
-    """Passes on what an operation made, if it is not too large and not one too many."""
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (str, bytes, list, tuple, dict)) else 0
+
+
+def _touched(value: Any) -> Any:
+    """Passes on what is read or was made, without what is nested in it."""
     length = _length(value)
     _check_length(length)
     _spend(1 + length // _CHARACTERS_PER_STEP)
@@ -81,24 +93,22 @@ def _checked(value: Any) -> Any:
     return value
 
 
-def _measured(value: Any) -> Any:
-    """Passes on what is to be written or compared, if it is not too large with all that is nested in it."""
-    if isinstance(value, (list, tuple, dict)):
-        total, inner = 0, [value]
-        while inner:
-            part = inner.pop()
-            total += 2 + _length(part)
-            _spend(1 + _length(part) // _CHARACTERS_PER_STEP)
-            if isinstance(part, (list, tuple)):
-                inner.extend(part)
-            elif isinstance(part, dict):
-                inner.extend((*part.keys(), *part.values()))
-        _check_length(total)
+def _read(value: Any) -> Any:
+    """Passes on what is read with all that is nested in it: written, compared, hashed, sorted."""
+    total, inner = 0, [value]
+    while inner:
+        part = inner.pop()
+        length = _length(part)
+        total += 2 + length
+        _spend(1 + length // _CHARACTERS_PER_STEP)
+        if isinstance(part, (list, tuple)):
+            inner.extend(part)
+        elif isinstance(part, dict):
+            inner.extend((*part.keys(), *part.values()))
+        elif isinstance(part, Namespace):
+            inner.extend(part._Namespace__attrs.values())
+    _check_length(total)
     return value
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (str, bytes, list, tuple, dict)) else 0
 
 
 def _counted(values: Iterable[Any]) -> Iterator[Any]:
@@ -110,15 +120,7 @@ def _counted(values: Iterable[Any]) -> Iterator[Any]:
 def _concat(parts: Iterable[str]) -> str:
     parts = list(parts)
     _check_length(sum(map(len, parts)))
-    return str(_checked("".join(parts)))
-
-
-def _check_nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-def _check_nested(value: Any = None, *_: Any, **__: Any) -> None:
-    _measured(value)
+    return str(_touched("".join(parts)))
 
 
 # These are called with the arguments of Jinja's filters, so they carry their names.
@@ -127,8 +129,7 @@ def _check_replace(s: Any, old: Any, new: Any, count: Any = None) -> None:
 
 
 def _check_join(value: Any, d: Any = "", attribute: Any = None) -> None:
-    _measured(value)
-    sizes = [max(_length(part), 20) for part in value] if isinstance(value, (list, tuple, dict)) else []
+    sizes = [max(_length(part), 20) for part in value]
     _check_length(sum(sizes) + len(sizes) * len(str(d)))
 
 
@@ -138,13 +139,21 @@ def _check_indent(s: Any, width: Any = 4, first: Any = False, blank: Any = False
     _check_length(len(str(s)) + 64 * str(s).count("\n"))
 
 
-def _check_format(pattern: Any) -> None:
-    if _WIDE_FORMAT.search(str(pattern)):
+def _check_format(value: Any, *args: Any, **kwargs: Any) -> None:
+    pattern = str(value)
+    if _WIDE_FORMAT.search(pattern):
         raise TemplateRuntimeError("a format with such a width is not allowed")
+    longest = max((len(str(_read(given))) for given in (*args, *kwargs.values())), default=0)
+    _check_length(len(pattern) + (pattern.count("%") + pattern.count("{")) * longest)
+
+
+def _pay_by_character(s: Any, *_: Any, **__: Any) -> None:
+    """Of filters that search a text with regular expressions."""
+    _spend(len(str(s)))
 
 
 class _BudgetTransformer(NodeTransformer):
-    """Puts checks where the sandbox does not look: loops, `~`, slices, and comparisons of nested things."""
+    """Makes those operations pay that the sandbox does not pass on: loops, literals, `~`, slices, comparisons, keys."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -153,17 +162,33 @@ class _BudgetTransformer(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.expr = _filtered(node.expr, "_measured")
+        node.expr = _filtered(node.expr, "_read")
+        for operand in node.ops:
+            operand.expr = _filtered(operand.expr, "_touched")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.nodes = [_filtered(part, "_measured") for part in node.nodes]
-        return _filtered(node, "_checked")
+        node.nodes = [_filtered(part, "_read") for part in node.nodes]
+        return _filtered(node, "_touched")
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filtered(node, "_checked") if isinstance(node.arg, nodes.Slice) else node
+        if isinstance(node.arg, nodes.Slice):
+            return _filtered(node, "_touched")
+        if not isinstance(node.arg, nodes.Const):
+            node.arg = _filtered(node.arg, "_read")
+        return node
+
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, "_read")
+
+    visit_Dict = visit_List  # noqa: N815
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, "_read") if node.ctx == "load" else node
 
 
 def _filtered(node: nodes.Expr | nodes.Node, name: str) -> nodes.Filter:
@@ -186,29 +211,36 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            _check_format(value.__self__)
-        return wrapped
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            _check_format(value.__self__, *args, **kwargs)
+            assert wrapped is not None
+            return wrapped(*args, **kwargs)
+
+        return None if wrapped is None else bounded
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
-        _spend()
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        whole = obj in (dict, Namespace) or isinstance(owner, (list, tuple, dict))
+        for given in (owner, *args, *kwargs.values()):
+            (_read if whole else _touched)(given)
         if isinstance(owner, str) and name == "replace" and len(args) >= 2:
             _check_replace(owner, *args)
         if isinstance(owner, str) and name == "join" and args:
+            args = (list(args[0]), *args[1:])
             _check_join(args[0], owner)
-        return _checked(super().call(context, obj, *args, **kwargs))
+        return _touched(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        _spend()
+        _touched(left), _touched(right)
         if operator == "*":
             for one, other in ((left, right), (right, left)):
                 _check_length(_length(one) * other if isinstance(other, int) else 0)
         if operator == "%" and isinstance(left, str):
-            _check_format(left)
+            _check_format(left, right)
         if operator == "**" and not (isinstance(right, (int, float)) and abs(right) <= _MAX_EXPONENT):
             raise TemplateRuntimeError(f"an exponent above {_MAX_EXPONENT} is not allowed")
-        return _checked(super().call_binop(context, operator, left, right))
+        return _touched(super().call_binop(context, operator, left, right))
 
 
 class _Generation(Extension):
@@ -241,16 +273,31 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=width, separators=separators, sort_keys=sort_keys)
 
 
-def _bounded(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """A filter that first checks its arguments and then its result; keeps Jinja's mark of what it wants passed."""
+def _paying(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter or test that pays for what it reads and makes; keeps Jinja's mark of what it wants passed."""
     skipped = 1 if hasattr(original, "jinja_pass_arg") else 0
+    pay, check = (_read if name in _WHOLE else _touched), _CHECKS.get(name)
 
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        check(*args[skipped:], **kwargs)
-        return _checked(original(*args, **kwargs))
+    def paying(*args: Any, **kwargs: Any) -> Any:
+        if name == "join":  # of what may come one by one
+            args = (*args[:skipped], list(_counted(args[skipped])), *args[skipped + 1 :])
+        for given in (*args[skipped:], *kwargs.values()):
+            pay(given)
+        if check is not None:
+            check(*args[skipped:], **kwargs)
+        return _touched(original(*args, **kwargs))
 
-    bounded.__dict__.update(getattr(original, "__dict__", {}))
-    return bounded
+    paying.__dict__.update(getattr(original, "__dict__", {}))
+    return paying
+
+
+_CHECKS: dict[str, Callable[..., None]] = {
+    "replace": _check_replace,
+    "join": _check_join,
+    "indent": _check_indent,
+    "format": _check_format,
+    **dict.fromkeys(("striptags", "title", "wordcount"), _pay_by_character),
+}
 
 
 def _make_environment() -> _Environment:
@@ -259,18 +306,13 @@ def _make_environment() -> _Environment:
         lstrip_blocks=True,
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
         cache_size=0,
-        finalize=_measured,
+        finalize=_read,
     )
-    checks: dict[str, Callable[..., None]] = {
-        "replace": _check_replace,
-        "join": _check_join,
-        "indent": _check_indent,
-        "format": lambda value, *_, **__: _check_format(value),
-    }
-    checks |= dict.fromkeys(("string", "pprint", "trim", "escape", "e", "unique", "sort", "min", "max"), _check_nested)
-    filters = {name: _bounded(environment.filters[name], checks.get(name, _check_nothing)) for name in _FILTERS}
-    filters["tojson"] = _bounded(_tojson, _check_nested)
-    environment.filters = filters | {"_counted": _counted, "_checked": _checked, "_measured": _measured}
+    originals: dict[str, Callable[..., Any]] = {**environment.filters, "tojson": _tojson}
+    environment.filters = {name: _paying(name, originals[name]) for name in _FILTERS}
+    environment.filters |= {"_counted": _counted, "_touched": _touched, "_read": _read}
+    tests: dict[str, Any] = environment.tests
+    tests |= {name: _paying(name, tests[name]) for name in _COMPARING_TESTS}
     del environment.globals["lipsum"]
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment
