@@ -15,21 +15,21 @@ class Shape(Protocol):
     """The sizes that determine the tensors' shapes; `models.config.ModelConfig` has them."""
 
     @property
-    def hidden_size(self) -> int: ...  # noqa: D102
+    def hidden_size(self) -> int: ...
     @property
-    def num_layers(self) -> int: ...  # noqa: D102
+    def num_layers(self) -> int: ...
     @property
-    def num_heads(self) -> int: ...  # noqa: D102
+    def num_heads(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...  # noqa: D102
+    def num_kv_heads(self) -> int: ...
     @property
-    def head_dim(self) -> int: ...  # noqa: D102
+    def head_dim(self) -> int: ...
     @property
-    def ffn_size(self) -> int: ...  # noqa: D102
+    def ffn_size(self) -> int: ...
     @property
-    def vocab_size(self) -> int: ...  # noqa: D102
+    def vocab_size(self) -> int: ...
     @property
-    def rope_dim(self) -> int: ...  # noqa: D102
+    def rope_dim(self) -> int: ...
 
 
 def expected_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
