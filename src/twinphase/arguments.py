@@ -17,7 +17,7 @@ import typer
 
 from twinphase.errors import InvalidRequestError
 from twinphase.request import StructuredOutputsParams
-from twinphase.settings import Setting, settings_of
+from twinphase.settings import ConfigField, settings_of
 
 __all__ = ["DEFAULT_MODEL", "Options", "is_model_name", "read_prompt", "with_options"]
 
@@ -84,7 +84,7 @@ def _parameters(group: Options) -> Iterator[inspect.Parameter]:
         )
 
 
-def _help(declared: Setting, default: Any) -> str:
+def _help(declared: ConfigField, default: Any) -> str:
     if isinstance(default, bool):
         text = "on" if default else "off"
     else:

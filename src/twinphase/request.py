@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 from twinphase.errors import InvalidRequestError
 from twinphase.outcome import FinishReason, MissReason, PrefixMiss, RequestStatus
-from twinphase.settings import Setting, check_settings, check_value, setting
+from twinphase.settings import ConfigField, check_settings, check_value, setting
 
 __all__ = [
     "CONSTRAINT_FAILURE",
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 MAX_LOGPROBS = 20
-TOKEN_ID = Setting("A token id.", minimum=0)
-BIAS = Setting("Added to a token's logit.", minimum=-100, maximum=100)
-PRIORITY = Setting("Lower goes first.", minimum=-(2**31), maximum=2**31 - 1)
+TOKEN_ID = ConfigField("A token id.", minimum=0)
+BIAS = ConfigField("Added to a token's logit.", minimum=-100, maximum=100)
+PRIORITY = ConfigField("Lower goes first.", minimum=-(2**31), maximum=2**31 - 1)
 MAX_SALT_BYTES = 1024
 MAX_GRAMMAR_SIZE = 65536  # bytes, or characters of JSON
 MAX_JSON_DEPTH = 32

@@ -12,11 +12,11 @@ from typing import Any
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["Setting", "check_settings", "check_value", "setting", "settings_of"]
+__all__ = ["ConfigField", "check_settings", "check_value", "setting", "settings_of"]
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigField:
     """What is declared of a field besides its type.
 
     Attributes:
@@ -65,12 +65,12 @@ class Setting:
 
 
 def setting(default: Any, help: str, **declared: Any) -> Any:  # noqa: A002
-    """A dataclass field with this default and a `Setting`."""
-    return field(default=default, metadata={"setting": Setting(help, **declared)})
+    """A dataclass field with this default and a `ConfigField`."""
+    return field(default=default, metadata={"setting": ConfigField(help, **declared)})
 
 
 @cache
-def settings_of(kind: Any) -> dict[str, tuple[str, Any, Setting]]:
+def settings_of(kind: Any) -> dict[str, tuple[str, Any, ConfigField]]:
     """Type as it is written, default and declaration of each field of a configuration that has one."""
     return {
         one.name: (str(one.type), one.default, one.metadata["setting"])
@@ -91,7 +91,7 @@ def check_settings(config: Any) -> None:
             check_value(name, value, kind.removesuffix(" | None"), declared)
 
 
-def check_value(name: str, value: Any, kind: str, declared: Setting) -> None:
+def check_value(name: str, value: Any, kind: str, declared: ConfigField) -> None:
     """Refuse one value.
 
     Raises:

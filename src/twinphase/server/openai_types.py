@@ -69,8 +69,8 @@ class FunctionCall(_Strict):
     parsed_arguments: Unread = None
 
 
-class ToolCall(_Strict):
-    """A tool call in an assistant's message."""
+class PastToolCall(_Strict):
+    """A tool call in an earlier message of the assistant."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -84,7 +84,7 @@ class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[PastToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     refusal: None = None
