@@ -237,30 +237,35 @@ def _try(
 
 
 def _choose_size(experiment: Experiment, bench: Workbench) -> list[str]:
-    """Give the bench the largest size that leaves time for the usual repetitions, or else for the fewest.
-
-    One round at each of the two smallest sizes shows how the time grows with the size.
-
-    Returns:
-        What is smaller than planned, and why.
-    """
+    """Give the bench the largest size that fits the context and the time; what is smaller than planned, and why."""
     config, room = bench.workshop.config, bench.workshop.max_model_len - 64
     if experiment.sized_in == "requests":
         room = min(config.max_num_seqs, bench.workshop.capacity // REQUEST_TOKENS)
     sizes = [size for size in experiment.sizes if size <= room] or [max(1, min(room, experiment.sizes[-1]))]
-    bench.size = sizes[-1]
-    if len(sizes) > 1 and bench.left > 0:
-        small, large = (_rehearse(experiment, bench, size) for size in (sizes[-1], sizes[-2]))
-        # Sizes shrink before repetitions do, but not below the smallest.
-        for rounds in (ROUNDS, USUAL_ROUNDS):
-            needed, more = (setup + rounds * each for setup, each in (small, large))
-            slope = max(0.0, more - needed) / (sizes[-2] - sizes[-1])
-            fitting = [size for size in sizes if needed + slope * (size - sizes[-1]) <= bench.left]
-            bench.size = max(fitting, default=bench.size)
+    bench.size = _affordable(experiment, bench, sizes) if len(sizes) > 1 else sizes[0]
     if bench.size == experiment.sizes[0]:
         return []
     why = "to fit the time limit" if bench.size < sizes[0] else "because no more fit the context"
     return [f"{bench.size:,} {experiment.sized_in} instead of {experiment.sizes[0]:,} {why}"]
+
+
+def _affordable(experiment: Experiment, bench: Workbench, sizes: Sequence[int]) -> int:
+    """The largest size that leaves time for the usual repetitions, or else for the fewest; at least the smallest.
+
+    One round at each of the two smallest sizes shows how the time grows with the size.
+    """
+    smallest, second = sizes[-1], sizes[-2]
+    setup, each = _rehearse(experiment, bench, smallest)
+    if setup + ROUNDS * each > bench.left:
+        return smallest
+    second_setup, second_each = _rehearse(experiment, bench, second)
+    for rounds in (USUAL_ROUNDS, ROUNDS):
+        needed = setup + rounds * each
+        slope = max(0.0, second_setup + rounds * second_each - needed) / (second - smallest)
+        fitting = [size for size in sizes if needed + slope * (size - smallest) <= bench.left]
+        if fitting:
+            return fitting[0]
+    return smallest
 
 
 def _rehearse(experiment: Experiment, bench: Workbench, size: int) -> tuple[float, float]:

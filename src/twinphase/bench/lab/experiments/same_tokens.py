@@ -39,6 +39,8 @@ def same_tokens(bench: Workbench) -> Trial:
             count[HAPPENED] += _happened(way, ticket, records)
             count[TOKENS] += ticket.tokens != expected.tokens
             count[BITS] += ticket.logprobs != expected.logprobs
+        if bench.left <= 0:
+            break
     tokens, bits = (sum(count[key] for count in counts.values()) for key in (TOKENS, BITS))
     missing = [way for way, count in counts.items() if count[HAPPENED] < count[COMPARED]]
     why = (
