@@ -40,7 +40,7 @@ from twinphase.engine.load import ceilings_now, measured_ceilings
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.phases.hardware import Ceilings, save_ceilings
 
-__all__ = ["EXPERIMENTS", "Conclusion", "Setting", "choose", "planned_seconds", "run_lab"]
+__all__ = ["EXPERIMENTS", "Conclusion", "LabSetting", "choose", "planned_seconds", "run_lab"]
 
 EXPERIMENTS = (
     prefill_length,
@@ -105,7 +105,7 @@ class Conclusion:
 
 
 @dataclass
-class Setting:
+class LabSetting:
     """What all experiments share."""
 
     model: str
@@ -141,7 +141,7 @@ def run_lab(
     seconds: float | None = None,
     progress: Progress = lambda what, done, total: None,
     **config: Any,
-) -> tuple[Setting, list[Conclusion], Bystanders]:
+) -> tuple[LabSetting, list[Conclusion], Bystanders]:
     """Try claims on this machine.
 
     Args:
@@ -181,7 +181,7 @@ def _nested(progress: Progress, number: int, count: int, what: str, done: int, t
     progress(f"claim {number + 1} of {count}: {what}", 100 * number + 100 * done // total, 100 * count)
 
 
-def _prepare(model: str, config: dict[str, Any], progress: Progress) -> Setting:
+def _prepare(model: str, config: dict[str, Any], progress: Progress) -> LabSetting:
     progress("loading the model", 0, 0)
     workshop = Workshop(
         model,
@@ -189,7 +189,7 @@ def _prepare(model: str, config: dict[str, Any], progress: Progress) -> Setting:
         **config,
     )
     progress("measuring this machine's ceilings", 0, 0)
-    setting = Setting(model, workshop, measured_ceilings(workshop.config))
+    setting = LabSetting(model, workshop, measured_ceilings(workshop.config))
     if workshop.config.backend == "cpu":
         try:
             # What memory gives is shared with others on the host and changes: peaks are the best ever measured,
@@ -208,7 +208,7 @@ def _prepare(model: str, config: dict[str, Any], progress: Progress) -> Setting:
 
 
 def _try(
-    experiment: Experiment, setting: Setting, seconds: float, config: dict[str, Any], progress: Progress
+    experiment: Experiment, setting: LabSetting, seconds: float, config: dict[str, Any], progress: Progress
 ) -> Conclusion:
     """One experiment with its verdict; what keeps it from being measured leaves it undecided, and the lab goes on."""
     # What an experiment opens takes a path and not a name, so that no lookup is repeated.

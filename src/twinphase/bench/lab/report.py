@@ -9,7 +9,7 @@ from typing import Any
 
 from twinphase.bench.conditions import Bystanders, conditions
 from twinphase.bench.lab.experiment import BUSY_CORES
-from twinphase.bench.lab.lab import EXPERIMENTS, Conclusion, Setting
+from twinphase.bench.lab.lab import EXPERIMENTS, Conclusion, LabSetting
 from twinphase.bench.lab.presentation import metrics, plot, table
 from twinphase.bench.report.report import Column, Report, Section, Status, Table, Verdict
 from twinphase.config import available_cores
@@ -19,7 +19,7 @@ from twinphase.weights.gguf import quantization_name
 __all__ = ["make_report"]
 
 
-def make_report(setting: Setting, conclusions: Sequence[Conclusion], bystanders: Bystanders) -> Report:
+def make_report(setting: LabSetting, conclusions: Sequence[Conclusion], bystanders: Bystanders) -> Report:
     workshop = setting.workshop
     checkpoint, config = workshop.loaded.checkpoint, workshop.config
     flags = {
