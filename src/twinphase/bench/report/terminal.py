@@ -11,7 +11,7 @@ from rich.text import Text
 from twinphase.bench.report.report import Report, Status, Table
 from twinphase.terminal import answers
 
-__all__ = ["COLOURS", "INDENT", "show"]
+__all__ = ["show"]
 
 COLOURS = {
     Status.HOLDS: "green",
