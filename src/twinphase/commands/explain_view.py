@@ -101,7 +101,7 @@ def _efficiency(found: Mapping[str, Any]) -> Iterator[str]:
         values = " ".join(f"{name.upper()} {_percent(one[name])}" for name in ("mfu", "mbu"))
         wrong = any((one[name] or 0) > 1 for name in ("mfu", "mbu"))
         warning = _paint("  above 100 %: a count or a ceiling is wrong", YELLOW) if wrong else ""
-        rows.append(f"{phase:<8} {one['bound']:<9} {values}{warning}")
+        rows.append(f"{phase:<8} {one['bound']:<10} {values}{warning}")
     yield from _section("What bound each phase", rows)
 
 

@@ -56,7 +56,7 @@ class Efficiency:
     """How near the steps of one phase came to the machine's ceilings.
 
     Attributes:
-        bound: "compute", "memory", "overhead" or "unknown".
+        bound: "compute", "memory", "contention", "overhead" or "unknown".
         mfu, mbu: fractions of the measured peaks; above 1 a count or a ceiling is wrong. None is unknown.
     """
 
@@ -202,4 +202,5 @@ class Evidence:
         compute = compute_seconds(flops_by_unit(totals, machine.units), machine.ceilings)
         memory = memory_seconds(totals.bytes, totals.bytes / totals.steps, machine.ceilings)
         spent = totals.seconds
-        return Efficiency(bound(compute, memory, spent), efficiency(compute, spent), efficiency(memory, spent))
+        waited = whole.cpu_wait * spent / whole.seconds if whole.seconds else 0.0
+        return Efficiency(bound(compute, memory, spent, waited), efficiency(compute, spent), efficiency(memory, spent))

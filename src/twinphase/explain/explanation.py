@@ -29,7 +29,7 @@ class Explanation:
 
     Attributes:
         dominant: the kind of interval with the most time.
-        bounds: what held prefill and decode back: "compute", "memory", "overhead" or "unknown".
+        bounds: what held prefill and decode back: "compute", "memory", "contention", "overhead" or "unknown".
         sentences: for a reader, most important first.
         levers: what to change, the most predicted gain first, then by the time that they address.
         waterfall: the wall time in parts that add up to it; None where nothing has happened yet.
