@@ -12,22 +12,34 @@ MEASURE = "Measuring"
 
 
 def roofline(
-    model: str = typer.Argument(None, help="GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]; without: the machine alone."),
-    hardware: str = typer.Option(None, help="Draw this datasheet's roofline instead; nothing is measured."),
+    model: str = typer.Argument(None, help="GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]. [default: the machine alone]"),
+    hardware: str = typer.Option(None, help="Draw the roofline of this datasheet instead; nothing is measured."),
     list_hardware: bool = typer.Option(False, "--list-hardware", help="List the datasheets."),
-    prompt_lengths: str = typer.Option(None, help="Of the prefills; 16,64,256,512,...,4096.", rich_help_panel=MEASURE),
-    batches: str = typer.Option(None, help="Of the decodes; 1,2,...,64.", rich_help_panel=MEASURE),
-    batch_context: int = typer.Option(None, help="Context of those; 256.", rich_help_panel=MEASURE),
-    contexts: str = typer.Option(None, help="Of decodes at batch 1; 64,256,1024,4096.", rich_help_panel=MEASURE),
-    repetitions: int = typer.Option(None, help="Of every point; 5.", rich_help_panel=MEASURE),
-    steps: int = typer.Option(None, help="Decode steps of a repetition; 8.", rich_help_panel=MEASURE),
-    ceiling_repetitions: int = typer.Option(3, min=1, help="Of the ceilings.", rich_help_panel=MEASURE),
-    threads: int = typer.Option(None, min=1, help="Of the model; all cores if left out.", rich_help_panel=MEASURE),
+    prompt_lengths: str = typer.Option(
+        None,
+        help="Prompt lengths of the prefills, in tokens. [default: 16,64,256,512,...,4096]",
+        rich_help_panel=MEASURE,
+    ),
+    batches: str = typer.Option(
+        None, help="Batch sizes of the decodes. [default: 1,2,...,64]", rich_help_panel=MEASURE
+    ),
+    batch_context: int = typer.Option(
+        None, help="Tokens of context of each batched sequence. [default: 256]", rich_help_panel=MEASURE
+    ),
+    contexts: str = typer.Option(
+        None, help="Contexts of the decodes at batch 1, in tokens. [default: 64,256,1024,4096]", rich_help_panel=MEASURE
+    ),
+    repetitions: int = typer.Option(None, help="Repetitions of every point. [default: 5]", rich_help_panel=MEASURE),
+    steps: int = typer.Option(None, help="Decode steps per repetition. [default: 8]", rich_help_panel=MEASURE),
+    ceiling_repetitions: int = typer.Option(3, min=1, help="Repetitions of the ceilings.", rich_help_panel=MEASURE),
+    threads: int = typer.Option(
+        None, min=1, help="Threads of the model. [default: one per core]", rich_help_panel=MEASURE
+    ),
     isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=MEASURE),
-    kv_cache_dtype: str = typer.Option(None, help="auto or int8.", rich_help_panel=MEASURE),
-    max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk.", rich_help_panel=MEASURE),
+    kv_cache_dtype: str = typer.Option(None, help="Precision of the KV cache: auto or int8.", rich_help_panel=MEASURE),
+    max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk, in tokens.", rich_help_panel=MEASURE),
     out: Path = typer.Option(None, help="Write the report (HTML, PNG, JSON, Markdown) to this folder."),
-    json: bool = typer.Option(False, "--json", help="The report as JSON on stdout, instead of tables."),
+    json: bool = typer.Option(False, "--json", help="Print the report as JSON instead of tables."),
 ) -> None:
     """Measure this machine's roofline, and place both phases of a model under it."""
     given = {name: value for name, value in locals().items() if value is not None}

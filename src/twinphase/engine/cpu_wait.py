@@ -1,4 +1,4 @@
-"""How long threads could have run and were not let: the mark of other programs on the same processors."""
+"""How long threads were ready to run but had no processor: the sign of other programs on the same processors."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from collections.abc import Callable, Iterable
 __all__ = ["CpuWait", "thread_cpu_wait"]
 
 NANOSECOND = 1e-9
-POOL = "twinphase-"  # how the names of a backend's threads begin
+THREAD_PREFIX = "twinphase-"  # of the names of a backend's threads
 
 
 class CpuWait:
     """Counts for the calling thread and those that compute for it.
 
-    While one of a step's threads has no processor the others spin or sleep until it is done, so that a step loses what
-    the longest of them waited: of each reading the most that any of them waited since the last one is added up.
+    While one of a step's threads has no processor, the others spin or sleep until it is done: a step loses what the
+    thread that waited longest has waited. Each reading adds the longest wait since the last one.
     """
 
     def __init__(self, read: Callable[[Iterable[int]], dict[int, float]]) -> None:
-        """Count for the calling thread; `read` gives seconds that threads waited by their ids in the system."""
+        """Count for the calling thread; `read` gives the seconds that each thread has waited, by its native id."""
         self._read = read
         self._own = threading.get_native_id()
         self._last: dict[int, float] = {}
         self._total = 0.0
 
     def __call__(self) -> float:
-        """Seconds, of which differences have a meaning."""
-        pool = (t.native_id for t in threading.enumerate() if t.name.startswith(POOL) and t.native_id is not None)
+        """Seconds since an arbitrary moment: only differences mean something."""
+        pool = (
+            t.native_id for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX) and t.native_id is not None
+        )
         now = self._read({self._own, *pool})
         # A thread that was not there at the last reading has not waited for this step.
         self._total += max((now[thread] - self._last[thread] for thread in now if thread in self._last), default=0.0)
@@ -37,13 +39,13 @@ class CpuWait:
 
 
 class _Schedstat:
-    """The threads' files, closed with the thread that reads them."""
+    """The threads' schedstat files, which stay open until this object goes."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
 
     def __call__(self, threads: Iterable[int]) -> dict[int, float]:
-        """Seconds in the run queue, by thread; without those of which the system says nothing."""
+        """Seconds in the run queue by thread; threads whose file cannot be read are left out."""
         wanted = set(threads)
         for thread in self._files.keys() - wanted:
             os.close(self._files.pop(thread))

@@ -1,6 +1,6 @@
-"""What a user reads at the end of an answer, as data: one row a phase, and rows for the rest of the wall time.
+"""What a user reads at the end of an answer, as data: one row per phase, and rows for the rest of the wall time.
 
-The shares of all rows sum to 1 by construction: what nothing names is `unattributed`. Drawing is the terminal's.
+The shares of all rows sum to 1 by construction: the last row is unattributed time. Drawing is the terminal's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["FORMULAS", "PhaseReport", "PhaseRow", "RestRow", "Units", "flops_by_
 
 FORMULAS = {
     "MFU": "sum over units of FLOP / measured peak, divided by the time",
-    "MBU": "weights once a step + KV read and written, over the time x bandwidth measured for that working set",
+    "MBU": "weights once per step + KV read and written, over the time x bandwidth measured for that working set",
 }
 
 # A phase's row is the wall time of its steps, whoever they were shared with; `ledger.py` divides them.
@@ -44,10 +44,10 @@ class PhaseRow:
         seconds: wall time of the phase.
         share: of the report's wall time.
         tokens_per_second: None without tokens.
-        metric: "MFU" or "MBU", whose value is
-        efficiency: a fraction; above 1 is an error of the model or the ceiling; None is unknown.
-        other_efficiency: the other metric, for completeness.
-        working_set: bytes that a step goes through; chooses the bandwidth.
+        metric: "MFU" or "MBU": what `efficiency` is.
+        efficiency: a fraction; above 1 a count or a ceiling is wrong; None is unknown.
+        other_efficiency: the value of the other metric.
+        working_set: bytes that a step goes through; decides which bandwidth counts.
         bound: as `hardware.bound` gives it.
     """
 
@@ -85,7 +85,7 @@ class PhaseReport:
 
     @property
     def over_ceiling(self) -> bool:
-        """True when a phase seems faster than the machine, so a count or a ceiling is wrong."""
+        """Whether a phase seems faster than the machine, so that a count or a ceiling is wrong."""
         return any(row.efficiency is not None and row.efficiency > 1 for row in self.phases)
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,8 +116,7 @@ def _phase_row(
     compute = compute_seconds(flops, ceilings) if totals.steps else None
     memory = memory_seconds(totals.bytes, working_set, ceilings)
     mfu, mbu = efficiency(compute, seconds), efficiency(memory, seconds)
-    first, second = ("MFU", mfu), ("MBU", mbu)
-    (metric, value), (_, other) = (first, second) if name == "prefill" else (second, first)
+    metric, value, other = ("MFU", mfu, mbu) if name == "prefill" else ("MBU", mbu, mfu)
     return PhaseRow(
         name=name,
         tokens=totals.tokens,

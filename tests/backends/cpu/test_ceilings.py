@@ -6,10 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from twinphase.backends.cpu import ceilings, peaks
-from twinphase.backends.cpu.isa import ISAS, available_isas, baseline_cpu
-from twinphase.backends.cpu.peaks import Ceiling, Crew, best_window, settle
+from twinphase.backends.cpu.isa import ISAS, available_isas, baseline_cpu, choose_isa
+from twinphase.backends.cpu.peak_loops import peak_loop
+from twinphase.backends.cpu.peaks import MIB, WINDOW_CHUNKS, Ceiling, Crew, bandwidth_ceiling, best_window, settle
 from twinphase.errors import InvalidRequestError
 
 # Compiled for one processor each, hence a process a path. Turns beyond OPERAND_STEPS come round to the first operands.
@@ -85,6 +87,28 @@ def test_the_best_window_is_one_in_which_all_threads_had_a_core() -> None:
     assert best_window(np.array([steady, late]), 4) == pytest.approx(8)
     assert best_window(np.array([steady, late]), 8) < 7
     assert best_window(np.array([steady, steady + 100]), 4) == pytest.approx(4), "side by side they never ran"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_rate_is_what_all_threads_do_per_second(threads: int) -> None:
+    def work(thread: int, repeats: int, readings: NDArray[np.int64]) -> None:
+        readings[:, 1] = np.arange(len(readings)) * repeats * 2000  # a unit takes each thread 2 us
+
+    ceiling, crew = Ceiling(work, 100.0), Crew(threads)
+    ceiling.measure(crew)
+    crew.close()
+    assert ceiling.rates == [pytest.approx(threads * 100 / 2e-6)]
+
+
+def test_peaks_and_bandwidth_count_the_work_of_one_thread() -> None:
+    isa, memory = choose_isa(None), [np.zeros(4 * MIB, np.uint8) for _ in range(2)]
+    loop = peak_loop("int8", isa)
+    assert loop is not None
+    for threads in (1, 2):
+        found = peaks.peak_ceiling("int8", isa, threads)
+        assert found is not None and found.amount % loop.operations == 0 and found.amount <= loop.operations << 10
+        # A window of eight repeats is a pass over a thread's share of the set.
+        assert bandwidth_ceiling(4 * MIB, memory[:threads], isa).amount * WINDOW_CHUNKS == 4 * MIB / threads
 
 
 class Scripted(Ceiling):

@@ -109,7 +109,7 @@ class Ceiling:
 
     Attributes:
         work: `work(thread, repeats, readings)` computes chunks of `repeats` units, and reads the clock after each.
-        amount: operations or bytes of a unit on all threads.
+        amount: operations or bytes of a unit, which one thread computes.
         rates: the best of each round, operations or bytes per second.
     """
 
@@ -160,7 +160,7 @@ def peak_ceiling(kind: str, isa: Isa, threads: int) -> Ceiling | None:
     def work(thread: int, repeats: int, readings: NDArray[np.int64]) -> None:
         loop.run(*operands[thread], turns * repeats, readings)
 
-    return Ceiling(work, float(turns * loop.operations * threads))
+    return Ceiling(work, float(turns * loop.operations))
 
 
 def bandwidth_ceiling(size: int, memory: list[NDArray[np.uint8]], isa: Isa) -> Ceiling:
@@ -176,7 +176,7 @@ def bandwidth_ceiling(size: int, memory: list[NDArray[np.uint8]], isa: Isa) -> C
         rounds[thread] += 1
         read(memory[thread][start : start + share], slice_bytes, repeats, readings)
 
-    return Ceiling(work, float(slice_bytes * threads))
+    return Ceiling(work, float(slice_bytes))
 
 
 def settle(ceilings: Sequence[Ceiling], crew: Crew) -> bool:
