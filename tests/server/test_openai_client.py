@@ -212,7 +212,7 @@ def test_completions_of_texts_and_of_tokens(client, model, llm, words):
     assert [choice.text for choice in echoed] == [choice["text"] for choice in streamed] == expected
 
 
-def test_limits_of_length_and_biases(client, model, llm):
+def test_limits_biases_and_fields_beyond_openais(client, model, llm):
     create = client.chat.completions.create
     for field in ("max_tokens", "max_completion_tokens"):
         reply = create(model=model, messages=USER, **{field: 3}, extra_body={"ignore_eos": True})
@@ -226,8 +226,6 @@ def test_limits_of_length_and_biases(client, model, llm):
                     extra_body={"return_token_ids": True})  # fmt: skip
     assert banned.choices[0].token_ids != [first]
 
-
-def test_fields_beyond_openais(client, model):
     def answer(**body):
         reply = client.chat.completions.create(model=model, messages=USER, max_tokens=8, extra_body=body)
         return reply.choices[0].message.content
@@ -369,12 +367,6 @@ def test_many_at_once_get_what_each_would_get_alone(server, model, client):
 
     alone = [client.chat.completions.create(**request(i)).choices[0].message.content for i in range(8)]
     assert asyncio.run(ask_all()) == alone
-
-
-def test_a_stream_that_is_left_lets_go_of_its_request(server, client, model):
-    with client.completions.create(model=model, prompt="a", max_tokens=4000, stream=True) as stream:
-        next(iter(stream))
-    server.wait_until_idle()
 
 
 def test_the_urgent_go_first_where_priorities_count(other):

@@ -3,10 +3,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from twinphase.errors import EngineDeadError, InvalidRequestError, OverloadedError
-from twinphase.server.access import AuthenticationError
+from twinphase.errors import InvalidRequestError
 from twinphase.server.openai_types import ChatCompletionRequest
-from twinphase.server.problems import body, headers, invalid_fields
+from twinphase.server.problems import body, invalid_fields
 
 USER = [{"role": "user", "content": "a"}]
 
@@ -44,15 +43,3 @@ def test_only_the_first_few_are_said():
 def test_an_error_is_ascii_whatever_it_quotes():
     text = body(InvalidRequestError("It has \ud800 and \x00.", "Take them out."))
     assert json.loads(text.decode("ascii"))["error"]["message"] == "It has \ud800 and \x00. Take them out."
-
-
-def test_errors_say_whether_and_when_to_try_again():
-    overloaded = OverloadedError("Full.")
-    overloaded.retry_after = 7
-    for error, code, fields in (
-        (overloaded, "overloaded", {"Retry-After": "7"}),
-        (EngineDeadError("Gone."), "engine_restarted", {"Retry-After": "1"}),
-        (AuthenticationError("No."), "invalid_api_key", {"WWW-Authenticate": "Bearer"}),
-        (InvalidRequestError("Bad."), None, {}),
-    ):
-        assert (json.loads(body(error))["error"]["code"], headers(error)) == (code, fields)

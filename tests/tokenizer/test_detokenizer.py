@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiny_gguf import tiny_vocabulary
+from tests.tokenizer.tiny_tokenizer import byte_level as tokenizer
 
 from twinphase.tokenizer.detokenizer import Detokenizer
-from twinphase.tokenizer.gguf_vocabulary import build_tokenizer
-from twinphase.tokenizer.tokenizer import Tokenizer
 
 VOCAB = 320
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    tokens, types, merges = tiny_vocabulary(VOCAB)
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.eos_token_id": 2}
-    arrays = {"tokens": tokens, "token_type": np.array(types), "merges": merges}
-    return Tokenizer(build_tokenizer(metadata, {f"tokenizer.ggml.{k}": v for k, v in arrays.items()}), metadata)
 
 
 def stream(ids: list[int], stop: list[str] | None = None, **options: bool) -> tuple[list[str], Detokenizer]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.tiny_gguf import CONTROL_TOKENS, tiny_vocabulary
+from tests.tiny_gguf import CONTROL_TOKENS
+from tests.tokenizer.tiny_tokenizer import byte_level as tokenizer
 
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.tokenizer.chat_template import CHATML, ChatTemplate
-from twinphase.tokenizer.gguf_vocabulary import build_tokenizer
 from twinphase.tokenizer.prompt_parts import ChatPrompt, chat_prompt, find_parts, token_runs
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.gguf import open_gguf
@@ -40,14 +38,6 @@ REASONS = """{%- for m in messages %}
 {%- endfor %}{{- '<|im_start|>assistant\\n<think>\\n' }}"""
 TEMPLATES = [CHATML, TRIMS, REASONS]
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a town", "parameters": {}}}
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    tokens, types, merges = tiny_vocabulary(320)
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
-    arrays = {"tokens": tokens, "token_type": np.array(types), "merges": merges}
-    return Tokenizer(build_tokenizer(metadata, {f"tokenizer.ggml.{k}": v for k, v in arrays.items()}), metadata)
 
 
 def chat(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tiny_gguf import tiny_vocabulary, write_tiny_gguf
+from tests.tokenizer.tiny_tokenizer import byte_level
 
 from twinphase.errors import CheckpointError, ContextLengthError, InvalidRequestError, UnsupportedModelError
 from twinphase.tokenizer.gguf_vocabulary import build_tokenizer
@@ -35,15 +36,6 @@ def smollm2() -> Tokenizer:
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
     return Tokenizer.from_checkpoint(open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf")))
-
-
-@cache
-def byte_level(pre: str) -> Tokenizer:
-    tokens, types, merges = tiny_vocabulary(320)
-    arrays = {"tokens": tokens, "token_type": np.array(types), "merges": merges}
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
-    vocabulary = {f"tokenizer.ggml.{key}": value for key, value in arrays.items()}
-    return Tokenizer(build_tokenizer(metadata, vocabulary), metadata)
 
 
 def random_texts(count: int, seed: int = 0) -> list[str]:
@@ -104,14 +96,6 @@ def test_ids_equal_those_of_transformers(smollm2: Tokenizer) -> None:
     assert len(texts) > 1000
     for text in texts:
         assert smollm2.encode(text) == oracle(text, add_special_tokens=False)["input_ids"], text
-
-
-@pytest.mark.model
-def test_ids_equal_those_of_an_installed_llama_cpp(smollm2: Tokenizer) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp")
-    oracle = llama_cpp.Llama(str(resolve_model()), vocab_only=True, verbose=False)
-    for text in random_texts(5000):
-        assert smollm2.encode(text) == oracle.tokenize(text.encode(), add_bos=False, special=True), text
 
 
 @pytest.mark.model

@@ -26,6 +26,9 @@ def test_dequantize_equals_gguf_exactly(type: str) -> None:
     actual = dequantize(raw.reshape(-1), SHAPE, type)
     assert actual.dtype == np.float32
     np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(dequantize(raw[5:7].reshape(-1), (2, SHAPE[1]), type), expected[5:7])  # rows alone
+    assert tensor_nbytes(SHAPE, type) == raw.nbytes
+    assert tensor_nbytes((2, *SHAPE), type) == 2 * raw.nbytes
 
 
 @pytest.mark.parametrize("type", QUANTIZED)
@@ -58,14 +61,6 @@ def test_unpack_is_affine_and_within_its_bits(type: str) -> None:
     minimum = 0 if tensor.minimum is None else np.repeat(tensor.minimum, fmt.group_size, axis=1)
     values = scale * (tensor.q.astype(np.float32) - tensor.offset) + minimum
     np.testing.assert_array_equal(values, expected)
-
-
-@pytest.mark.parametrize("type", FORMATS)
-def test_rows_can_be_taken_alone(type: str) -> None:
-    raw, expected = raw_and_expected(type)
-    np.testing.assert_array_equal(dequantize(raw[5:7].reshape(-1), (2, SHAPE[1]), type), expected[5:7])
-    assert tensor_nbytes(SHAPE, type) == raw.nbytes
-    assert tensor_nbytes((2, *SHAPE), type) == 2 * raw.nbytes
 
 
 def test_vectors_and_stacks_keep_their_shape() -> None:
