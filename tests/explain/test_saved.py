@@ -35,6 +35,19 @@ RUN = {"usage": {"prompt_tokens": 10, "completion_tokens": 3}, "timing": {
     "rest": [{"name": "load", "seconds": 0.7}, {"name": "unattributed", "seconds": 0.0}]}}  # fmt: skip
 
 
+def changed(form, path, value):
+    """A copy with one value replaced, or taken away if it is `...`."""
+    form = copy.deepcopy(form)
+    holder = form
+    for key in path[:-1]:
+        holder = holder[key]
+    if value is ...:
+        del holder[path[-1]]
+    elif path:
+        holder[path[-1]] = value
+    return form
+
+
 @pytest.mark.parametrize("form", [TIMINGS, {"timings": TIMINGS}, {"choices": [{"timings": TIMINGS}]}])
 def test_timings_of_an_answer(form):
     found = explain_evidence(read_ledger(form))
@@ -75,14 +88,8 @@ def test_a_run_with_what_came_before_it():
     ],
 )
 def test_what_is_damaged_is_refused(form, path, value, error, words):
-    form = copy.deepcopy(form)
-    holder = form
-    for key in path[:-1]:
-        holder = holder[key]
-    if path:
-        holder[path[-1]] = value
     with pytest.raises(error, match=words):
-        explain_evidence(read_ledger(form))
+        explain_evidence(read_ledger(changed(form, path, value)))
 
 
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(-5, 10**20), st.just(10**400), st.floats(),
@@ -167,14 +174,7 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("path", "value"), DAMAGES)
 def test_a_damaged_explanation_is_refused(tmp_path, capsys, path, value):
-    form = explained(tmp_path, capsys)
-    holder = form
-    for key in path[:-1]:
-        holder = holder[key]
-    if value is ...:
-        del holder[path[-1]]
-    else:
-        holder[path[-1]] = value
+    form = changed(explained(tmp_path, capsys), path, value)
     (tmp_path / "saved.json").write_text(json.dumps(form))
     code, error = run_app(["explain", str(tmp_path / "saved.json")]), capsys.readouterr().err
     if path == ["id"]:  # the file's name is one
@@ -219,15 +219,12 @@ def test_odd_files_are_refused_with_one_clear_error(tmp_path, capsys, form):
 
 def replaced(form, data):
     """A form with one value of it, however deep, replaced by any other."""
-    form = copy.deepcopy(form)
-    holder = form
-    while True:
-        key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else list(range(len(holder)))))
-        if not isinstance(holder[key], (dict, list)) or not holder[key] or data.draw(st.booleans()):
-            break
-        holder = holder[key]
-    holder[key] = data.draw(VALUES)
-    return form
+    path, holder = [], form
+    while not path or (isinstance(holder, (dict, list)) and holder and not data.draw(st.booleans())):
+        keys = sorted(holder) if isinstance(holder, dict) else list(range(len(holder)))
+        path.append(data.draw(st.sampled_from(keys)))
+        holder = holder[path[-1]]
+    return changed(form, path, data.draw(VALUES))
 
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None, derandomize=True, max_examples=150)
