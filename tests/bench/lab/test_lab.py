@@ -86,7 +86,7 @@ def test_every_section_states_rule_numbers_plot_and_meaning(made):
         assert all(len(row) == len(table.columns) for table in section.tables for row in table.rows)
 
 
-def test_the_report_has_its_conditions_and_everything_raw(made):
+def test_the_report_has_its_conditions_and_everything_raw_and_can_be_read_again(made, tmp_path):
     report, conclusions, _ = made
     assert "Q4_0 weights" in report.conditions["precision"]
     assert set(report.data["experiments"]) == {one.name for one in EXPERIMENTS}
@@ -96,14 +96,9 @@ def test_the_report_has_its_conditions_and_everything_raw(made):
         assert all(bool(rule["reason"]) is (rule["status"] == "unknown") for rule in experiment["rules"])
     assert any("instead of" in line for line in report.noise)  # the tiny model's context is short
     assert all(math.isfinite(value) for metric in report.metrics for value in metric.values)
-
-
-def test_the_result_can_be_read_again(made, tmp_path):
     path = tmp_path / "result.json"
-    path.write_text(result_json(made[0]))
-    again = read_result(path)
-    assert again.kind == "lab"
-    assert again.verdicts == made[0].verdicts
+    path.write_text(result_json(report))
+    assert (read_result(path).kind, read_result(path).verdicts) == ("lab", report.verdicts)
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +127,10 @@ def test_the_page_draws_every_plot_without_a_complaint(made, written, browser):
     }
 
 
-def test_progress_says_which_claim(made):
+def test_progress_says_which_claim_and_rises_to_the_end(made):
     told = [what for what, _, total in made[2] if total]
+    shares = [done / total for _, done, total in made[2] if total]
+    assert shares == sorted(shares) and shares[-1] == 1
     count = len(EXPERIMENTS)
     assert f"claim 4 of {count}: {EXPERIMENTS[3].name}" in told
     stream = io.StringIO()
@@ -164,13 +161,6 @@ def test_the_headline_counts_all_three_and_says_when_it_was_not_quiet(others, di
     title = _title(statuses, others)
     assert "3 hold, 3 do not, 8 could not be decided" in title
     assert ("(others used 0.44 of" in title) is ("run it again when it is quiet" in title) is disturbed
-
-
-def test_progress_rises_to_the_end(made):
-    told = [(done, total) for _, done, total in made[2] if total]
-    assert told[-1][0] == told[-1][1]
-    shares = [done / total for done, total in told]
-    assert shares == sorted(shares)
 
 
 def test_the_terminal_shows_every_claim_and_rule(made, capsys):

@@ -11,16 +11,9 @@ import pytest
 from tiny_gguf import write_tiny_gguf
 from twinphase.bench.lab.ceilings import ideal_milliseconds
 from twinphase.bench.lab.experiment import Figure, Rule, decide, overall, ratios
-from twinphase.bench.lab.experiments import bounds as bounds_file
-from twinphase.bench.lab.experiments import chunked_prefill as chunked_file
 from twinphase.bench.lab.experiments import kv_int8 as int8_file
 from twinphase.bench.lab.experiments import kv_size as size_file
-from twinphase.bench.lab.experiments import no_kv_cache as no_cache_file
-from twinphase.bench.lab.experiments import prompt_cache as cache_file
-from twinphase.bench.lab.experiments import queue as queue_file
 from twinphase.bench.lab.experiments import same_tokens as same_file
-from twinphase.bench.lab.experiments import short_prompts as short_file
-from twinphase.bench.lab.experiments import static_batching as static_file
 from twinphase.bench.lab.lab import EXPERIMENTS, _choose_size, choose
 from twinphase.bench.lab.presentation import cell, plot, table
 from twinphase.bench.lab.workbench import (
@@ -65,17 +58,18 @@ def workshop(model):
 class MadeUp(Workbench):
     """Sets everything up as usual, but gives made-up values instead of measuring."""
 
-    def made_up(self, values):
-        """A function of (variant, its number) gives quantities."""
-        self.values = values
+    def of(self, experiment, values):
+        """A function of (variant, its number) gives values: by quantity, or of the table's columns in their order."""
+        self.values, self.columns = values, (*experiment.figure.quantities, *experiment.also)
         return self
 
     def interleave(self, variants):
-        made = {variant: self.values(variant, number) for number, variant in enumerate(variants)}
-        return {
-            variant: {name: [value * factor for factor in STEADY] for name, value in quantities.items()}
-            for variant, quantities in made.items()
-        }
+        runs = {}
+        for number, variant in enumerate(variants):
+            made = self.values(variant, number)
+            made = made if isinstance(made, dict) else dict(zip(self.columns, made, strict=True))
+            runs[variant] = {name: [value * factor for factor in STEADY] for name, value in made.items()}
+        return runs
 
 
 def bench_of(workshop, size=0, ceilings=CEILINGS, kind=MadeUp):
@@ -90,7 +84,7 @@ def verdict(experiment, trial, size):
 
 
 def prefills(law):
-    return lambda n, _: {PREFILL: law(n)}
+    return lambda n, _: (law(n),)
 
 
 def positions(slope=1e-3, late=1.0):
@@ -101,70 +95,36 @@ def request(prefill, decode):
     return lambda *_: {PREFILL: prefill, DECODE: decode}
 
 
-def shares(prefill, decode):
-    def values(phase, _):
-        mfu, mbu = prefill if phase == "prefill" else decode
-        return {bounds_file.MFU: mfu, bounds_file.MBU: mbu}
-
-    return values
+def first_then(first, other):
+    return lambda _, number: other if number else first
 
 
 def shapes(long_ttft, long_e2e):
     def values(_, number):
-        ttft, e2e = (long_ttft, long_ttft + 100) if number == 0 else (20, long_e2e)
-        names = EXPERIMENTS[4].figure.quantities
-        return {TTFT: ttft, E2E: e2e, TPOT: 5, names[0]: ttft, names[1]: e2e - ttft}
+        ttft, e2e = (20, long_e2e) if number else (long_ttft, long_ttft + 100)
+        return {**dict.fromkeys(choose(["request-shapes"])[0].figure.quantities, 1), TTFT: ttft, E2E: e2e, TPOT: 5}
 
     return values
-
-
-def batches(each, fixed=3.0):
-    return lambda b, _: {DECODE: fixed + each * b}
 
 
 def shorts(apart, together):
-    return lambda n, _: {short_file.APART: apart, short_file.TOGETHER: together if n < 64 else 1.0}
+    return lambda n, _: (apart, together if n < 64 else 1.0)
 
 
-def visits(warm, same=True, warm_tpot=4.0):
-    times = {cache_file.COLD: 1000, cache_file.WARM: warm, cache_file.COLD_TPOT: 4.0, cache_file.WARM_TPOT: warm_tpot}
-    return lambda *_: {**times, cache_file.COMPUTED: 16, cache_file.OTHER: not same}
+def interruptions(worst, price):  # longest gap, TTFT, usual gap, steps; the whole prompt comes last
+    return lambda step, _: (worst, 1000, 4, 1) if step.startswith("whole") else (50, 1000 * price, 4, 8)
 
 
-def interruptions(worst, price):
-    def values(step, _):
-        whole = step == chunked_file.WHOLE
-        gap, wait = (worst, 1000) if whole else (50, 1000 * price)
-        return {chunked_file.WORST: gap, chunked_file.WAIT: wait, chunked_file.USUAL: 4, STEPS: 8}
-
-    return values
-
-
-def bursts(ttft, tpot):
-    def values(load, _):
-        calm = load == queue_file.ALONE
-        return {TTFT: 100 if calm else ttft, TPOT: 4 if calm else tpot, **dict.fromkeys(LEDGER, 10)}
-
-    return values
-
-
-def formats(int8):
-    return lambda name, _: {DECODE: 6 if name == int8_file.AUTO else int8}
+def bursts(ttft, tpot):  # alone, seated, together
+    return lambda _, number: (*[10] * len(LEDGER), *((ttft, tpot) if number else (100, 4)))
 
 
 def threads(prefill, decode):
-    return lambda _, number: {PREFILL: 100 / (prefill if number else 1), DECODE: 10 / (decode if number else 1)}
+    return first_then({PREFILL: 100, DECODE: 10}, {PREFILL: 100 / prefill, DECODE: 10 / decode})
 
 
 def caches(per_token=0.5, decode=5.0, slope=1e-3, other=0):
-    return lambda n, _: {no_cache_file.WITHOUT: 3 + per_token * n, no_cache_file.WITH: decode + slope * n,
-                         no_cache_file.OTHER: other}  # fmt: skip
-
-
-def batchings(rate, steps):
-    continuous = static_file.CONTINUOUS
-    return lambda way, _: {static_file.RATE: rate if way == continuous else 100,
-                           STEPS: 100 if way == continuous else steps}  # fmt: skip
+    return lambda n, _: (decode + slope * n, 3 + per_token * n, other)
 
 
 QUADRATIC = prefills(lambda n: 1 + 0.4 * n + 1e-4 * n * n)
@@ -181,32 +141,32 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     ("phase-ratio", 512, request(200, 5), HOLDS),
     ("phase-ratio", 512, request(2000, 5), FAILS),
     ("phase-ratio", 64, request(2000, 5), UNDECIDED),
-    ("bounds", 512, shares((60, 2), (20, 70)), HOLDS),
-    ("bounds", 512, shares((30, 2), (20, 70)), FAILS),
-    ("bounds", 512, shares((60, 2), (20, 40)), FAILS),
-    ("bounds", 512, shares((60, 80), (20, 70)), FAILS),  # memory is the nearer ceiling of prefill
-    ("bounds", 512, shares((60, 2), (80, 70)), FAILS),  # arithmetic is the nearer ceiling of decode
-    ("bounds", 512, shares((50, 2), (20, 70)), UNDECIDED),
-    ("bounds", 128, shares((30, 40), (20, 70)), UNDECIDED),
-    ("bounds", 512, shares((120, 2), (20, 70)), UNDECIDED),  # above a ceiling: a count or it is wrong
-    ("bounds", 512, shares((math.nan, 2), (math.nan, 70)), UNDECIDED),
+    ("bounds", 512, first_then((60, 2), (20, 70)), HOLDS),
+    ("bounds", 512, first_then((30, 2), (20, 70)), FAILS),
+    ("bounds", 512, first_then((60, 2), (20, 40)), FAILS),
+    ("bounds", 512, first_then((60, 80), (20, 70)), FAILS),  # memory is the nearer ceiling of prefill
+    ("bounds", 512, first_then((60, 2), (80, 70)), FAILS),  # arithmetic is the nearer ceiling of decode
+    ("bounds", 512, first_then((50, 2), (20, 70)), UNDECIDED),
+    ("bounds", 128, first_then((30, 40), (20, 70)), UNDECIDED),
+    ("bounds", 512, first_then((120, 2), (20, 70)), UNDECIDED),  # above a ceiling: a count or it is wrong
+    ("bounds", 512, first_then((math.nan, 2), (math.nan, 70)), UNDECIDED),
     ("request-shapes", 528, shapes(500, 2000), HOLDS),
     ("request-shapes", 528, shapes(30, 2000), FAILS),
     ("request-shapes", 528, shapes(500, 300), FAILS),
     ("request-shapes", 272, shapes(30, 300), UNDECIDED),
-    ("batching", 32, batches(0.3), HOLDS),
-    ("batching", 32, batches(3.0), FAILS),
-    ("batching", 32, batches(0.0), FAILS),  # each request as fast as before
-    ("batching", 4, batches(0.5), UNDECIDED),  # 4 together cannot be much above 3 times as fast as one
+    ("batching", 32, lambda b, _: {DECODE: 3 + 0.3 * b}, HOLDS),
+    ("batching", 32, lambda b, _: {DECODE: 3 + 3.0 * b}, FAILS),
+    ("batching", 32, lambda b, _: {DECODE: 3 + 0.0 * b}, FAILS),  # each request as fast as before
+    ("batching", 4, lambda b, _: {DECODE: 3 + 0.5 * b}, UNDECIDED),  # 4 cannot be much above 3 times as fast as one
     ("short-prompts", 256, shorts(2.0, 1.0), HOLDS),
     ("short-prompts", 256, shorts(1.1, 1.0), FAILS),
     ("short-prompts", 256, shorts(4.0, 1.5), FAILS),
     ("short-prompts", 128, shorts(1.1, 1.0), UNDECIDED),
-    ("prompt-cache", 1024, visits(20), HOLDS),
-    ("prompt-cache", 1024, visits(500), FAILS),
-    ("prompt-cache", 1024, visits(20, same=False), FAILS),
-    ("prompt-cache", 1024, visits(20, warm_tpot=6.0), FAILS),
-    ("prompt-cache", 256, visits(500), UNDECIDED),
+    ("prompt-cache", 1024, lambda *_: (1000, 20, 4, 4, 16, 0), HOLDS),
+    ("prompt-cache", 1024, lambda *_: (1000, 500, 4, 4, 16, 0), FAILS),
+    ("prompt-cache", 1024, lambda *_: (1000, 20, 4, 4, 16, 1), FAILS),
+    ("prompt-cache", 1024, lambda *_: (1000, 20, 4, 6.0, 16, 0), FAILS),
+    ("prompt-cache", 256, lambda *_: (1000, 500, 4, 4, 16, 0), UNDECIDED),
     ("chunked-prefill", 1024, interruptions(1000, 1.1), HOLDS),
     ("chunked-prefill", 1024, interruptions(60, 1.1), FAILS),
     ("chunked-prefill", 1024, interruptions(1000, 2.0), FAILS),
@@ -215,9 +175,9 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     ("queue", 8, bursts(1000, 20), FAILS),
     ("queue", 8, bursts(100, 4), FAILS),
     ("queue", 4, bursts(150, 4), UNDECIDED),
-    ("kv-int8", 2048, formats(4), HOLDS),
-    ("kv-int8", 2048, formats(7), FAILS),
-    ("kv-int8", 512, formats(7), UNDECIDED),
+    ("kv-int8", 2048, first_then((6,), (4,)), HOLDS),
+    ("kv-int8", 2048, first_then((6,), (7,)), FAILS),
+    ("kv-int8", 512, first_then((6,), (7,)), UNDECIDED),
     ("cores", 256, threads(1.9, 1.2), HOLDS),
     ("cores", 256, threads(1.9, 1.9), FAILS),
     ("cores", 256, threads(1.0, 0.5), FAILS),
@@ -227,10 +187,10 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     ("no-kv-cache", 1024, caches(decode=100.0), FAILS),
     ("no-kv-cache", 1024, caches(other=1), FAILS),
     ("no-kv-cache", 256, caches(per_token=0.2, decode=12.0), UNDECIDED),
-    ("static-batching", 32, batchings(150, 180), HOLDS),
-    ("static-batching", 32, batchings(100, 180), FAILS),
-    ("static-batching", 32, batchings(150, 100), FAILS),
-    ("static-batching", 8, batchings(100, 100), UNDECIDED),
+    ("static-batching", 32, first_then((150, 100), (100, 180)), HOLDS),
+    ("static-batching", 32, first_then((100, 100), (100, 180)), FAILS),
+    ("static-batching", 32, first_then((150, 100), (100, 100)), FAILS),
+    ("static-batching", 8, first_then((100, 100), (100, 100)), UNDECIDED),
 ]  # fmt: skip
 
 
@@ -238,7 +198,7 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
                          ids=[f"{case[0]}-{number}" for number, case in enumerate(CASES)])  # fmt: skip
 def test_the_verdict_on_made_up_measurements(workshop, name, size, values, expected):
     (experiment,) = choose([name])
-    trial = experiment.measure(bench_of(workshop, size).made_up(values))
+    trial = experiment.measure(bench_of(workshop, size).of(experiment, values))
     status, judged = verdict(experiment, trial, size)
     assert status is expected, [(one.line, one.status, one.reason) for one in judged]
     assert all(bool(one.reason) is (one.status is UNDECIDED) for one in judged)
@@ -280,7 +240,7 @@ def test_int8_that_spares_too_little_memory_fails(workshop, monkeypatch):
     (experiment,) = choose(["kv-int8"])
     sizes = iter([100, 80])
     monkeypatch.setattr(int8_file, "kv_bytes_per_token", lambda shape: next(sizes))
-    trial = experiment.measure(bench_of(workshop, 2048).made_up(formats(4)))
+    trial = experiment.measure(bench_of(workshop, 2048).of(experiment, first_then((6,), (4,))))
     assert verdict(experiment, trial, 2048)[0] is FAILS
 
 
