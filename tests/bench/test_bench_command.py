@@ -226,7 +226,7 @@ def test_options_that_are_used_are_not_refused():
     ],
 )
 def test_endpoints_may_be_paths(word, route):
-    assert TargetOptions(endpoint=word).route == route
+    assert TargetOptions(endpoint=word).server["endpoint"] == route
 
 
 def test_a_load_is_repeated_with_other_prompts(stub, on_time, capsys):
