@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.stub_server import RunningStub
 from tiny_gguf import write_tiny_gguf
 from twinphase.bench.client.health import ClientHealth
 from twinphase.bench.load.plan import LoadOptions
@@ -24,13 +23,6 @@ FEW = ("--quick", "--repetitions", "2", "--max-length", "96", "--batches", "1,4"
 @pytest.fixture(scope="module")
 def gguf_path(tmp_path_factory):
     return str(write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=512))
-
-
-@pytest.fixture(scope="module")
-def stub():
-    running = RunningStub()
-    yield running
-    running.stop()
 
 
 @pytest.fixture

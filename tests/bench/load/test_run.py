@@ -17,7 +17,6 @@ import pytest
 
 from bench.attempts import check_errors
 from bench.load.made_load import FACTS, Instant, requests
-from bench.stub_server import RunningStub
 from twinphase.bench.client.client import Address, Reply, exchange, run
 from twinphase.bench.client.health import ClientHealth, lags_of_stamps
 from twinphase.bench.client.sse import failure_kind, observe
@@ -35,13 +34,6 @@ from twinphase.errors import InvalidRequestError
 SLOW = {"first": 0.05, "gaps": [0.004] * 5, "tokens": [1, 1, 2, 1, 1, 1]}
 STALLED = {"first": 0.02, "gaps": [0.004, 0.06, 0.004]}
 QUICK = {"first": 0.02, "gaps": [0.004] * 4}
-
-
-@pytest.fixture(scope="module")
-def stub():
-    running = RunningStub()
-    yield running
-    running.stop()
 
 
 def load(stub, scripts, arrivals, workload=None, beside=None, **options):
