@@ -38,62 +38,86 @@ def bench(
         help="A model (GGUF file, smollm2, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of an OpenAI-compatible server, "
         "transformers:FOLDER, llama-cpp:FILE.gguf; or `compare` and two results.",
     ),
-    more: list[str] = typer.Argument(None, help="Of `compare`: two result.json, or their folders.", metavar="[A B]"),
-    out: Path = typer.Option(None, help="Folder for the report; twinphase-bench-DATE-TIME if left out."),
-    json: bool = typer.Option(False, "--json", help="The report as JSON on stdout; files only with --out."),
-    quick: bool = typer.Option(False, "--quick", help="A look in about a minute: fewer points and repetitions."),
+    more: list[str] = typer.Argument(
+        None, help="For `compare`: two result.json files, or their folders.", metavar="[A B]"
+    ),
+    out: Path = typer.Option(None, help="Folder for the report. [default: twinphase-bench-DATE-TIME]"),
+    json: bool = typer.Option(False, "--json", help="Print the report as JSON; write files only with --out."),
+    quick: bool = typer.Option(
+        False, "--quick", help="Take a look in about a minute: fewer points, fewer repetitions."
+    ),
     seed: int = typer.Option(
         None,
         min=0,
-        help="Of prompts, order and gaps; drawn anew if left out, as a server may know last time's prompts.",
+        help="Seed of prompts, order and gaps. [default: random, as servers may have cached old prompts]",
     ),
     repetitions: int = typer.Option(
         None,
         min=1,
-        help="Of every point of the sweep (5, or 3 if quick), or of the load, with other prompts (1).",
+        help="Repetitions of every point of the sweep [default: 5; 3 with --quick], or of the load with fresh prompts "
+        "[default: 1].",
     ),
     max_seconds: float = typer.Option(
         None,
         min=1,
-        help="Of the sweep, whose prompts get shorter to fit (300, or 90 if quick); of a load's sending (no limit).",
+        help="Time limit of the sweep, which shortens prompts to fit [default: 300; 90 with --quick], or of sending a "
+        "load [default: none].",
     ),
-    max_length: int = typer.Option(None, min=16, help="Longest prompt + output.", rich_help_panel=SWEEP),
-    batches: str = typer.Option(None, help="Sequences that decode at once; 1,2,4,8.", rich_help_panel=SWEEP),
-    all_: bool = typer.Option(False, "--all", help="The sweep as well as the load.", rich_help_panel=SWEEP),
+    max_length: int = typer.Option(
+        None, min=16, help="Longest prompt plus output, in tokens. [default: the context]", rich_help_panel=SWEEP
+    ),
+    batches: str = typer.Option(None, help="Batch sizes of decode. [default: 1,2,4,8]", rich_help_panel=SWEEP),
+    all_: bool = typer.Option(False, "--all", help="Run the sweep as well as the load.", rich_help_panel=SWEEP),
     request_rate: float = typer.Option(
-        None, help="Send so many requests a second, whatever becomes of them (open loop).", rich_help_panel=LOAD
+        None, help="Requests per second, sent whether or not earlier ones have ended (open loop).", rich_help_panel=LOAD
     ),
-    constant: bool = typer.Option(False, "--constant", help="Even gaps; Poisson otherwise.", rich_help_panel=LOAD),
+    constant: bool = typer.Option(
+        False, "--constant", help="Send at even gaps instead of a Poisson process.", rich_help_panel=LOAD
+    ),
     max_concurrency: int = typer.Option(
-        None, min=1, help="Keep so many in flight (closed loop).", rich_help_panel=LOAD
+        None, min=1, help="Number of requests to keep in flight (closed loop).", rich_help_panel=LOAD
     ),
     saturate: bool = typer.Option(
-        False, "--saturate", help="Raise the rate until it is too much.", rich_help_panel=LOAD
+        False, "--saturate", help="Raise the load until the target is saturated.", rich_help_panel=LOAD
     ),
     trace: Path = typer.Option(
-        None, "--trace", "--dataset-path", help="Replay a file: Mooncake, Azure, ShareGPT.", rich_help_panel=LOAD
+        None,
+        "--trace",
+        "--dataset-path",
+        help="Trace to replay: a Mooncake, Azure or ShareGPT file.",
+        rich_help_panel=LOAD,
     ),
-    scale_lengths: float = typer.Option(None, help="Of a trace's prompts and outputs.", rich_help_panel=LOAD),
-    time_scale: float = typer.Option(None, help="Of a trace's gaps; 2: half as fast.", rich_help_panel=LOAD),
-    num_prompts: int = typer.Option(None, help="Requests; 100, or all of a trace.", rich_help_panel=LOAD),
-    random_input_len: int = typer.Option(None, help="Tokens of a prompt; 256.", rich_help_panel=LOAD),
-    random_output_len: int = typer.Option(None, help="Tokens of an output; 64.", rich_help_panel=LOAD),
+    scale_lengths: float = typer.Option(
+        None, help="Factor for the lengths of a trace's prompts and outputs.", rich_help_panel=LOAD
+    ),
+    time_scale: float = typer.Option(
+        None, help="Factor for the gaps of a trace; 2 replays it half as fast.", rich_help_panel=LOAD
+    ),
+    num_prompts: int = typer.Option(
+        None, help="Number of requests. [default: 100, or the whole trace]", rich_help_panel=LOAD
+    ),
+    random_input_len: int = typer.Option(None, help="Tokens per prompt. [default: 256]", rich_help_panel=LOAD),
+    random_output_len: int = typer.Option(None, help="Tokens per output. [default: 64]", rich_help_panel=LOAD),
     goodput: list[str] = typer.Option(
-        [], help="Service levels in ms: --goodput ttft:500 tpot:50 e2el:5000.", rich_help_panel=LOAD
+        [], help="Service levels in milliseconds, such as --goodput ttft:500 tpot:50 e2el:5000.", rich_help_panel=LOAD
     ),
-    api_key: str = typer.Option(None, help="OPENAI_API_KEY if left out.", rich_help_panel=SERVER),
-    model: str = typer.Option(None, help="Its name there; the first listed if left out.", rich_help_panel=SERVER),
+    api_key: str = typer.Option(None, help="API key. [default: $OPENAI_API_KEY]", rich_help_panel=SERVER),
+    model: str = typer.Option(
+        None, help="The model's name at the server. [default: the first listed]", rich_help_panel=SERVER
+    ),
     endpoint: str = typer.Option(
-        None, help="auto, completions (/v1/completions) or chat (/v1/chat/completions).", rich_help_panel=SERVER
+        None,
+        help="Route to ask: auto, completions (/v1/completions) or chat (/v1/chat/completions).",
+        rich_help_panel=SERVER,
     ),
-    timeout: float = typer.Option(None, help="Seconds that a reply may take; 600.", rich_help_panel=SERVER),
+    timeout: float = typer.Option(None, help="Maximum seconds per reply. [default: 600]", rich_help_panel=SERVER),
     *,
     engine: dict[str, Any],
 ) -> None:
     """Measure a target's two phases apart, or compare two results.
 
-    A load is run instead with any of --request-rate, --max-concurrency, --saturate and --trace; both with --all.
-    Exit code 10: figures are void, because the client was the limit.
+    Any of --request-rate, --max-concurrency, --saturate and --trace runs a load instead; --all runs both. Exit code 10
+    means that figures are void because the client was the limit.
     """
     given = locals()
     target, words, levels = _apart(target, list(more or []), goodput)
@@ -101,7 +125,7 @@ def bench(
         report = _compared(words)
     else:
         if words:
-            raise InvalidRequestError(f"One target at a time; {words[0]!r} is too much.", "Leave it out.")
+            raise InvalidRequestError(f"bench takes one target; {words[0]!r} is a second one.", "Leave it out.")
         drawn = secrets.randbelow(1 << 31) if seed is None else seed
         report = _measured(given | {"target": target, "goodput": tuple(goodput + levels), "seed": drawn})
     _publish(report, out, json)
@@ -158,7 +182,9 @@ def _measured(given: dict[str, Any]) -> Report:
         for name in ("batches", "max_length"):
             if given[name] is not None:
                 option = "--" + name.replace("_", "-")
-                raise InvalidRequestError(f"{option} is of the sweep, which a load replaces.", "Add --all for both.")
+                raise InvalidRequestError(
+                    f"{option} belongs to the sweep, which a load replaces.", "Add --all for both."
+                )
     sweep = SweepOptions(
         batches=_sizes(given["batches"] or BATCHES),
         quick=given["quick"],
