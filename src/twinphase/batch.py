@@ -84,8 +84,6 @@ class Batch:
     """One step's work. Decodes come first in every flattened array.
 
     Attributes:
-        decodes: requests in their decode phase.
-        prefills: chunks of requests in their prefill phase.
         preempted: ids of the requests whose blocks were taken away for this step.
         held_back: what kept the first waiting request from being admitted: "seats" (`max_num_seqs`), "blocks" (KV
             cache), "budget" (tokens of this step, or the SLO), "prefix" (most of its prompt is being computed in this

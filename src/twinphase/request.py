@@ -114,9 +114,7 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural
 def plain_json(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
     """The JSON object in a text or a mapping, once it is known to be small, flat and plain enough to work with.
 
-    Args:
-        name: of the field, for errors.
-        value: the object; a text is parsed.
+    `name` is the field's, for errors.
 
     Raises:
         InvalidRequestError: not a JSON object, too large or nested too deep, a number that JSON (NaN) or 64 bits do not
@@ -249,6 +247,11 @@ class SamplingParams:
         """True when the most likely token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def constrained(self) -> bool:
+        """Whether the request needs a `Constraint`."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
+
 
 class Constraint(Protocol):
     """What the tokens of one request must obey: a function of the request's output so far.
@@ -275,8 +278,6 @@ class RequestCounts:
     """A request in numbers, without its tokens: for whoever explains, lists or reports it.
 
     Attributes:
-        request_id: of the request.
-        num_prompt_tokens, num_output_tokens: its lengths so far.
         num_cached_tokens: prompt tokens that the prefix cache held.
         prefix_miss: why it did not hold more.
         num_preemptions: how often the request lost its KV to others.
@@ -309,16 +310,13 @@ class Request:
 
     Attributes:
         request_id: unique among the unfinished requests of an engine.
-        prompt_token_ids: the prompt.
-        sampling_params: how to choose tokens.
         arrival_time: seconds on the engine's clock.
         priority: lower goes first; honoured by the policy "priority" only.
         cache_salt: requests share cached prefixes only with those of the same salt.
         num_cached_tokens: prompt tokens that the prefix cache held when the request was first admitted, or later
             when another request computed them first.
         prefix_miss: why it did not hold more; None when nothing more could be held.
-        num_preemptions: how often its blocks were taken away.
-        num_recomputed_tokens: tokens computed once more after that.
+        num_recomputed_tokens: tokens computed once more after preemptions.
         error: one line, when `finish_reason` is ERROR.
         order: place in the line of arrival, given by the scheduler.
         most_computed_tokens: the largest `num_computed_tokens` so far.
@@ -373,11 +371,7 @@ class Request:
 
 
 def check_priority_and_salt(priority: Any, salt: Any) -> None:
-    """Refuse what no engine could honour.
-
-    Raises:
-        InvalidRequestError: priority or salt out of range.
-    """
+    """Raise `InvalidRequestError` for a priority or salt that no engine could honour."""
     check_value("priority", priority, "int", PRIORITY)
     if salt is not None and (not isinstance(salt, str) or not 0 < len(salt.encode(errors="replace")) <= MAX_SALT_BYTES):
         shown = salt if isinstance(salt, str) and len(salt) < 40 else type(salt).__name__

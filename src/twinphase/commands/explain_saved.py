@@ -162,8 +162,9 @@ def _of_timeline(found: Mapping[str, Any]) -> Evidence:
     timeline.prefill, timeline.decode = (
         msgspec.convert(found.get(phase, {}), PhaseTotals) for phase in ("prefill", "decode")
     )
-    if min(*astuple(timeline.prefill), *astuple(timeline.decode)) < 0:
-        raise ValueError("a sum over its steps is negative")
+    for *sums, unmixed in map(astuple, (timeline.prefill, timeline.decode)):
+        if min(*sums, *unmixed) < 0:
+            raise ValueError("a sum over its steps is negative")
     facts = found.get("request", {})
     num_prompt = _count(facts.get("num_prompt_tokens", timeline.prefill.tokens))
     return Evidence(_request(found.get("id"), num_prompt, len(timeline.token_times), facts), timeline)

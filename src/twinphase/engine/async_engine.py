@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from twinphase import errors
-from twinphase.engine.checks import Prompt, check_params, check_request, is_plain
+from twinphase.engine.checks import Prompt, check_id, check_params, is_plain, unknown_request
 from twinphase.engine.host import Host, ProcessHost, ThreadHost
 from twinphase.engine.load import LoadedEngine
 from twinphase.engine.messages import (
@@ -31,7 +31,6 @@ from twinphase.engine.messages import (
     Loading,
     LookAt,
     News,
-    Ready,
     Refused,
     Seen,
     StepNews,
@@ -41,10 +40,10 @@ from twinphase.engine.messages import (
 from twinphase.engine.outputs import Transcript
 from twinphase.engine.stream import RequestStream
 from twinphase.engine.text import ModelText
-from twinphase.errors import EngineDeadError, EngineUnavailableError, RequestNotFoundError
+from twinphase.errors import EngineDeadError, EngineUnavailableError
 from twinphase.explain.explanation import Explanation
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, RequestCounts, SamplingParams
+from twinphase.request import FinishReason, RequestCounts, SamplingParams, check_priority_and_salt
 
 if TYPE_CHECKING:
     from twinphase.tokenizer.prompt_parts import Run
@@ -60,7 +59,6 @@ class EncodedPrompt:
 
     Attributes:
         text: None if token ids were given.
-        token_ids: of the prompt.
         arrival, tokenized: when the request came, and when its tokens were ready, seconds.
         is_plain: the answer goes on in the prompt's text (no chat template between them).
         runs: of a chat's tokens by part of the prompt.
@@ -78,8 +76,6 @@ class AsyncEngine:
     """An engine for asyncio code.
 
     Attributes:
-        text: the model's tokenizer and template.
-        clock: of all times, seconds.
         facts: what was loaded, once it is; a restart keeps the last ones.
         progress: how far loading has come; None while the engine serves.
         stats: of the last step.
@@ -90,7 +86,7 @@ class AsyncEngine:
         """Start the engine; a `ProcessHost` needs a running event loop."""
         self.host = host
         self.text: ModelText = host.text
-        self.clock = perf_counter
+        self.clock = perf_counter  # of all times, seconds
         self.facts: EngineFacts | None = None
         self.progress: Loading | None = Loading("starting")
         self.stats: StepStats | None = None
@@ -125,15 +121,7 @@ class AsyncEngine:
         return len(self._accepted & self._streams.keys())
 
     async def encode(self, prompt: Prompt, arrival: float | None = None) -> EncodedPrompt:
-        """Token ids of a prompt.
-
-        Args:
-            prompt: text, token ids, or the messages of a conversation.
-            arrival: when it came, seconds; now if None.
-
-        Raises:
-            InvalidRequestError: as `ModelText.encode`.
-        """
+        """Token ids of a prompt, as `ModelText.encode`; it came at `arrival` (seconds; now if None)."""
         arrival = self.clock() if arrival is None else arrival
         limit = self.facts.config.max_model_len if self.facts else None
         if isinstance(prompt, str) and len(prompt) <= ENCODED_AT_ONCE:
@@ -149,16 +137,9 @@ class AsyncEngine:
         variables: Mapping[str, Any] | None = None,
         arrival: float | None = None,
     ) -> EncodedPrompt:
-        """Token ids of a conversation, and which part of it each belongs to.
+        """Token ids of a conversation, and which part of it each belongs to; arguments and errors as of `chat_prompt`.
 
-        Args:
-            messages: as for `chat_prompt`; so are the tools.
-            tools: for templates that have a place for them.
-            variables: further names the template may use.
-            arrival: when the request came, seconds; now if None.
-
-        Raises:
-            InvalidRequestError: as `chat_prompt`.
+        It came at `arrival` (seconds; now if None).
         """
         arrival = self.clock() if arrival is None else arrival
         limit = self.facts.config.max_model_len if self.facts else None
@@ -198,7 +179,8 @@ class AsyncEngine:
             raise self.unavailable()
         params = check_params(sampling_params)
         name = request_id if request_id is not None else uuid.uuid4().hex
-        check_request(name, priority, cache_salt)
+        check_id(name)
+        check_priority_and_salt(priority, cache_salt)
         encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
         add = Add(name, encoded.token_ids, params, encoded.arrival, encoded.tokenized, priority, cache_salt)
         timeline = RequestTimeline(encoded.arrival)
@@ -226,7 +208,7 @@ class AsyncEngine:
             RequestNotFoundError: no unfinished request has that id.
         """
         if request_id not in self._streams:
-            raise _not_found(request_id)
+            raise unknown_request(request_id)
         self.host.put(End(request_id, FinishReason.ABORT))
 
     async def explain(self, stream: RequestStream) -> Explanation:
@@ -240,9 +222,7 @@ class AsyncEngine:
     ) -> tuple[RequestTimeline, Explanation]:
         """Timeline and explanation of a request, by the engine.
 
-        Args:
-            request: its numbers, where it has finished; otherwise only its id is looked at.
-            timeline: of a finished request; None for one that goes on.
+        `timeline` is that of a finished request; with None, only the request's id is looked at.
 
         Raises:
             RequestNotFoundError: no timeline was given, and the engine does not know the request.
@@ -251,7 +231,7 @@ class AsyncEngine:
         number = next(self._numbers)
         seen: Seen = await self._ask(number, LookAt(number, request.request_id, timeline, request))
         if seen.timeline is None or seen.explanation is None:
-            raise _not_found(request.request_id)
+            raise unknown_request(request.request_id)
         return seen.timeline, seen.explanation
 
     def close(self) -> None:
@@ -273,8 +253,8 @@ class AsyncEngine:
             self._answer(message.about, message.error())
         elif isinstance(message, Seen):
             self._answer(message.number, message)
-        elif isinstance(message, Ready):
-            self.facts, self.progress = message.facts, None
+        elif isinstance(message, EngineFacts):
+            self.facts, self.progress = message, None
         elif isinstance(message, Loading):
             self.progress = message
 
@@ -341,12 +321,6 @@ class AsyncEngine:
             return self.host.dead()
         stage = self.progress.stage if self.progress else "starting"
         return EngineUnavailableError(f"The engine is not ready: {stage}.", "Send the request again in a moment.")
-
-
-def _not_found(request_id: str) -> RequestNotFoundError:
-    return RequestNotFoundError(
-        f"No unfinished request has the id {request_id!r}.", "It was never added, or has finished already."
-    )
 
 
 def _resolve(future: asyncio.Future[Any], answer: Any) -> None:

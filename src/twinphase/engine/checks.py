@@ -8,20 +8,21 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from twinphase.config import EngineConfig
-from twinphase.errors import InvalidRequestError
-from twinphase.request import SamplingParams, check_priority_and_salt
+from twinphase.errors import InvalidRequestError, RequestNotFoundError
+from twinphase.request import SamplingParams
 
 __all__ = [
     "Message",
     "Prompt",
+    "check_id",
     "check_params",
-    "check_request",
     "conversations",
     "engine_config",
     "is_plain",
     "one_for_each",
     "plain_prompt",
     "prompt_list",
+    "unknown_request",
 ]
 
 Message = Mapping[str, Any]  # "role" and "content", as in OpenAI's API
@@ -56,11 +57,15 @@ def check_params(params: object) -> SamplingParams:
     return params
 
 
-def check_request(request_id: object, priority: object, cache_salt: object) -> None:
-    """What else a request carries, before it is sent to an engine that could not read it."""
+def check_id(request_id: object) -> None:
     if not isinstance(request_id, str) or not request_id:
         raise InvalidRequestError(f"The request id is {request_id!r}.", "Use a text that is not empty.")
-    check_priority_and_salt(priority, cache_salt)
+
+
+def unknown_request(request_id: str) -> RequestNotFoundError:
+    return RequestNotFoundError(
+        f"No unfinished request has the id {request_id!r}.", "It was never added, or has finished already."
+    )
 
 
 def one_for_each(given: Any, kind: type, count: int, what: str) -> list[Any]:

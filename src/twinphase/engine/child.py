@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from twinphase.engine.messages import FromEngine, Load, Loading, Ready, ToEngine
+from twinphase.engine.messages import FromEngine, Load, Loading, ToEngine
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
 from twinphase.errors import TwinphaseError
 
@@ -61,7 +61,7 @@ def main(descriptor: int) -> int:
         send(refusal(None, error))
         return error.exit_code
     loop = EngineLoop(loaded, send)
-    send(Ready(engine_facts(loaded)))
+    send(engine_facts(loaded))
     for message in rest:
         loop.put(message)
 

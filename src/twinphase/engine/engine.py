@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from twinphase.batch import Batch, StepOutput
+from twinphase.engine.checks import check_id, unknown_request
 from twinphase.engine.executor import Executor
 from twinphase.engine.recorder import StepRecorder
-from twinphase.errors import ContextLengthError, InvalidRequestError, RequestNotFoundError
+from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.phases.cost import CostModel
 from twinphase.phases.ledger import Ledger
 from twinphase.phases.timeline import RequestTimeline, StepRecord
@@ -25,14 +26,7 @@ __all__ = ["Engine", "StepResult"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
-
-    Attributes:
-        batch: what was scheduled.
-        output: the tokens each request sampled; those behind the end of a request included.
-        finished: requests that ended in this step.
-        record: tokens, work and time by phase.
-    """
+    """What one step did; `output` has the tokens behind the end of a request too."""
 
     batch: Batch
     output: StepOutput
@@ -41,14 +35,7 @@ class StepResult:
 
 
 class Engine:
-    """Requests in, tokens out, one step at a time.
-
-    Attributes:
-        scheduler: decides steps.
-        executor: computes them.
-        recorder: measures them.
-        shape: the model's numbers for FLOP and bytes.
-    """
+    """Requests in, tokens out, one step at a time: scheduler, executor and recorder decide, compute and measure."""
 
     def __init__(
         self,
@@ -137,9 +124,7 @@ class Engine:
             RequestNotFoundError: no unfinished request has that id.
         """
         if self.scheduler.get(request_id) is None:
-            raise RequestNotFoundError(
-                f"No unfinished request has the id {request_id!r}.", "It was never added, or has finished already."
-            )
+            raise unknown_request(request_id)
         self.finish(request_id, FinishReason.ABORT)
 
     def _execute(self, batch: Batch) -> StepOutput:
@@ -163,8 +148,7 @@ class Engine:
 
     def _validate(self, request: Request) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
-        if not isinstance(request.request_id, str) or not request.request_id:
-            raise InvalidRequestError(f"The request id is {request.request_id!r}.", "Use a text that is not empty.")
+        check_id(request.request_id)
         if not prompt:
             raise InvalidRequestError("The prompt is empty.", "Give at least one token.")
         if params.n != 1:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from twinphase.config import module_command
 from twinphase.engine.checks import engine_config
 from twinphase.engine.loop import EngineLoop, engine_facts
-from twinphase.engine.messages import FromEngine, Load, Loading, Ready, Refused, Stop, ToEngine
+from twinphase.engine.messages import EngineFacts, FromEngine, Load, Loading, Refused, Stop, ToEngine
 from twinphase.engine.text import ModelText
 from twinphase.engine.turns import OwnProcess
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
@@ -37,15 +37,10 @@ Died = Callable[[EngineDeadError], None]
 
 
 class Host(Protocol):
-    """Carries messages to an engine and back.
-
-    Attributes:
-        text: of the model.
-        is_running: whether the engine takes messages.
-    """
+    """Carries messages to an engine and back."""
 
     text: ModelText
-    is_running: bool
+    is_running: bool  # whether the engine takes messages
 
     def start(self, receive: Receive, died: Died) -> None:
         """Begin; both functions may be called from any thread, `died` once for each death."""
@@ -77,7 +72,7 @@ class ThreadHost:
         self._died = died
         self._loop = EngineLoop(self.loaded, receive)
         self.is_running = True
-        receive(Ready(engine_facts(self.loaded)))
+        receive(engine_facts(self.loaded))
         self._thread.start()
 
     def put(self, message: ToEngine) -> None:
@@ -215,7 +210,7 @@ class ProcessHost:
         self._delay = min(2 * self._delay, LONGEST_DELAY)
 
     def take(self, message: FromEngine) -> None:
-        if isinstance(message, Ready):
+        if isinstance(message, EngineFacts):
             self.is_running = self._was_ready = self._ever_ready = True
         if isinstance(message, Refused) and message.about is None:
             self._refused = message

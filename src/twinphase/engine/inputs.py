@@ -13,11 +13,8 @@ __all__ = ["build"]
 def build(batch: Batch, block_size: int) -> StepInputs:
     """The inputs of one step; `batch` must not be empty.
 
-    Plain Python integers until the end: a decode step has few rows, and each small NumPy call costs a microsecond.
-
-    Args:
-        batch: requests whose blocks already hold the tokens to compute.
-        block_size: tokens of a block.
+    The requests' blocks already have room for the tokens to compute. Plain Python integers until the end: a decode step
+    has few rows, and each small NumPy call costs a microsecond.
     """
     shares = batch.scheduled
     token_ids: list[int] = []

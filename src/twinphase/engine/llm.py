@@ -46,8 +46,6 @@ class LLM:
 
     Attributes:
         config: as resolved for this model.
-        checkpoint: the open model file.
-        model_config: the model's shape.
         engine: the engine, which other front ends in the same thread may drive too.
     """
 
@@ -121,12 +119,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or several; a next turn computes only what the prefix cache does not hold.
 
-        Args:
-            messages: each with "role" and "content".
-            sampling_params: as for `generate`; so are the others.
-            use_tqdm: as for `generate`.
-            priority: as for `generate`.
-            cache_salt: as for `generate`.
+        Messages are mappings with "role" and "content". The other arguments are those of `generate`.
 
         Raises:
             InvalidRequestError: as for `generate`; or messages that the model's template refuses.
@@ -135,11 +128,7 @@ class LLM:
         return self._complete(conversations(messages), sampling_params, use_tqdm, priority, cache_salt)
 
     def explain(self, output: RequestOutput) -> Explanation:
-        """Why a request took as long as it did, what bound it, and which flag would change that by how much.
-
-        Args:
-            output: of this `LLM`.
-        """
+        """Why a request of this `LLM` took as long as it did, what bound it, and which flag would change that."""
         with self._turns.take() as interrupt:
             found = self._loaded.explain(output.counts, output.metrics, names=True)  # all are this caller's
         if interrupt.requested:

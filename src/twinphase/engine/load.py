@@ -53,11 +53,6 @@ class LoadedEngine:
 
     Attributes:
         config: as resolved for this model.
-        text: the model's tokenizer and chat template.
-        checkpoint: the open model file.
-        model_config: the model's shape.
-        engine: sees token ids only.
-        backend: computes the model.
         warm_timeline: the life of the request that `warm_up` computed, alone on a warm engine; None before.
     """
 
@@ -110,7 +105,6 @@ class LoadedEngine:
 
     @cached_property
     def units(self) -> Units:
-        """Which arithmetic unit does what."""
         return compute_units(self.checkpoint, self.config)
 
     @cached_property

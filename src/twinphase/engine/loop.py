@@ -70,7 +70,7 @@ class EngineLoop:
 
     def put(self, message: ToEngine) -> None:
         """Hand a message to the loop, from any thread. Grammars are compiled by others first, so that steps go on."""
-        if isinstance(message, Add) and _is_constrained(message):
+        if isinstance(message, Add) and message.sampling_params.constrained:
             with self._lock:
                 self._compiling.add(message.request_id)
                 self._compilers = self._compilers or ThreadPoolExecutor(GRAMMAR_THREADS, "twinphase-grammar")
@@ -216,14 +216,6 @@ def engine_facts(loaded: LoadedEngine) -> EngineFacts:
     config, warm = loaded.config, loaded.warm_timeline
     prompt, ttft, tpot = (warm.prefill.tokens, warm.ttft, warm.tpot) if warm else (0, None, None)
     return EngineFacts(config, loaded.engine.shape, measured_ceilings(config), prompt, ttft, tpot)
-
-
-def _is_constrained(add: Add) -> bool:
-    params = add.sampling_params
-    return (
-        getattr(params, "structured_outputs", None) is not None
-        or getattr(params, "thinking_token_budget", None) is not None
-    )
 
 
 def _stats(engine: Engine, result: StepResult) -> StepStats:

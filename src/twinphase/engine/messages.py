@@ -21,7 +21,7 @@ from twinphase.phases.work import ModelShape
 from twinphase.request import FinishReason, RequestCounts, SamplingParams
 
 __all__ = ["Accepted", "Add", "EngineFacts", "End", "Finished", "FromEngine", "Load", "Loading", "LookAt", "News",
-           "Ready", "Refused", "Seen", "StepNews", "StepStats", "Stop", "ToEngine"]  # fmt: skip
+           "Refused", "Seen", "StepNews", "StepStats", "Stop", "ToEngine"]  # fmt: skip
 
 
 # To the engine.
@@ -36,8 +36,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     """Queue a request; answered by `Accepted` or `Refused`.
 
     Attributes:
-        arrival: when the request came, seconds.
-        tokenized: when its tokens were ready, seconds.
+        arrival, tokenized: when the request came, and when its tokens were ready, seconds.
     """
 
     request_id: str
@@ -82,12 +81,11 @@ class Loading(msgspec.Struct, tag=True, frozen=True):
     total: int = 0
 
 
-class EngineFacts(msgspec.Struct, frozen=True):
-    """What a loaded engine is.
+class EngineFacts(msgspec.Struct, tag=True, frozen=True):
+    """The engine is loaded and takes requests; what it is.
 
     Attributes:
         config: as resolved.
-        shape: the model's numbers, bytes of a token's KV among them.
         ceilings: what this machine was measured to do, if it was.
         warm_up_tokens: of the prompt that the engine computed alone before it was ready; 0 if there was none.
         ttft, tpot: measured with that prompt, seconds.
@@ -99,12 +97,6 @@ class EngineFacts(msgspec.Struct, frozen=True):
     warm_up_tokens: int
     ttft: float | None
     tpot: float | None
-
-
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine takes requests."""
-
-    facts: EngineFacts
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -164,12 +156,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     """One step and how the engine stands after it.
 
     Attributes:
-        start, end: seconds.
+        start, end, executed: seconds, the last one in the executor.
         prefill_seconds, decode_seconds: the step, divided by the cost model.
-        executed: seconds of it that the executor took.
-        prefill_tokens, decode_tokens: computed.
-        prefill_flops, decode_flops, prefill_bytes, decode_bytes: work, by the algorithm.
-        num_running, num_waiting: requests.
         kv_cache_usage: fraction of the KV cache's blocks that requests hold.
         prefix_queries, prefix_hits: prompt tokens looked up since the engine started, and found.
         num_preemptions: since the engine started.
@@ -202,4 +190,4 @@ class StepNews(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Load | Add | End | LookAt | Stop
-FromEngine = Loading | Ready | Refused | Accepted | Seen | StepNews
+FromEngine = Loading | EngineFacts | Refused | Accepted | Seen | StepNews

@@ -53,7 +53,6 @@ class RequestOutput:
     Attributes:
         request_id: unique in this engine.
         prompt: the prompt's text, the rendered template of a chat; None if ids were given.
-        prompt_token_ids: the prompt's tokens.
         outputs: one answer.
         finished: False in a partial result.
         metrics: where the time went.
@@ -85,8 +84,7 @@ class StreamUpdate:
 
     Attributes:
         text: text that became certain, often empty (while the prompt is read, or inside a character).
-        token_ids: new output tokens.
-        logprobs: of those, if asked for.
+        token_ids, logprobs: of the new output tokens; logprobs only if asked for.
         phase: what the request does next or did last: PREFILL until its first token.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         finished: True in the last update.
@@ -119,18 +117,12 @@ class Transcript:
     over what comes after. When the engine has let go of the request, it calls `end`.
 
     Attributes:
-        request_id: of the request.
         prompt: text of the prompt, None if ids were given.
-        prompt_token_ids, sampling_params: of the request.
-        tokenizer: of the model.
-        timeline: of the request.
         continues_prompt: the answer goes on in the prompt's text (no chat template between them).
         keep_special: control tokens that are part of the text, such as those around a tool call.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         num_cached_tokens: those that the prefix cache held.
-        token_ids: the answer so far.
-        text: its text.
-        logprobs: of its tokens, if asked for.
+        token_ids, text, logprobs: the answer so far; logprobs only if asked for.
         stop_string: the one that ended it.
         finish_reason: None until the engine has let go of the request.
     """
@@ -180,10 +172,7 @@ class Transcript:
     ) -> None:
         """Add a step's tokens and their text, up to the end of a stop string, and drop what lies behind it.
 
-        Args:
-            token_ids: new tokens.
-            logprobs: of them, empty if not asked for.
-            ended: why the engine ended the request with them, if it did.
+        `ended` is why the engine ended the request with them, if it did; `logprobs` is empty if not asked for.
         """
         if self.stop_string is not None:
             return

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from twinphase.phases.timeline import StepRecord
 
-__all__ = ["GenerateProgress", "token_rates"]
+__all__ = ["GenerateProgress"]
 
 WINDOW = 1.0  # seconds that the rates look back
 

@@ -26,11 +26,8 @@ class StepRecorder:
     """Told by the engine what it does; tells where the time went, and teaches the cost model.
 
     Attributes:
-        cost_model: learns from each step.
-        ledger: says where each request's time went.
         clock: monotonic seconds, the clock of `Request.arrival_time`.
         cpu_wait: seconds that the engine's threads have waited for a processor, so far.
-        trace: where every call and decision is logged, if anywhere.
     """
 
     def __init__(

@@ -25,7 +25,6 @@ class RequestStream:
     left or was cancelled, aborts its request.
 
     Attributes:
-        request_id: of the request.
         transcript: text, tokens and timeline so far; the timeline is whole when the request has finished.
         last_step_end: when the step ended whose tokens came last, seconds; None between two steps.
         last_news: when news came last, seconds.

@@ -26,11 +26,7 @@ __all__ = ["ModelText"]
 
 
 class ModelText:
-    """How a model reads and writes text.
-
-    Attributes:
-        checkpoint: the open model file, of which the header is read.
-    """
+    """How a model reads and writes text; of the open model file only the header is read."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -66,7 +62,7 @@ class ModelText:
 
     def constraint(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Constraint | None:
         """What the output of a request must obey; see `make_constraint`."""
-        if params.structured_outputs is None and params.thinking_token_budget is None:
+        if not params.constrained:
             return None
         from twinphase.sampling.thinking import ThinkingTags, make_constraint
 

@@ -45,6 +45,10 @@ def decision(batch: Batch) -> dict[str, Any]:
     }
 
 
+def _step(batch: Batch, output: StepOutput) -> dict[str, Any]:
+    return {**decision(batch), "token_ids": output.token_ids, "errors": output.errors}
+
+
 def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
     """The header's values: what a replay has to be built from."""
     kv_cache = scheduler.kv_cache
@@ -80,22 +84,15 @@ class TraceWriter:
 
     def add(self, request: Request) -> None:
         """A request was accepted; its seed is known."""
-        self._write(
-            "add",
-            {
-                "request_id": request.request_id,
-                "prompt_token_ids": request.prompt_token_ids,
-                "sampling_params": asdict(request.sampling_params),
-                "priority": request.priority,
-                "cache_salt": request.cache_salt,
-            },
-        )
+        names = ("request_id", "prompt_token_ids", "sampling_params", "priority", "cache_salt")
+        values = {name: getattr(request, name) for name in names}
+        self._write("add", {**values, "sampling_params": asdict(request.sampling_params)})
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         self._write("finish", {"request_id": request_id, "reason": reason.value})
 
     def step(self, batch: Batch, output: StepOutput) -> None:
-        self._write("step", {**decision(batch), "token_ids": output.token_ids, "errors": output.errors})
+        self._write("step", _step(batch, output))
 
     def observe(self, seconds: float, gap: float) -> None:
         """What the step took, and what went by before it; Python writes floats so that they read back the same."""
@@ -174,11 +171,11 @@ class _Replaying:
             self._cost_model.observe(self._work, event["seconds"], event["gap"])
         elif kind == "step":
             batch, output = scheduler.schedule(), StepOutput(token_ids=event["token_ids"], errors=event["errors"])
-            values = {**decision(batch), "token_ids": output.token_ids, "errors": output.errors}
+            line = _line({"event": "step", **_step(batch, output)})  # before the commit changes the batch's lists
             self._work = batch.work
             scheduler.commit(batch, output)
             self.num_steps += 1
-            return _line({"event": "step", **values})
+            return line
         else:
             raise InvalidRequestError(f"The event {kind!r} is not known.")
         return None

@@ -15,7 +15,7 @@ from twinphase.explain.waterfall import until_first_token
 from twinphase.phases.cost import CostModel
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
 from twinphase.phases.report import Units, flops_by_unit
-from twinphase.phases.timeline import Interval, IntervalKind, PhaseTotals, RequestTimeline
+from twinphase.phases.timeline import Interval, IntervalKind, PhaseTotals, RequestTimeline, StepTotals
 from twinphase.phases.work import ModelShape
 from twinphase.request import RequestCounts
 
@@ -194,7 +194,8 @@ class Evidence:
         if phase in self.known:
             return self.known[phase]
         whole: PhaseTotals = getattr(self.timeline, phase)
-        totals, machine = whole.unmixed(), self.machine
+        totals: StepTotals = whole.unmixed
+        machine = self.machine
         if phase == "prefill" and whole.decodes <= FEW * whole.tokens:
             totals = whole
         if not totals.steps or totals.steps < FEW * whole.steps or machine is None or machine.units is None:

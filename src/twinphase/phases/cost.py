@@ -72,11 +72,7 @@ def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float
 
 
 class CostModel:
-    """Predicts step times, and learns from each step.
-
-    Attributes:
-        prices: seconds for one of each feature, at the present pace.
-    """
+    """Predicts step times, and learns from each; `prices` are seconds for one of each feature, at the pace of now."""
 
     def __init__(self, prices: Sequence[float]) -> None:
         """Start from `starting_prices`, or from those of an earlier run."""

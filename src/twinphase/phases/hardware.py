@@ -43,12 +43,9 @@ class Ceilings:
 
     Attributes:
         processor: its name, as `processor_name` gives it.
-        threads: threads that measured.
-        isa: instruction-set path.
         bandwidth: ((working set in bytes, bytes read per second), ...), by rising working set.
         int8_ops: operations per second of int8 dot products; None is unknown.
-        float32_flops: the same of float32 multiply-add.
-        bfloat16_flops: the same of bfloat16 dot products; None where the processor has none.
+        float32_flops, bfloat16_flops: the same of multiply-adds and of dot products; None as well.
         provisional: too low perhaps, because the machine was busy or a step beat them: a later run measures again.
         measurements: how many these are the best of.
     """
@@ -181,11 +178,7 @@ def load_ceilings(threads: int, isa: str) -> Ceilings | None:
 
 
 def save_ceilings(ceilings: Ceilings) -> None:
-    """Keep ceilings for later runs.
-
-    Raises:
-        OSError: no space or no right to write; a caller can go on without.
-    """
+    """Keep ceilings for later runs; after an `OSError` a caller can go on without."""
     data = json.dumps(asdict(ceilings), indent=1).encode()
     write_atomically(_path(ceilings.threads, ceilings.isa), data)
 

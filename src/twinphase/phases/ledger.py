@@ -29,7 +29,6 @@ class Ledger:
     """The timelines of unfinished requests, and the records of the last steps.
 
     Attributes:
-        timelines: by request id.
         records: the last steps, oldest first.
         seconds: time of finished requests by kind of interval, `unattributed` among them.
         num_steps: all steps so far.
@@ -67,16 +66,7 @@ class Ledger:
     def add_step(
         self, batch: Batch, start: float, end: float, executed: float, sampling: float = 0.0, cpu_wait: float = 0.0
     ) -> StepRecord:
-        """Write a step into the timelines of all who run.
-
-        Args:
-            batch: what was computed.
-            start: when scheduling began, seconds.
-            end: when the tokens were committed, seconds.
-            executed: what the executor took of it, seconds.
-            sampling: as in `StepRecord`.
-            cpu_wait: as in `StepRecord`.
-        """
+        """Write a step into the timelines of all who run. The times are those of `StepRecord`, seconds."""
         settled = min(self._settled, start)
         for timeline in self._running.values():
             timeline.settle(settled)
@@ -84,7 +74,7 @@ class Ledger:
         for request_id in batch.preempted:
             if self._running.pop(request_id, None) is not None:
                 self._waits[request_id] = dict(self._held_back)
-        record = self._record(batch, start, end, (executed, sampling, cpu_wait))
+        record = self._record(batch, start, end, executed, sampling, cpu_wait)
         self.records.append(record)
         self.num_steps += 1
         if batch.held_back:
@@ -155,7 +145,7 @@ class Ledger:
             again = min(count, max(0, share.most_computed_tokens - share.num_computed_tokens))
             timeline.add_prefill(record, count, own, own * again / count)
 
-    def _record(self, batch: Batch, start: float, end: float, inside: tuple[float, float, float]) -> StepRecord:
+    def _record(self, batch: Batch, start: float, end: float, *inside: float) -> StepRecord:
         work = batch.work
         weights = Cost(bytes=weight_bytes_read(self.shape, work.logits))
         parts = []

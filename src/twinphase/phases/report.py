@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
-from twinphase.phases.timeline import IntervalKind, PhaseTotals, RequestTimeline
+from twinphase.phases.timeline import IntervalKind, PhaseTotals, RequestTimeline, StepTotals
 
 __all__ = ["FORMULAS", "PhaseReport", "PhaseRow", "RestRow", "Units", "flops_by_unit", "phase_report"]
 
@@ -38,10 +38,8 @@ class PhaseRow:
     """One phase of one request.
 
     Attributes:
-        name: "prefill" or "decode".
         tokens: tokens computed in this phase. The first output token comes out of prefill.
         cached_tokens: prompt tokens that were in the KV cache already.
-        seconds: wall time of the phase.
         share: of the report's wall time.
         tokens_per_second: None without tokens.
         metric: "MFU" or "MBU": what `efficiency` is.
@@ -93,7 +91,7 @@ class PhaseReport:
         return {**asdict(self), "formulas": FORMULAS}
 
 
-def flops_by_unit(totals: PhaseTotals, units: Units) -> Mapping[str, int]:
+def flops_by_unit(totals: StepTotals, units: Units) -> Mapping[str, int]:
     """The phase's FLOP divided between the units of the linear layers and of attention's two products."""
     linear, attention = totals.linear_flops, totals.attention_flops
     parts = ((units.linear, linear), (units.scores, attention // 2), (units.values, attention - attention // 2))
@@ -104,16 +102,10 @@ def flops_by_unit(totals: PhaseTotals, units: Units) -> Mapping[str, int]:
 
 
 def _phase_row(
-    name: str,
-    totals: PhaseTotals,
-    seconds: float,
-    wall: float,
-    flops: Mapping[str, int],
-    cached: int,
-    ceilings: Ceilings | None,
+    name: str, totals: PhaseTotals, seconds: float, wall: float, units: Units, ceilings: Ceilings | None, cached: int
 ) -> PhaseRow:
     working_set = totals.bytes // totals.steps if totals.steps else 0
-    compute = compute_seconds(flops, ceilings) if totals.steps else None
+    compute = compute_seconds(flops_by_unit(totals, units), ceilings) if totals.steps else None
     memory = memory_seconds(totals.bytes, working_set, ceilings)
     mfu, mbu = efficiency(compute, seconds), efficiency(memory, seconds)
     metric, value, other = ("MFU", mfu, mbu) if name == "prefill" else ("MBU", mbu, mfu)
@@ -141,15 +133,10 @@ def phase_report(
     before: Mapping[str, float] | None = None,
     num_cached_tokens: int = 0,
 ) -> PhaseReport:
-    """Divide the wall time of a request.
+    """Divide the wall time of a request: all of it, the timeline and what came `before` included.
 
-    Args:
-        timeline: the request's.
-        units: which units did the arithmetic.
-        ceilings: of this machine, None if not measured yet.
-        wall_seconds: everything that is to be explained, `before` and the timeline included.
-        before: seconds by name of what came before the request, such as starting Python and loading the model.
-        num_cached_tokens: prompt tokens that needed no prefill.
+    `before` has seconds by name, such as for starting Python and loading the model. Of the prompt, `num_cached_tokens`
+    needed no prefill.
     """
     own = {*PREFILL_KINDS, *DECODE_KINDS, IntervalKind.UNATTRIBUTED}
     prefill_seconds = sum(timeline.seconds(kind) for kind in PREFILL_KINDS)
@@ -158,12 +145,9 @@ def phase_report(
     named += [(kind.value, timeline.seconds(kind)) for kind in IntervalKind if kind not in own]
     rest = [(name, seconds) for name, seconds in named if seconds > 0]
     rest.append(("unattributed", wall_seconds - prefill_seconds - decode_seconds - sum(s for _, s in rest)))
-    prefill_flops, decode_flops = flops_by_unit(timeline.prefill, units), flops_by_unit(timeline.decode, units)
     phases = (
-        _phase_row(
-            "prefill", timeline.prefill, prefill_seconds, wall_seconds, prefill_flops, num_cached_tokens, ceilings
-        ),
-        _phase_row("decode", timeline.decode, decode_seconds, wall_seconds, decode_flops, 0, ceilings),
+        _phase_row("prefill", timeline.prefill, prefill_seconds, wall_seconds, units, ceilings, num_cached_tokens),
+        _phase_row("decode", timeline.decode, decode_seconds, wall_seconds, units, ceilings, 0),
     )
     rows = tuple(RestRow(name, seconds, seconds / wall_seconds if wall_seconds > 0 else 0.0) for name, seconds in rest)
     return PhaseReport(wall_seconds, phases, rows, timeline.ttft, timeline.tpot)

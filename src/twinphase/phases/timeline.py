@@ -7,12 +7,13 @@ ended says when. What nobody names is `unattributed`, so that it shows. How a sh
 from __future__ import annotations
 
 import enum
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from twinphase.phases import latency
 from twinphase.phases.work import Cost
 
-__all__ = ["Interval", "IntervalKind", "PhaseTotals", "RequestTimeline", "StepRecord"]
+__all__ = ["Interval", "IntervalKind", "PhaseTotals", "RequestTimeline", "StepRecord", "StepTotals"]
 
 
 class IntervalKind(enum.StrEnum):
@@ -41,15 +42,11 @@ class StepRecord:
     """One step of the engine.
 
     Attributes:
-        index: number of the step.
         start: when scheduling began, seconds.
         end: when the new tokens were committed, seconds; sampling is part of the step.
-        prefill_tokens: prompt tokens computed.
-        decode_tokens: tokens computed for requests that decode.
-        prefill: work of the prefills.
-        decode: work of the decodes. The weights, read once a step, count here when any request decodes.
+        prefill_tokens, decode_tokens: computed in each phase.
+        prefill, decode: work by phase. The weights, read once per step, count as decode when any request decodes.
         prefill_ids: requests with a prefill chunk.
-        num_decodes: requests that decoded.
         predicted: what the cost model expected, seconds.
         executed: seconds of it that the executor took; the rest is scheduling and bookkeeping.
         sampling: seconds of `executed` that choosing tokens took.
@@ -80,7 +77,6 @@ class Interval:
     """A piece of a request's time.
 
     Attributes:
-        kind: what it was spent on.
         start, end: seconds.
         step: index of the step it belongs to; -1 for none, or several.
         prefill_tokens: of a stall, the others' prompt tokens in that step.
@@ -98,38 +94,42 @@ class Interval:
 
 
 @dataclass
-class PhaseTotals:
-    """Sums over the steps that a request spent in one phase; the work is all of those steps', not its own alone."""
+class StepTotals:
+    """Sums over steps; the work is that of all requests in them. Times are seconds, as in `StepRecord`."""
 
     steps: int = 0
-    tokens: int = 0  # of this request
-    decodes: int = 0  # requests that decoded in them, this one included
+    decodes: int = 0  # requests that decoded in them
     seconds: float = 0.0
     linear_flops: int = 0
     attention_flops: int = 0
     bytes: int = 0
-    executed: float = 0.0  # seconds; this and the two that follow as in `StepRecord`
+    executed: float = 0.0
     sampling: float = 0.0
     cpu_wait: float = 0.0
-    unmixed_steps: int = 0  # those in which no request was in the other phase; the rest is theirs
-    unmixed_seconds: float = 0.0
-    unmixed_linear_flops: int = 0
-    unmixed_attention_flops: int = 0
-    unmixed_bytes: int = 0
-
-    def unmixed(self) -> PhaseTotals:
-        """Time and work of the steps in which no request was in the other phase."""
-        return PhaseTotals(
-            steps=self.unmixed_steps,
-            seconds=self.unmixed_seconds,
-            linear_flops=self.unmixed_linear_flops,
-            attention_flops=self.unmixed_attention_flops,
-            bytes=self.unmixed_bytes,
-        )
 
     @property
     def flops(self) -> int:
         return self.linear_flops + self.attention_flops
+
+    def add(self, record: StepRecord) -> None:
+        self.steps += 1
+        self.decodes += record.num_decodes
+        self.seconds += record.seconds
+        self.executed += record.executed
+        self.sampling += record.sampling
+        self.cpu_wait += record.cpu_wait
+        for cost in (record.prefill, record.decode):
+            self.linear_flops += cost.linear_flops
+            self.attention_flops += cost.attention_flops
+            self.bytes += cost.bytes
+
+
+@dataclass
+class PhaseTotals(StepTotals):
+    """Sums over the steps that a request spent in one phase."""
+
+    tokens: int = 0  # of this request
+    unmixed: StepTotals = field(default_factory=StepTotals)  # of the steps in which no request was in the other phase
 
 
 @dataclass
@@ -140,9 +140,7 @@ class RequestTimeline:
 
     Attributes:
         arrival: when the request came, seconds.
-        intervals: in order of time.
-        prefill, decode: what the steps of each phase did.
-        token_times: when each output token was handed over.
+        token_times: when each output token was handed over, seconds.
     """
 
     arrival: float
@@ -197,11 +195,7 @@ class RequestTimeline:
     def add_prefill(self, record: StepRecord, num_tokens: int, own: float, again: float = 0.0) -> None:
         """A step computed a chunk of `num_tokens`.
 
-        Args:
-            record: the step.
-            num_tokens: of the chunk.
-            own: this request's share of the step, seconds.
-            again: seconds of it that went to tokens computed before a preemption.
+        The request's share of the step is `own` seconds, `again` of them for tokens computed before a preemption.
         """
         self._begin(record, self.prefill, num_tokens)
         for kind, share in ((IntervalKind.RECOMPUTE, again), (IntervalKind.PREFILL, own)):
@@ -209,13 +203,9 @@ class RequestTimeline:
         self.mark(IntervalKind.PREFILL_WAIT, record.end, record.index)
 
     def add_decode(self, record: StepRecord, num_tokens: int, own: float, decodes: float) -> None:
-        """A step produced tokens of this request.
+        """A step computed `num_tokens` of this request in its decode phase, to which `own` seconds of it went.
 
-        Args:
-            record: the step.
-            num_tokens: computed for this request.
-            own: its share, seconds.
-            decodes: what the step would have taken without the prefill chunks in it, seconds.
+        Without the prefill chunks in it the step would have taken `decodes` seconds.
         """
         self._begin(record, self.decode, num_tokens)
         self.mark(IntervalKind.DECODE, min(record.end, max(self.end, record.start + own)), record.index)
@@ -232,30 +222,17 @@ class RequestTimeline:
             self.extend(IntervalKind.PREFILL_WAIT, record.end)
 
     def _begin(self, record: StepRecord, totals: PhaseTotals, num_tokens: int) -> None:
-        totals.steps += 1
         totals.tokens += num_tokens
-        totals.decodes += record.num_decodes
-        totals.seconds += record.end - record.start
-        totals.executed += record.executed
-        totals.sampling += record.sampling
-        totals.cpu_wait += record.cpu_wait
-        unmixed = not (record.prefill_ids and record.num_decodes)
-        totals.unmixed_steps += unmixed
-        totals.unmixed_seconds += unmixed * (record.end - record.start)
-        for cost in (record.prefill, record.decode):
-            totals.linear_flops += cost.linear_flops
-            totals.attention_flops += cost.attention_flops
-            totals.bytes += cost.bytes
-            totals.unmixed_linear_flops += unmixed * cost.linear_flops
-            totals.unmixed_attention_flops += unmixed * cost.attention_flops
-            totals.unmixed_bytes += unmixed * cost.bytes
+        totals.add(record)
+        if not (record.prefill_ids and record.num_decodes):
+            totals.unmixed.add(record)
 
     def copy(self) -> RequestTimeline:
         """The same life so far, which goes on by itself; of a timeline that another thread may be growing."""
         intervals = [replace(interval) for interval in self.intervals[:]]
-        copied = RequestTimeline(self.arrival, intervals, replace(self.prefill), replace(self.decode))
-        copied.token_times = list(self.token_times)
-        return copied
+        return RequestTimeline(
+            self.arrival, intervals, deepcopy(self.prefill), deepcopy(self.decode), list(self.token_times)
+        )
 
     def compact(self) -> None:
         """Join what an answer alternates between, so that a long one's timeline is short.

@@ -21,12 +21,8 @@ class ModelShape:
         linear_parameters: weights of the matrices that every row goes through, P; not the embedding.
         head_parameters: weights that only rows with logits go through: the output head, and the last layer's matrices
             behind its attention.
-        linear_bytes: the former as stored.
-        head_bytes: the latter as stored.
-        num_layers: L.
-        num_heads: H, query heads.
-        num_kv_heads: H_kv.
-        head_dim: d.
+        linear_bytes, head_bytes: both as stored.
+        num_layers, num_heads, num_kv_heads, head_dim: L, H (query heads), H_kv and d.
         kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula with float16.
     """
 
@@ -83,10 +79,7 @@ def step_cost(shape: ModelShape, work: StepWork, kv_tokens: int) -> Cost:
         flops = 2 P n + 2 head_parameters logits + 4 L H d sum of contexts
         bytes = KV read and written = kv_tokens * kv_bytes_per_token
 
-    Args:
-        shape: of the model.
-        work: what is computed.
-        kv_tokens: tokens whose KV is read or written: of each sequence, those known after the step.
+    `kv_tokens` are those whose KV is read or written: of each sequence, those known after the step.
     """
     contexts = work.prefill_contexts + work.decode_contexts
     linear = 2 * shape.linear_parameters * work.rows + 2 * shape.head_parameters * work.logits
