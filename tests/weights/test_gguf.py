@@ -1,9 +1,7 @@
-"""Opening GGUF files: the same content as the gguf package reads, quick the second time, and one clear error for each
-kind of damage."""
+"""GGUF files open with the content that the gguf package reads, quicker the second time; damage is named."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import struct
@@ -12,6 +10,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -63,6 +62,7 @@ def test_content_equals_that_of_the_gguf_package(tmp_path: Path, type: str) -> N
     path = write_tiny_gguf(tmp_path / "m.gguf", hidden=size, ffn=size, tensor_type=type, tied=False)
     checkpoint, reader = open_gguf(path), gguf.GGUFReader(path)
     assert checkpoint.architecture == "llama"
+    assert "tokenizer.ggml.tokens" not in checkpoint.metadata
     everything = {**checkpoint.metadata, **checkpoint.vocabulary()}
     for key, field in reader.fields.items():
         if not key.startswith("GGUF."):
@@ -77,28 +77,11 @@ def test_content_equals_that_of_the_gguf_package(tmp_path: Path, type: str) -> N
     assert quantization_name(checkpoint) == ("Q4_K_S" if type == "Q4_K" else "Q5_K_S" if type == "Q5_K" else type)
 
 
-def test_the_vocabulary_is_no_metadata(tmp_path: Path) -> None:
-    checkpoint = open_gguf(write_tiny_gguf(tmp_path / "m.gguf"))
-    assert "tokenizer.ggml.tokens" not in checkpoint.metadata
-    assert len(checkpoint.vocabulary()["tokenizer.ggml.tokens"]) == 320
-
-
 def test_values_of_every_metadata_type(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
-    values = {
-        "uint8": 200,
-        "int8": -100,
-        "uint16": 60000,
-        "int16": -30000,
-        "uint32": 2**32 - 1,
-        "int32": -(2**31),
-        "uint64": 2**63,
-        "int64": -(2**62),
-        "float32": 0.5,
-        "float64": 1e300,
-        "bool": True,
-        "string": "ünï",
-    }
+    values: dict[str, object] = {"uint8": 200, "uint16": 60000, "uint32": 2**32 - 1, "uint64": 2**63}
+    values |= {"int8": -100, "int16": -30000, "int32": -(2**31), "int64": -(2**62)}
+    values |= {"float32": 0.5, "float64": 1e300, "bool": True, "string": "ünï"}
     for kind, value in values.items():
         getattr(writer, f"add_{kind}")(f"x.{kind}", value)
     writer.add_array("x.floats", [0.5, 1.5])
@@ -119,12 +102,7 @@ def test_values_of_every_metadata_type(tmp_path: Path) -> None:
 
 
 def same(a: Checkpoint, b: Checkpoint) -> bool:
-    return (a.metadata, a.tensors, a.fingerprint, a.architecture) == (
-        b.metadata,
-        b.tensors,
-        b.fingerprint,
-        b.architecture,
-    )
+    return all(getattr(a, name) == getattr(b, name) for name in ("metadata", "tensors", "fingerprint", "architecture"))
 
 
 def test_the_second_open_reads_only_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,21 +115,18 @@ def test_the_second_open_reads_only_the_index(tmp_path: Path, monkeypatch: pytes
     np.testing.assert_array_equal(first.data, second.data)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{}", b"[1]", b"null", b'{"version": 1', b"\xff\xfe", b"[" * 100_000, None],
-)
+@pytest.mark.parametrize("content", [b"", b"\x80", b"\x91\x01", b"\xc0", b"\xff\xfe", b"\x91" * 100_000, None])
 def test_a_damaged_index_is_rebuilt(tmp_path: Path, cache: Path, content: bytes | None) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf")
     first = open_gguf(path)
-    (index,) = cache.rglob("index.json")
+    (index,) = cache.rglob("index.msgpack")
     if content is None:
-        stored = json.loads(index.read_text())
-        stored["tensors"][0][4] = 10**15  # beyond the end of the file
-        content = json.dumps(stored).encode()
+        stored = msgspec.msgpack.decode(index.read_bytes())
+        stored["tensors"]["token_embd.weight"]["nbytes"] = 10**15  # beyond the end of the file
+        content = msgspec.msgpack.encode(stored)
     index.write_bytes(content)
     assert same(open_gguf(path), first)
-    assert json.loads(index.read_bytes())["fingerprint"] == first.fingerprint
+    assert msgspec.msgpack.decode(index.read_bytes())["fingerprint"] == first.fingerprint
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
@@ -213,12 +188,6 @@ def test_missing_files_and_directories(tmp_path: Path) -> None:
         open_gguf("a\0b")
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"x" * 23])
-def test_files_too_short_for_a_header(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(CheckpointError, match="too short"):
-        opened(tmp_path / "m.gguf", content)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_truncation(tmp_path: Path, tiny_bytes: bytes, seed: int) -> None:
     # Half of the offsets in the header, which is the smaller part of the file.
@@ -231,6 +200,8 @@ def test_truncation(tmp_path: Path, tiny_bytes: bytes, seed: int) -> None:
 
 ABSURD = 2**63
 CASES = {
+    r"too short .*\(0 bytes": b"",
+    r"too short .*\(23 bytes": b"GGUF" + b"x" * 19,
     "not a GGUF file": b"PK\x03\x04" + b"x" * 40,
     "version 1;": header_bytes(version=1) + b"x" * 40,
     "version 99;": header_bytes(version=99) + b"x" * 40,
@@ -268,17 +239,16 @@ def test_each_kind_of_damage_is_named(tmp_path: Path, match: str) -> None:
     assert raised.value.fix and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("type", "name"), [(10, "Q2_K"), (23, "IQ4_XS"), (28, "F64"), (4242, "number 4242")])
-def test_unsupported_tensor_types_are_named_with_the_tensor(tmp_path: Path, type: int, name: str) -> None:
-    content = header_bytes(tensors=1, entries=tensor_entry("blk.0.attn_q.weight", (256,), type, 0)) + bytes(512)
-    with pytest.raises(UnsupportedModelError, match=f"blk.0.attn_q.weight.*{name}"):
-        opened(tmp_path / "m.gguf", content)
+UNSUPPORTED = {"one of 3 parts": header_bytes(count=1, entries=text("split.count") + struct.pack("<IH", 2, 3))}
+for number, kind in ((10, "Q2_K"), (23, "IQ4_XS"), (28, "F64"), (4242, "number 4242")):
+    entry = tensor_entry("blk.0.attn_q.weight", (256,), number, 0)
+    UNSUPPORTED[f"blk.0.attn_q.weight.*{kind}"] = header_bytes(tensors=1, entries=entry) + bytes(512)
 
 
-def test_split_models_are_refused(tmp_path: Path) -> None:
-    content = header_bytes(count=1, entries=text("split.count") + struct.pack("<IH", 2, 3))
-    with pytest.raises(UnsupportedModelError, match="one of 3 parts"):
-        opened(tmp_path / "m.gguf", content)
+@pytest.mark.parametrize("match", UNSUPPORTED)
+def test_what_is_not_supported_is_named(tmp_path: Path, match: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        opened(tmp_path / "m.gguf", UNSUPPORTED[match])
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -289,9 +259,8 @@ def test_mutated_headers_open_or_fail_cleanly(tiny_bytes: bytes, data: st.DataOb
     end = read_header(tiny_bytes, "tiny").data_start
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, end - 1))
-        patch = data.draw(
-            st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\xff\xff\xff\x7f"])
-        )
+        extremes = st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\xff\xff\xff\x7f"])
+        patch = data.draw(st.binary(min_size=1, max_size=8) | extremes)
         content[at : at + len(patch)] = patch
     try:
         header = read_header(bytes(content), "mutated")

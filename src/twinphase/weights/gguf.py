@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from twinphase.errors import CheckpointError, ModelNotFoundError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
@@ -29,7 +28,8 @@ from twinphase.weights.storage import cache_root, write_atomically
 
 __all__ = ["last_used", "open_gguf", "quantization_name"]
 
-_INDEX_VERSION = 1
+_INDEX_VERSION = 2
+_INDEX_NAME = "index.msgpack"
 _SAMPLE_BYTES = 1024
 _MIN_BYTES = 24  # magic, version and two counts
 # general.file_type, for the mixtures whose name says more than their commonest tensor type.
@@ -45,6 +45,7 @@ class _Index:
     fingerprint: str
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    version: int = _INDEX_VERSION
 
 
 def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
@@ -68,7 +69,9 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
     index = _load_index(folder, stat)
     cache_dir: Path | None = folder
     if index is None:
-        index = _build_index(buffer, stat, path)
+        header = read_header(buffer, str(path))
+        fingerprint = _fingerprint(buffer, header)
+        index = _Index(stat.st_size, stat.st_mtime_ns, fingerprint, header.metadata, header.tensors)
         cache_dir = folder if _store_index(folder, index) else None
     if mark_used:
         with contextlib.suppress(OSError):
@@ -81,7 +84,7 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
         architecture=architecture,
         metadata=index.metadata,
         tensors=index.tensors,
-        data=_as_array(buffer),
+        data=np.frombuffer(buffer, dtype=np.uint8),  # slices of a numpy.memmap cost several times as much
         fingerprint=index.fingerprint,
         cache_dir=cache_dir,
         vocabulary=lambda: read_header(buffer, str(path)).arrays,
@@ -126,19 +129,9 @@ def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
         raise CheckpointError(f"{path} cannot be read: {reason}.", "Check the file and its rights.") from None
 
 
-def _as_array(buffer: mmap.mmap) -> NDArray[np.uint8]:
-    # Not numpy.memmap: slices of that subclass cost several times those of a plain array.
-    return np.frombuffer(buffer, dtype=np.uint8)
-
-
 def _index_folder(path: Path) -> Path:
     key = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
     return cache_root() / "index" / key
-
-
-def _build_index(buffer: mmap.mmap, stat: os.stat_result, path: Path) -> _Index:
-    header = read_header(buffer, str(path))
-    return _Index(stat.st_size, stat.st_mtime_ns, _fingerprint(buffer, header), header.metadata, header.tensors)
 
 
 def _fingerprint(buffer: mmap.mmap, header: Header) -> str:
@@ -158,33 +151,26 @@ def _fingerprint(buffer: mmap.mmap, header: Header) -> str:
 def _load_index(folder: Path, stat: os.stat_result) -> _Index | None:
     """The remembered index, or None when there is none, it is of another state of the file, or it is damaged."""
     try:
-        stored = json.loads((folder / "index.json").read_bytes())
-        if (stored["version"], stored["size"], stored["mtime_ns"]) != (_INDEX_VERSION, stat.st_size, stat.st_mtime_ns):
-            return None
-        tensors = {}
-        for name, shape, type_name, offset, nbytes in stored["tensors"]:
-            if type_name not in FORMATS or offset < 0 or nbytes < 0 or offset + nbytes > stat.st_size:
-                return None
-            tensors[name] = TensorInfo(name, tuple(shape), type_name, offset, nbytes)
-        metadata, fingerprint = stored["metadata"], stored["fingerprint"]
-        if not isinstance(metadata, dict) or not isinstance(fingerprint, str):
-            return None
-        return _Index(stat.st_size, stat.st_mtime_ns, fingerprint, metadata, tensors)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        index = msgspec.msgpack.decode((folder / _INDEX_NAME).read_bytes(), type=_Index)
+    except (OSError, ValueError, RecursionError):  # ValueError: the base of msgspec's own
         return None
+    if (index.version, index.size, index.mtime_ns) != (_INDEX_VERSION, stat.st_size, stat.st_mtime_ns):
+        return None
+    fits = all(
+        tensor.type in FORMATS and 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= stat.st_size
+        for tensor in index.tensors.values()
+    )
+    return index if fits else None
 
 
 def _store_index(folder: Path, index: _Index) -> bool:
     """False if the cache cannot be written."""
-    stored = asdict(index)
-    stored["version"] = _INDEX_VERSION
-    stored["tensors"] = [(t.name, t.shape, t.type, t.offset, t.nbytes) for t in index.tensors.values()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # What was derived from the file's former content.
         for old in folder.iterdir():
             old.unlink(missing_ok=True)
-        write_atomically(folder / "index.json", json.dumps(stored).encode())
+        write_atomically(folder / _INDEX_NAME, msgspec.msgpack.encode(index))
     except OSError:
         return False
     return True

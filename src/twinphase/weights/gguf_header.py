@@ -46,18 +46,9 @@ _SCALARS = {
 }
 _DTYPES = {number: np.dtype(code) for number, code in _SCALARS.items()}
 _TENSOR_TYPES = {
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    6: "Q5_0",
-    7: "Q5_1",
-    8: "Q8_0",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
     30: "BF16",
-}
+}  # fmt: skip
 # What the shortest entry takes: an empty name, its type, and one byte of value; or no dimension, type and offset.
 _MIN_METADATA_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8

@@ -38,7 +38,6 @@ class LocalModel:
 
     Attributes:
         name: what to call it on the command line.
-        path: its file.
         size: bytes.
         quantization: e.g. "Q4_1", or "damaged".
         last_used: seconds since the epoch, None if never.

@@ -39,13 +39,10 @@ class BlockFormat:
     """How one storage type lays out a row.
 
     Attributes:
-        name: GGUF's name.
         block_size: values in a block; a row is a whole number of blocks.
-        block_bytes: bytes of a block.
         group_size: values that share one scale; 0 for the unquantized types.
         bits: bits of `q`; 0 for the unquantized types.
         offset: subtracted from `q` before scaling.
-        has_minimum: whether a group adds a minimum.
     """
 
     name: str
@@ -58,7 +55,6 @@ class BlockFormat:
 
     @property
     def quantized(self) -> bool:
-        """False for F32, F16 and BF16."""
         return self.bits > 0
 
 
@@ -90,8 +86,6 @@ class QuantizedTensor:
         q: [N, K], uint8 for every type but Q8_0, whose values are signed (int8).
         scale: float32 [N, K / group_size].
         minimum: float32 [N, K / group_size], or None where the format has none.
-        group_size: values that share a scale.
-        offset: subtracted from q.
     """
 
     q: _Quants
@@ -139,7 +133,7 @@ def dequantize(raw: _Bytes, shape: Sequence[int], type: str) -> _Floats:
         type: a key of `FORMATS`.
 
     Returns:
-        float32 array of `shape`, a fresh one.
+        A fresh float32 array of `shape`.
 
     Raises:
         UnsupportedModelError: an unknown type.
@@ -179,7 +173,7 @@ def _unpack(raw: _Bytes, shape: Sequence[int], type: str) -> QuantizedTensor:
     columns = shape[-1]
     rows = raw.size // (columns // fmt.block_size * fmt.block_bytes)
     blocks = raw.reshape(-1, fmt.block_bytes)
-    q, scale, minimum = _UNPACKERS[type](blocks)
+    q, scale, minimum = _UNPACKERS[type](blocks, fmt)
     return QuantizedTensor(
         q=q.reshape(rows, columns),
         scale=scale.reshape(rows, -1),
@@ -224,23 +218,16 @@ def _fifth_bits(packed: _Bytes) -> _Bytes:
     return np.left_shift(np.unpackbits(packed, axis=-1, bitorder="little"), 4, dtype=np.uint8)
 
 
-def _q4_0(blocks: _Bytes) -> _Parts:
-    return _nibbles(blocks[:, 2:]), _half(blocks, 0), None
+def _q4_or_q5(blocks: _Bytes, fmt: BlockFormat) -> _Parts:
+    start = 4 if fmt.has_minimum else 2
+    minimum = _half(blocks, 2) if fmt.has_minimum else None
+    if fmt.bits == 4:
+        return _nibbles(blocks[:, start:]), _half(blocks, 0), minimum
+    q = _nibbles(blocks[:, start + 4 :]) | _fifth_bits(blocks[:, start : start + 4])
+    return q, _half(blocks, 0), minimum
 
 
-def _q4_1(blocks: _Bytes) -> _Parts:
-    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q5_0(blocks: _Bytes) -> _Parts:
-    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _half(blocks, 0), None
-
-
-def _q5_1(blocks: _Bytes) -> _Parts:
-    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q8_0(blocks: _Bytes) -> _Parts:
+def _q8_0(blocks: _Bytes, _: BlockFormat) -> _Parts:
     return np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks, 0), None
 
 
@@ -259,13 +246,13 @@ def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
     return scale, -minimum
 
 
-def _q4_k(blocks: _Bytes) -> _Parts:
+def _q4_k(blocks: _Bytes, _: BlockFormat) -> _Parts:
     # Each 32 bytes hold two groups: low nibbles, then high nibbles.
     q = _nibbles(blocks[:, 16:].reshape(-1, 4, 32))
     return q.reshape(-1, 256), *_k_scales(blocks)
 
 
-def _q5_k(blocks: _Bytes) -> _Parts:
+def _q5_k(blocks: _Bytes, _: BlockFormat) -> _Parts:
     low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     # Bit g of byte i is the fifth bit of value i of group g.
     groups = np.arange(8, dtype=np.uint8)[:, None]
@@ -273,7 +260,7 @@ def _q5_k(blocks: _Bytes) -> _Parts:
     return (low | high).reshape(-1, 256), *_k_scales(blocks)
 
 
-def _q6_k(blocks: _Bytes) -> _Parts:
+def _q6_k(blocks: _Bytes, _: BlockFormat) -> _Parts:
     # Two halves of 128 values, each of four runs of 32: runs 0 and 1 are the low nibbles of 64 bytes, 2 and 3 the high
     # ones; bit pair r of byte i of 32 are the upper bits of value i of run r.
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
@@ -283,11 +270,8 @@ def _q6_k(blocks: _Bytes) -> _Parts:
     return (low | high).reshape(-1, 256), _half(blocks, 208) * scales, None
 
 
-_UNPACKERS: Mapping[str, Callable[[_Bytes], _Parts]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+_UNPACKERS: Mapping[str, Callable[[_Bytes, BlockFormat], _Parts]] = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _q4_or_q5),
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
