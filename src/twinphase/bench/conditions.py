@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from twinphase import __version__
+from twinphase.bench.client.client import without_secrets
 from twinphase.bench.targets.target import TargetFacts
 from twinphase.config import available_cores
 from twinphase.phases.hardware import processor_name
@@ -29,8 +30,7 @@ __all__ = ["NOTABLE_CORES", "Bystanders", "command_line", "conditions", "file_sh
 
 UNKNOWN = "unknown"
 SECRET_WORDS = {"key", "token", "secret", "password", "authorization", "header"}
-# Anywhere in a text: scheme, user and password, host and path, query, fragment.
-URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)([^\s/?#]*@)?([^\s?#]*)(\?[^\s#]*)?(#\S*)?")
+URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://\S+")
 NOTABLE_CORES = 0.1  # used by others: below it is what any system does
 
 
@@ -91,12 +91,7 @@ def _known(find: Callable[[], str]) -> str:
 
 def file_sha256(path: Path) -> str:
     """SHA-256 over every byte of a file, "unknown" where it is not a readable file. Seconds for a large model."""
-
-    def digest() -> str:
-        stat = path.stat()
-        return _sha256(path, stat.st_size, stat.st_mtime_ns)
-
-    return _known(digest)
+    return _known(lambda: _sha256(path, path.stat().st_size, path.stat().st_mtime_ns))
 
 
 @functools.cache
@@ -133,15 +128,10 @@ def _is_secret(name: str) -> bool:
 
 
 def public(text: str) -> str:
-    """Text without what a URL may keep secret (password, query, fragment), and without the user's home folder."""
-    text = URL.sub(_public_url, text)
+    """Text without what a URL may keep secret (user, password, query, fragment), and without the home folder."""
+    text = URL.sub(lambda found: without_secrets(found[0]), text)
     home = os.path.expanduser("~")
     return re.sub(rf"(?<!\w){re.escape(home)}(?=/|$)", "~", text) if len(home) > 1 else text
-
-
-def _public_url(found: re.Match[str]) -> str:
-    scheme, user, place, query, fragment = found.groups()
-    return f"{scheme}{'***@' if user else ''}{place}{'?***' if query else ''}{'#***' if fragment else ''}"
 
 
 class Bystanders:

@@ -98,7 +98,7 @@ def test_company_is_counted_as_it_was():
     burst = ObservedLoad("x", tuple(request(0, [n, n + 1]) for n in range(1, 4)))
     assert [burst.others_before(one) for one in burst.requests] == [2, 2, 2]
     assert load.others_decoding(load.requests[0]) == pytest.approx(0.25)  # of 4 seconds one
-    assert load.others_reading(3.5, 4.4) == 0 and load.others_reading(3.5, 4.6) == 1
+    assert list(load.others_reading([3.5, 3.5], [4.4, 4.6])) == [0, 1]
 
 
 def test_comparisons_of_other_requests_are_no_shares_of_one_whole(tmp_path, capsys):

@@ -101,7 +101,6 @@ class Address:
 
     @property
     def url(self) -> str:
-        """Scheme, host and port, without the path."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"
 
@@ -137,38 +136,24 @@ class Address:
 
 @dataclass
 class Reply:
-    """What came back for one request, as it came. All times are seconds of `time.perf_counter`.
+    """What came back for one request, as it came. All times are seconds of `time.perf_counter`."""
 
-    Attributes:
-        intended: when the request was to be sent.
-        connect_began, connected: when the connection was asked for, and when it was there.
-        sent: when its bytes were handed to the socket.
-        ended: when the reply was complete, or broke.
-        status: of HTTP; 0 if nothing came.
-        headers: names in lower case.
-        pieces: parts of the body, each with the moment at which its bytes were read from the socket.
-        connected_late: the connection was asked for in time, and was there (or failed) only after `intended`.
-        whole: the reply came to its end: a stream to its [DONE], unless `exchange` was told to wait for more.
-        error: "KIND: details" if it did not; "" otherwise.
-        asked_tokens: output tokens asked for, as the sender noted; 0 if it did not.
-    """
-
-    intended: float
+    intended: float  # when the request was to be sent
     connect_began: float = math.nan
     connected: float = math.nan
-    sent: float = math.nan
-    ended: float = math.nan
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    connected_late: bool = False
-    whole: bool = False
-    error: str = ""
-    asked_tokens: int = 0
+    sent: float = math.nan  # when its bytes were handed to the socket
+    ended: float = math.nan  # when the reply was complete, or broke
+    status: int = 0  # of HTTP; 0 if nothing came
+    headers: dict[str, str] = field(default_factory=dict)  # names in lower case
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body, and when each was read
+    connected_late: bool = False  # the connection was asked for in time, and was there only after `intended`
+    whole: bool = False  # it came to its end: a stream to its [DONE], unless `exchange` was told to wait for more
+    error: str = ""  # "KIND: details" if it did not
+    asked_tokens: int = 0  # output tokens asked for, as the sender noted; 0 if it did not
 
     @property
     def connect_seconds(self) -> float:
-        """How long opening the connection took; NaN if there was none. No latency contains it."""
+        """NaN if there was no connection."""
         return self.connected - self.connect_began
 
     @property

@@ -36,31 +36,22 @@ Beat = tuple[float, float]  # when it was due, and when it came
 
 @dataclass
 class ClientHealth:
-    """How well the client kept up.
+    """How well the client kept up."""
 
-    Attributes:
-        send_lags: sent - intended in seconds, of each request whose connection was there in time.
-        loop_lags: how late each token may have been stamped, seconds.
-        cpu: cores that the client's thread used.
-        not_sent: requests that were due and not sent, because too many were in flight.
-        connected_late: requests whose connection was there too late though it was asked for in time.
-        refused: requests that got no connection from this machine, by the reason it gave.
-    """
-
-    send_lags: list[float] = field(default_factory=list)
-    loop_lags: list[float] = field(default_factory=list)
-    cpu: float = 0.0
-    not_sent: int = 0
-    connected_late: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
+    send_lags: list[float] = field(default_factory=list)  # seconds, of requests whose connection was there in time
+    loop_lags: list[float] = field(default_factory=list)  # how late each token may have been stamped, seconds
+    cpu: float = 0.0  # cores that the client's thread used
+    not_sent: int = 0  # requests that were due when too many were in flight
+    connected_late: int = 0  # requests whose connection was there too late though it was asked for in time
+    refused: dict[str, int] = field(default_factory=dict)  # requests that this machine gave no connection, by reason
 
     def faults(self, median_ttft: float, median_gap: float) -> tuple[str, ...]:
         """Why the run is void; empty if it is not. Medians are in seconds, NaN where there are none."""
         found = []
-        bound = max(SEND_FLOOR, LAG_OF_TTFT * median_ttft if median_ttft == median_ttft else 0.0)
+        bound = max(SEND_FLOOR, LAG_OF_TTFT * median_ttft)  # the floor where the median is NaN
         if late := _too_many(self.send_lags, bound):
             found.append(f"requests were sent late: {late} by more than {1e3 * bound:.1f} ms after their moment")
-        bound = max(LOOP_FLOOR, LAG_OF_GAP * median_gap if median_gap == median_gap else 0.0)
+        bound = max(LOOP_FLOOR, LAG_OF_GAP * median_gap)
         if late := _too_many(self.loop_lags, bound):
             found.append(f"tokens were stamped late: {late} when the loop's lag was more than {1e3 * bound:.1f} ms")
         if self.cpu > CPU_OF_CORE:
@@ -96,11 +87,9 @@ def lags_of_stamps(beats: Sequence[Beat], stamps: Sequence[float]) -> list[float
     the first, those after the last with the last.
     """
     found: list[float] = []
-    if not beats:
-        return found
     dues = [due for due, _ in beats]
     taken = [0] * len(beats)
-    for stamp in sorted(stamps):
+    for stamp in sorted(stamps) if beats else ():
         at = max(0, bisect_right(dues, stamp) - 1)
         due, came = beats[at]
         lag = max(0.0, came - due)

@@ -18,45 +18,28 @@ __all__ = ["Observation"]
 class Observation:
     """What became of one request.
 
-    Attributes:
-        request_id: the target's own id where it gave one.
-        intended: when it was to be sent: latencies count from here, so that a late client hides nothing.
-        sent: when its bytes were handed over; `sent - intended` is the client's lag.
-        token_times: when each piece of output with at least one token came, also one whose token has no text. A target
-            that sends several tokens in one piece, or nothing for a token without text, has fewer entries than tokens.
-        finished: when the target said that the output was complete; None if it did not say so. The last token came no
-            later, and with servers that say it with the last token or right behind it, no earlier.
-        first_answer: when the first piece of the answer itself came, of an output that reasons first; else None.
-        ended: when the reply was complete, or broke.
-        num_prompt_tokens, num_cached_tokens, num_output_tokens, num_reasoning_tokens: by the target's own count; None
-            if it gave none. Reasoning tokens are output tokens too.
-        connected_late: the connection was there only after `intended` though the client asked for it in time: the
-            request then waited for the server or the network, not for the client.
-        status: of HTTP; 0 if nothing came; 200 for targets in this process.
-        error: what went wrong; "" for a request that succeeded. Failures are counted apart and have no latencies.
-        finish_reason: as the target named it.
-        text, token_ids: the output, where the target gives it.
-        claims: what the target itself said of its time, as it came (llama.cpp `timings`, Ollama durations, ...).
+    `token_times` has fewer entries than there are tokens where a target sends several tokens in one piece, or nothing
+    for a token without text. Counts are the target's own, None if it gave none.
     """
 
-    request_id: str
-    intended: float
-    sent: float
-    token_times: list[float] = field(default_factory=list)
-    ended: float = 0.0
+    request_id: str  # the target's own where it gave one
+    intended: float  # when it was to be sent: latencies count from here, so that a late client hides nothing
+    sent: float  # when its bytes were handed over
+    token_times: list[float] = field(default_factory=list)  # of each piece with a token, also of a token without text
+    ended: float = 0.0  # when the reply was complete, or broke
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
-    num_output_tokens: int | None = None
-    status: int = 0
-    error: str = ""
-    finish_reason: str = ""
+    num_output_tokens: int | None = None  # reasoning tokens included
+    status: int = 0  # of HTTP; 0 if nothing came; 200 for targets in this process
+    error: str = ""  # what went wrong; failures are counted apart and have no latencies
+    finish_reason: str = ""  # as the target named it
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    claims: dict[str, Any] = field(default_factory=dict)
-    finished: float | None = None
-    first_answer: float | None = None
+    claims: dict[str, Any] = field(default_factory=dict)  # what the target said of its own time, as it came
+    finished: float | None = None  # when the target said that the output was complete: with the last token or behind it
+    first_answer: float | None = None  # when the first piece of the answer came, of an output that reasons first
     num_reasoning_tokens: int | None = None
-    connected_late: bool = False
+    connected_late: bool = False  # it waited for a connection asked for in time: not the client's lag
 
     @property
     def succeeded(self) -> bool:
@@ -64,7 +47,6 @@ class Observation:
 
     @property
     def lag(self) -> float:
-        """How late the client sent it."""
         return self.sent - self.intended
 
     @property
@@ -109,5 +91,5 @@ class Observation:
 
     @property
     def itl(self) -> list[float]:
-        """Each gap between consecutive pieces of output, never divided by the tokens in them."""
+        """Gaps between consecutive pieces of output, never divided by the tokens in them."""
         return latency.itl(self.token_times)

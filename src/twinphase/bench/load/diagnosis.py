@@ -42,23 +42,14 @@ UNKNOWN = (
 
 @dataclass(frozen=True)
 class ClientExplanation:
-    """What can be told from outside, and what cannot.
+    """What can be told from outside, and what cannot."""
 
-    Attributes:
-        waterfall: of the mean request: until its first token, and after it.
-        diagnoses: as for a ledger.
-        levers: of the diagnoses.
-        unknown: what cannot be told, each with the reason.
-        num_requests: that it was told from.
-        claims: what the server itself says, where it is ours; the client saw nothing of it.
-    """
-
-    waterfall: Waterfall
+    waterfall: Waterfall  # of the mean request: until its first token, and after it
     diagnoses: tuple[Diagnosis, ...]
-    levers: tuple[Lever, ...]
-    unknown: tuple[str, ...]
+    levers: tuple[Lever, ...]  # of the diagnoses
+    unknown: tuple[str, ...]  # what cannot be told, each with the reason
     num_requests: int
-    claims: str = ""
+    claims: str = ""  # what the server itself says, where it is ours; the client saw nothing of it
 
 
 def explain_client(loads: Sequence[ObservedLoad]) -> ClientExplanation:
@@ -166,8 +157,9 @@ def _stalls(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
     without: list[float] = []
     for load in loads:
         for request in load.requests:
-            for begin, gap in zip(request.token_times, request.itl, strict=False):
-                (within if load.others_reading(begin, begin + gap) > 0 else without).append(gap)
+            others = load.others_reading(request.token_times[:-1], request.token_times[1:])
+            for gap, reading in zip(request.itl, others, strict=True):
+                (within if reading else without).append(gap)
     if len(within) < FEW or len(without) < FEW:
         return None
     usual, held = median(without), median(within)

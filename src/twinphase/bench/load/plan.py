@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,13 @@ from twinphase.bench.load.saturation import SearchPlan, find_saturation
 from twinphase.bench.load.slo import Slos
 from twinphase.bench.load.traces import Scaling, trace_workload
 from twinphase.bench.load.workload import Lengths, PromptMaker, Sizing, Workload, make_workload
+from twinphase.bench.progress import Progress
 from twinphase.bench.run import Parts
 from twinphase.bench.targets.claims import claims_reader
 from twinphase.errors import InvalidRequestError
 
 __all__ = ["LoadOptions", "load_parts"]
 
-Progress = Callable[[str, int, int], None]
 NUM_PROMPTS, QUICK_PROMPTS = 100, 20
 INPUT_LEN, OUTPUT_LEN = 256, 64  # tokens
 SEED_STEP = 100_003  # between runs, so that neither prompts nor random gaps of two runs begin alike

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from twinphase.bench.client.observation import Observation
 from twinphase.bench.report.result import ResultError
@@ -26,55 +26,35 @@ LOAD_WANTED = (
 
 @dataclass(frozen=True)
 class ObservedLoad:
-    """One load.
-
-    Attributes:
-        name: for a reader.
-        requests: those that succeeded, by the moment of their intended sending.
-        void: why the measurement itself must not be used; empty if it may.
-    """
+    """One load."""
 
     name: str
-    requests: tuple[Observation, ...]
-    void: tuple[str, ...] = ()
+    requests: tuple[Observation, ...]  # those that succeeded, in the order of their intended moments
+    void: tuple[str, ...] = ()  # why the measurement itself must not be used; empty if it may
 
     @cached_property
-    def _moments(self) -> tuple[list[float], list[float], list[float]]:
-        """When requests were sent, had their first tokens, and their last ones, each in order of time."""
-        columns = zip(*((one.intended, one.token_times[0], one.token_times[-1]) for one in self.requests), strict=True)
-        sent, first, last = map(sorted, columns)
-        return sent, first, last
-
-    @cached_property
-    def _sums(self) -> tuple[list[float], list[float]]:
-        _, first, last = self._moments
-        return list(accumulate(first, initial=0.0)), list(accumulate(last, initial=0.0))
+    def _moments(self) -> Any:
+        """When requests were sent, had their first tokens, and their last ones: [3, requests], each row sorted."""
+        rows = [(one.intended, one.token_times[0], one.token_times[-1]) for one in self.requests]
+        return np.sort(np.array(rows).T)
 
     def others_before(self, request: Observation) -> int:
         """Requests in flight when that one was sent, and those sent at the same moment, as all of a burst are."""
-        sent, _, last = self._moments
-        return max(0, bisect_right(sent, request.intended) - 1 - bisect_right(last, request.intended))
+        sent, _, last = (np.searchsorted(times, request.intended, side="right") for times in self._moments)
+        return max(0, int(sent - 1 - last))
 
-    def others_reading(self, begin: float, end: float) -> int:
-        """Requests whose prompts were being computed between two moments, and had no first token at the first."""
+    def others_reading(self, begins: Sequence[float], ends: Sequence[float]) -> Any:
+        """Between each two moments, requests whose prompts were being computed, without a first token at the first."""
         sent, first, _ = self._moments
-        return bisect_left(sent, end) - bisect_right(first, begin)
+        return np.searchsorted(sent, ends) - np.searchsorted(first, begins, side="right")
 
     def others_decoding(self, request: Observation) -> float:
         """Mean number of requests that decoded beside that one, over its own decode."""
         start, end = request.token_times[0], request.token_times[-1]
         if end <= start:
             return 0.0
-        beside = (self._decoded(end) - self._decoded(start)) / (end - start) - 1
-        return max(0.0, beside)  # of rounded sums, nobody may be a little less
-
-    def _decoded(self, moment: float) -> float:
-        """Seconds of decode that all requests together had until then."""
-        total = 0.0
-        for sign, times, sums in zip((1, -1), self._moments[1:], self._sums, strict=True):
-            count = bisect_right(times, moment)
-            total += sign * (count * moment - sums[count])
-        return total
+        _, first, last = np.clip(self._moments, start, end)
+        return max(0.0, float(np.sum(last - first)) / (end - start) - 1)  # of rounded sums, nobody may be a little less
 
 
 def read_loads(data: Any, what: str = "a result") -> list[ObservedLoad]:

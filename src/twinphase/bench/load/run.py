@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,13 +22,13 @@ from twinphase.bench.client.sse import failure_kind
 from twinphase.bench.load.arrivals import Arrivals, Closed
 from twinphase.bench.load.slo import Goodput, Slos, goodput
 from twinphase.bench.load.workload import LoadRequest, Workload
+from twinphase.bench.progress import Progress
 from twinphase.bench.statistics import percentile
 from twinphase.bench.targets.target import LoadTarget, TargetFacts
 from twinphase.errors import TwinphaseError
 
-__all__ = ["ClientHealth", "LoadFailedError", "LoadResult", "Progress", "run_load"]
+__all__ = ["ClientHealth", "LoadFailedError", "LoadResult", "run_load"]
 
-Progress = Callable[[str, int, int], None]
 MAX_IN_FLIGHT = 4096  # of an open loop: what is due above it is not sent, and the run is void
 START_DELAY = 0.05  # seconds before the first request of an open loop, so that its task is ready in time
 
@@ -87,7 +87,6 @@ class LoadResult:
         return (len(self.observations) - 1) / window if window > 0 else None
 
     def _known(self, latency: str) -> list[float]:
-        """Of each request that has one."""
         return [value for seen in self.succeeded if (value := getattr(seen, latency)) is not None]
 
     @property
@@ -96,12 +95,10 @@ class LoadResult:
 
     @property
     def tpot(self) -> list[float]:
-        """Of each request with two tokens or more that the target counted."""
         return self._known("tpot")
 
     @property
     def ttfo(self) -> list[float]:
-        """To the first piece of the answer itself, of each request that reasoned first."""
         return self._known("ttfo")
 
     @property
@@ -110,7 +107,7 @@ class LoadResult:
 
     @property
     def itl(self) -> list[float]:
-        """All gaps between pieces of output, pooled."""
+        """Pooled over all requests."""
         return [gap for seen in self.succeeded for gap in seen.itl]
 
     def _tokens(self, *kinds: str) -> int | None:
@@ -253,11 +250,7 @@ class _Sender:
     """Sends a workload and collects what came; replies are read afterwards, where the target can."""
 
     def __init__(
-        self,
-        target: LoadTarget,
-        requests: Sequence[LoadRequest],
-        client: ClientHealth,
-        progress: Progress,
+        self, target: LoadTarget, requests: Sequence[LoadRequest], client: ClientHealth, progress: Progress
     ) -> None:
         self._requests, self._client, self._progress = requests, client, progress
         self._lead = float(getattr(target, "lead", 0.0))
@@ -308,13 +301,10 @@ class _Sender:
         return sorted((self._observed(reply) for reply in replies), key=lambda one: one.intended)
 
     def _observed(self, reply: Any) -> Observation:
-        if isinstance(reply, Observation):
-            return reply
         try:
-            seen: Observation = self._read(reply)
+            return reply if isinstance(reply, Observation) else self._read(reply)
         except Exception as error:
-            seen = _broken(error, reply.intended)
-        return seen
+            return _broken(error, reply.intended)
 
 
 def _broken(error: Exception, intended: float) -> Observation:

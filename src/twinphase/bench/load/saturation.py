@@ -25,8 +25,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from twinphase.bench.load.arrivals import Arrivals, Closed, Constant, Poisson
-from twinphase.bench.load.run import LoadResult, Progress
+from twinphase.bench.load.run import LoadResult
 from twinphase.bench.load.workload import Workload
+from twinphase.bench.progress import Progress
 
 __all__ = ["LoadPoint", "SaturationSearch", "SearchPlan", "cannot_tell", "find_saturation", "saturation_reason"]
 

@@ -235,10 +235,8 @@ def _azure(path: Path, file: Iterable[str]) -> Iterator[TraceLine]:
 
 
 def _azure_time(text: str) -> datetime.datetime:
-    """UTC. The files have seven digits behind the second, more than Python reads; some have a time zone."""
-    head, dot, tail = text.strip().partition(".")
-    digits = len(tail) - len(tail.lstrip("0123456789"))
-    found = datetime.datetime.fromisoformat(f"{head}.{tail[: min(digits, 6)]:0<6}{tail[digits:]}" if dot else head)
+    """UTC; some files give a time zone."""
+    found = datetime.datetime.fromisoformat(text.strip())
     return found.replace(tzinfo=None) - (found.utcoffset() or datetime.timedelta())
 
 
