@@ -1,13 +1,17 @@
-"""Errors of figures, judged though other programs take the processors: by what the measuring processes waited."""
+"""Errors of a client's figures, judged though other programs take the processors: by what both processes waited."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["check_errors", "seconds_waited"]
+from twinphase.bench.client.observation import Observation
+
+__all__ = ["check_errors", "moment_errors", "seconds_waited"]
 
 JUDGED, MOST = 12, 24
 QUIET = 1e-3  # seconds of waiting in an attempt that disturb nothing
@@ -41,3 +45,17 @@ def check_errors(attempt: Callable[[int], Mapping[str, float]], server: int, lim
     wrong = {name: sum(errors[name] - waited >= limit for waited, errors in judged) for name in judged[0][1]}
     assert max(wrong.values()) <= JUDGED // 4, (wrong, judged)
     assert not any(math.isnan(error) for _, errors in judged for error in errors.values())
+
+
+def moment_errors(seen: Observation, log: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds by which each figure of a request differs from what the stub stamped."""
+    sent, came = log["sent"], seen.token_times
+    assert seen.succeeded and all(b > a for a, b in zip(sent, came, strict=True)), "one clock"
+    errors = {f"arrival {number}": b - a for number, (a, b) in enumerate(zip(sent, came, strict=True))}
+    errors["sent"] = log["received"] - seen.sent
+    gaps = zip(itertools.pairwise(sent), seen.itl, strict=True)
+    errors |= {f"gap {number}": abs(b - a - gap) for number, ((a, b), gap) in enumerate(gaps)}
+    errors["ttft"] = abs(seen.ttft - (sent[0] - seen.intended))
+    errors["e2e"] = abs(seen.e2e - (sent[-1] - seen.intended))
+    errors["tpot"] = abs(seen.tpot - (sent[-1] - sent[0]) / (seen.num_output_tokens - 1))
+    return errors

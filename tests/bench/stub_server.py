@@ -33,8 +33,6 @@ SCRIPT: dict[str, Any] = {
     "whole_usage": True,  # in answers that are not streamed
     "finish": "length",
     "role": False,  # an empty first chunk without a token, which names the role where the protocol has roles
-    "empty": [],  # pieces by number whose token has no text: sent with an empty one
-    "silent": [],  # pieces by number whose token has no text: not sent at all
     "merged_end": False,  # the last piece brings finish_reason with it
     "reasoning": 0,  # pieces at the beginning that are thinking (chat)
     "timings": None,
@@ -147,13 +145,10 @@ async def stream(
         if number:
             await pause(script["gaps"][number - 1], since)
         last = script["merged_end"] and number == len(tokens) - 1
-        text = "" if number in script["empty"] or (last and number in script["silent"]) else " word" * count
         field = "reasoning_content" if number < script["reasoning"] else "content"
-        data = chunk(text, script["finish"] if last else None, field)
+        data = chunk(" word" * count, script["finish"] if last else None, field)
         since = time.perf_counter()
         entry["sent"].append(since)
-        if number in script["silent"] and not last:
-            continue
         if script["join"]:
             joined += data
         else:

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from bench.attempts import check_errors
+from bench.attempts import check_errors, moment_errors
+from bench.load.made_load import delta, stream, text, usage
 from bench.stub_server import RunningStub
 from twinphase.bench.client.client import (
     LEFT,
     SEND_NOW,
     Address,
-    Reply,
     ServerUnreachableError,
     exchange,
     run,
@@ -93,33 +93,6 @@ def test_every_form_of_stream_is_read(stub, form, endpoint):
     assert len(seen.token_times) == number, "pieces with a token; a role and the end have none"
 
 
-def stream(*events, step=0.01):
-    """A reply whose events came one every `step` seconds, after a request that was sent at 0."""
-    pieces = [(step * n, b"data: " + json.dumps(one).encode() + b"\n\n") for n, one in enumerate(events, 1)]
-    pieces.append((pieces[-1][0], b"data: [DONE]\n\n"))
-    return Reply(0.0, sent=0.0, ended=pieces[-1][0], status=200, pieces=pieces, whole=True)
-
-
-def text(found, finish=None):
-    return {"id": "x", "choices": [{"index": 0, "text": found, "finish_reason": finish}]}
-
-
-def delta(finish=None, **found):
-    return {"id": "x", "choices": [{"index": 0, "delta": found, "finish_reason": finish}]}
-
-
-def usage(number, **details):
-    return {"id": "x", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": number, **details}}
-
-
-def test_figures_of_recorded_pieces_are_exact():
-    """Nothing is sent here: what is computed from given stamps has no tolerance."""
-    seen = observe(stream(text(" a"), text(" b"), text(" c"), text(" d", "length"), usage(4)))
-    assert seen.token_times == [0.01, 0.02, 0.03, 0.04] and seen.error == ""
-    assert (seen.ttft, seen.e2e) == (0.01, 0.04) and seen.tpot == pytest.approx(0.01, rel=1e-12)
-    assert seen.itl == pytest.approx([0.01] * 3, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("events", "pieces"),
     [
@@ -137,15 +110,11 @@ def test_tokens_without_text_are_tokens(events, pieces):
 
 
 def test_tokens_that_a_server_does_not_send_end_with_the_output():
-    end = (0.1, b"data: " + json.dumps(text("", "length")).encode() + b"\n\n")
-    reply = stream(*[text(" a")] * 5)
-    reply.pieces[-1:] = [end, (0.1, b"data: " + json.dumps(usage(10)).encode() + b"\n\ndata: [DONE]\n\n")]
-    seen = observe(reply)
+    words, moments = [text(" a")] * 5, [0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.1]
+    seen = observe(stream(*words, text("", "length"), usage(10), moments=moments))
     assert seen.tpot == pytest.approx(0.01, rel=1e-9) and seen.e2e == pytest.approx(0.1), "not 4.44 ms"
-    del reply.pieces[5]
-    reply.pieces.insert(5, (0.1, b": nothing says when it was complete\n\n"))
-    seen = observe(reply)
-    assert seen.tpot is None and failure_kind(seen.error) == "broken off"
+    seen = observe(stream(*words, usage(10), moments=moments[:6]))
+    assert seen.tpot is None and failure_kind(seen.error) == "broken off", "nothing says when it was complete"
 
 
 def test_more_pieces_than_tokens_have_no_token_at_their_beginning():
@@ -168,23 +137,6 @@ def test_thinking_is_told_from_the_answer():
     assert seen.ttfo is None and seen.num_reasoning_tokens is None, "it does not think"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("end", [{"merged_end": True}, {}], ids=str)
-@pytest.mark.parametrize("way", ["empty", "silent"])
-def test_tokens_without_text_of_a_server(stub, way, end):
-    """In the middle and at the end, TPOT and E2E are those of the last token that the stub made."""
-    script = {"gaps": [0.01] * 9, way: [3, 4, 7, 8, 9], **end}
-
-    def errors(number):
-        (seen,), (log,) = ask(stub, script)
-        assert seen.succeeded and seen.num_output_tokens == 10
-        assert len(seen.token_times) == (5 if way == "silent" else 9 if end else 10)
-        first, last = log["sent"][0], log["sent"][-1]
-        return {"9 tpot": abs(9 * seen.tpot - (last - first)), "e2e": abs(seen.e2e - (last - seen.intended))}
-
-    check_errors(errors, stub.process.pid)
-
-
 def test_every_moment_is_right_within_a_millisecond(stub):
     draw = random.Random(1)
     scripts = [
@@ -200,26 +152,11 @@ def test_every_moment_is_right_within_a_millisecond(stub):
     def errors(number):
         script = scripts[number % len(scripts)]
         (seen,), (log,) = ask(stub, script)
-        return moment_errors(seen, log, script)
+        assert seen.num_output_tokens == sum(script["tokens"]) > len(seen.token_times)
+        assert seen.ttft >= script["queue"] + script["first"], "the stub's delays are no shorter than told"
+        return moment_errors(seen, log)
 
     check_errors(errors, stub.process.pid)
-
-
-def moment_errors(seen, true, script):
-    """By how much each figure of a request differs from what the stub stamped."""
-    assert seen.succeeded and seen.num_output_tokens == sum(script["tokens"]) > len(seen.token_times)
-    assert all(b > a for a, b in zip(true["sent"], seen.token_times, strict=True)), "one clock"
-    assert seen.ttft >= script["queue"] + script["first"], "the stub's delays are no shorter than told"
-    arrivals = zip(true["sent"], seen.token_times, strict=True)
-    errors = {f"arrival {number}": b - a for number, (a, b) in enumerate(arrivals)}
-    errors["sent"] = true["received"] - seen.sent
-    gaps = zip(itertools.pairwise(true["sent"]), seen.itl, strict=True)
-    errors |= {f"gap {number}": abs(b - a - gap) for number, ((a, b), gap) in enumerate(gaps)}
-    first, last = true["sent"][0], true["sent"][-1]
-    errors["ttft"] = abs(seen.ttft - (first - seen.intended))
-    errors["e2e"] = abs(seen.e2e - (last - seen.intended))
-    errors["tpot"] = abs(seen.tpot - (last - first) / (sum(script["tokens"]) - 1))
-    return errors
 
 
 def test_opening_the_connection_is_no_part_of_a_latency(stub):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from twinphase.bench.client.client import Reply
 from twinphase.bench.client.observation import Observation
 from twinphase.bench.load.run import ClientHealth, LoadResult
 from twinphase.bench.load.workload import Lengths, Sizing, Workload, make_workload
@@ -37,15 +40,40 @@ def every(seconds: float, number: int, *times: float) -> list[tuple[float, list[
     return [(i * seconds, list(times), "") for i in range(number)]
 
 
+def stream(*events: Any, sent: float = 0.0, moments: Sequence[float] = ()) -> Reply:
+    """A reply whose events came at those moments, or one every 10 ms, and whose [DONE] came with the last one."""
+    moments = moments or [sent + 0.01 * n for n in range(1, len(events) + 1)]
+    pairs = zip(moments, events, strict=True)
+    pieces = [(moment, b"data: " + json.dumps(event).encode() + b"\n\n") for moment, event in pairs]
+    pieces.append((moments[-1], b"data: [DONE]\n\n"))
+    return Reply(sent, sent=sent, ended=moments[-1], status=200, pieces=pieces, whole=True)
+
+
+def text(found: str, finish: str | None = None) -> dict[str, Any]:
+    return {"id": "x", "choices": [{"index": 0, "text": found, "finish_reason": finish}]}
+
+
+def delta(finish: str | None = None, **found: str) -> dict[str, Any]:
+    return {"id": "x", "choices": [{"index": 0, "delta": found, "finish_reason": finish}]}
+
+
+def usage(number: int, **details: Any) -> dict[str, Any]:
+    return {"id": "x", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": number, **details}}
+
+
 class Instant:
-    """A target that answers at once: whatever is late is the client."""
+    """A target that answers at once: whatever is late is the client. It notes prompts and if garbage is collected."""
 
     facts = FACTS
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bool]] = []
 
     async def sizing(self) -> Sizing:
         return Sizing()
 
     async def send(self, prompt: Any, max_tokens: int, intended: float) -> Observation:
+        self.asked.append((prompt.text, gc.isenabled()))
         now = time.perf_counter()
         return Observation("", intended, now, [now], time.perf_counter(), 1, 0, 1, 200)
 

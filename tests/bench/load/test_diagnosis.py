@@ -20,9 +20,9 @@ from twinphase.cli import run_app
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    path = write_tiny_gguf(folder / "tiny.gguf", tensor_type="F32", context=4096)
+    path = write_tiny_gguf(folder / "tiny.gguf", layers=1, tensor_type="F32", context=4096)  # its time is scripted
     with own_cache(folder / "cache"):
-        yield lambda **config: Engine(path, **config).warm()
+        yield lambda **config: Engine(path, **config)
 
 
 def request(intended, token_times, **fields):
@@ -92,15 +92,6 @@ def test_tpot_that_grows_with_company_is_batching(start):
     assert "decode_batching" not in causes((1.0, alone))
 
 
-def test_company_is_counted_as_it_was():
-    load = ObservedLoad("x", (request(0, [1, 5]), request(2, [3, 4]), request(4.5, [6, 7]), request(8, [9])))
-    assert [load.others_before(one) for one in load.requests] == [0, 1, 1, 0]
-    burst = ObservedLoad("x", tuple(request(0, [n, n + 1]) for n in range(1, 4)))
-    assert [burst.others_before(one) for one in burst.requests] == [2, 2, 2]
-    assert load.others_decoding(load.requests[0]) == pytest.approx(0.25)  # of 4 seconds one
-    assert list(load.others_reading([3.5, 3.5], [4.4, 4.6])) == [0, 1]
-
-
 def test_comparisons_of_other_requests_are_no_shares_of_one_whole(tmp_path, capsys):
     """TTFT is long for the load and for the prompts alike: shares of each would be more than all of it."""
     lengths = [100, 200, 400, 800, 1600]
@@ -157,6 +148,8 @@ def test_company_is_what_comparing_each_with_each_gives(moments):
         others = [other for other in requests if other is not one]
         assert load.others_before(one) == sum(o.intended <= one.intended < o.token_times[-1] for o in others)
         start, end = one.token_times[0], one.token_times[-1]
+        reading = sum(o.intended < end and start < o.token_times[0] for o in requests)
+        assert list(load.others_reading([start], [end])) == [reading]
         if end - start > 0.01:
             beside = sum(max(0.0, min(end, o.token_times[-1]) - max(start, o.token_times[0])) for o in others)
             assert load.others_decoding(one) == pytest.approx(beside / (end - start), abs=1e-6)

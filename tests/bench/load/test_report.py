@@ -111,9 +111,11 @@ def test_nothing_is_known_of_a_load_without_counts():
 
 
 def test_a_load_in_which_nothing_succeeded():
-    result = made([(0.0, [], "http 500: x")] * 2)
+    result = made([(0.0, [], "http 503: x")] * 2, slos=Slos(ttft=0.01))
     check_sections(load_sections(result))
     assert load_metrics([result]) == ()
+    assert result.failures == {"http 503": 2} and not result.ttft and result.output_rate is None
+    assert result.request_rate == 0 and result.goodput.rate == 0 and result.goodput.missed == {"failed": 2}
 
 
 def test_the_timeline_has_the_queue_where_the_server_tells_it():
