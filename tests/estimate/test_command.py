@@ -52,11 +52,8 @@ def test_both_phases_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(datasheet)" in text and "NVIDIA A100 Tensor Core GPU datasheet" in text
     assert "MFU and MBU 1" in text
     assert "\x1b" not in text  # no terminal, no colour
-
-
-def test_explain_prints_formulas_with_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(capsys, *A100, "--explain")
-    assert "2 P n + 2 V h = 2 x 6,476,005,376 x 1,000 + 2 x 131,072,000 = 12,952,272,896,000" in text
+    formula = "2 P n + 2 V h = 2 x 6,476,005,376 x 1,000 + 2 x 131,072,000 = 12,952,272,896,000"
+    assert formula not in text and formula in run(capsys, *A100, "--explain")
 
 
 def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,10 +72,6 @@ def test_given_figures_make_hardware_or_replace_a_datasheet_s(capsys: pytest.Cap
     changed = run_json(capsys, *A100, "--bandwidth", "1T")
     assert changed["hardware"]["bandwidth"] == 1e12
     assert any("--bandwidth 1T" in line for line in changed["assumptions"])
-
-
-def test_this_machine_needs_to_be_measured_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "twinphase roofline" in refused(capsys, "--model", "llama-2-7b", "--hardware", "this")
 
 
 def test_this_machine_by_its_kept_ceilings(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
@@ -135,12 +128,19 @@ def test_what_no_datasheet_says_is_unknown_not_zero(capsys: pytest.CaptureFixtur
         ([*A100, "--memory", "nan"], "--memory"),
         ([*A100, "--memory", ""], "--memory"),
         ([*A100, "--devices", "0"], "--devices"),
+        (["--model", "llama-2-7b", "--hardware", "this"], "twinphase roofline"),  # not measured yet
         (["--model", "llama-2-7b", "--hardware", "this", "--devices", "2"], "--devices"),
         ([*A100, "--dtype", "fp7"], "fp7"),
         ([*A100, "--kv-cache-dtype", "fp7"], "--kv-cache-dtype"),
         ([*A100, "--compute-dtype", "int4"], "--compute-dtype"),
-        ([*A100, "--mfu", "2"], "mfu"),
+        ([*A100, "--mfu", "0"], "mfu"),
+        ([*A100, "--mfu", "nan"], "mfu"),
+        ([*A100, "--mbu", "1.1"], "mbu"),
         ([*A100, "--prompt-tokens", "0"], "prompt_tokens"),
+        ([*A100, "--output-tokens", "-1"], "output_tokens"),
+        ([*A100, "--batch-size", "0"], "batch_size"),
+        ([*A100, "--price-per-hour", "0"], "price_per_hour"),
+        ([*A100, "--price-per-hour", "inf"], "price_per_hour"),
         ([*A100, "--batch-size", "many"], "batch-size"),
     ],
 )
@@ -152,7 +152,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 def test_an_unknown_model_offers_close_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["estimate", "--model", "llama-2-8b", "--hardware", "l40s"]) == 3
-    assert "llama-2-7b" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "Did you mean" in error and "llama-2-7b" in error
 
 
 def test_one_is_not_several(capsys: pytest.CaptureFixture[str]) -> None:

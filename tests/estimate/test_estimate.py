@@ -151,10 +151,8 @@ def test_largest_batch_fills_the_memory() -> None:
     assert result.max_batch * result.sequence_bytes <= free < (result.max_batch + 1) * result.sequence_bytes
 
 
-def test_weights_that_do_not_fit_leave_no_batch_and_are_named() -> None:
-    result = on_a100("llama-2-70b", 1000)
-    assert result.max_batch == 0
-    assert "do not fit" in warnings(result)[0]
+def test_weights_that_do_not_fit_leave_no_batch() -> None:
+    assert on_a100("llama-2-70b", 1000).max_batch == 0
     two = estimate(read_shape("llama-2-70b"), replace(A100, devices=2), scenario())
     assert two.max_batch is not None and two.max_batch > 0
 
@@ -196,7 +194,7 @@ def test_one_output_token_is_all_prefill() -> None:
 
 def test_without_a_peak_times_are_unknown_and_memory_still_bounds() -> None:
     result = estimate(LLAMA, replace(ROUND, peaks={}), scenario())
-    assert result.prefill.seconds is result.decode.seconds is result.ttft is result.prefill_share is None
+    assert result.prefill.seconds is result.decode.seconds is result.prefill_share is None
     assert result.break_even_batch is result.balance is None
     assert result.no_break_even == "unknown: no peak in fp16 is known"
     assert result.decode.bound == result.decode.linear.bound == "unknown"
@@ -225,27 +223,7 @@ def test_measured_ceilings_choose_units_and_bandwidth_by_working_set() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("prompt_tokens", 0),
-        ("output_tokens", -1),
-        ("batch_size", 0),
-        ("mfu", 0.0),
-        ("mfu", float("nan")),
-        ("mbu", 1.1),
-        ("price_per_hour", 0.0),
-        ("price_per_hour", float("inf")),
-    ],  # fmt: skip
-)
-def test_absurd_scenarios_are_refused(field: str, value: float) -> None:
-    with pytest.raises(InvalidRequestError, match=field):
-        replace(scenario(), **{field: value})
-
-
-def test_unknown_types_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="fp7"):
-        weight_bytes(LLAMA, "fp7")
+def test_weights_stored_in_an_unknown_way_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="--dtype"):
         weight_bytes(replace(LLAMA, dtype=""), "")
 

@@ -42,6 +42,11 @@ def start(model):
     return lambda **config: Engine(model, **config)
 
 
+def slow_tokens(engine, life):
+    """What is told of its time after the first token."""
+    return [one for one in engine.explain(life).diagnoses if one.phase == "decode"]
+
+
 def test_prompt_length(start):
     engine = start().warm()
     assert engine.causes(engine.serve(engine.prompt(1500)), "prefill")[0] == "prompt_length"
@@ -201,10 +206,8 @@ BANDWIDTH, PEAK = 1e9, 1e18  # of a machine that computes in no time and reads s
 
 def decode_of(engine, length, busy):
     """Causes of slow tokens after a prompt of `length`, in steps whose bytes take the part `busy` of their time."""
-    shape, ceilings = (
-        engine.engine.shape,
-        Ceilings("p", 1, "numpy", ((1, BANDWIDTH), (1 << 40, BANDWIDTH)), PEAK, PEAK, None),
-    )
+    shape = engine.engine.shape
+    ceilings = Ceilings("p", 1, "numpy", ((1, BANDWIDTH), (1 << 40, BANDWIDTH)), PEAK, PEAK, None)
 
     def seconds(batch):
         read = step_cost(shape, batch.work, length).bytes + weight_bytes_read(shape, batch.work.logits)
@@ -213,9 +216,8 @@ def decode_of(engine, length, busy):
     Script(engine.engine, seconds)
     life = engine.serve(engine.prompt(length), 20)
     units = Units("float32", "float32", "float32")
-    found = explain(
-        life[0].counts(), life[1], Machine(engine.llm.config, shape, engine.engine.cost_model, ceilings, units)
-    )
+    machine = Machine(engine.llm.config, shape, engine.engine.cost_model, ceilings, units)
+    found = explain(life[0].counts(), life[1], machine)
     return [one for one in found.diagnoses if one.phase == "decode"]
 
 
@@ -273,7 +275,7 @@ def test_cache_pressure(start):
     kept, lost = engine.add(engine.prompt(180), 420), engine.add(engine.prompt(180), 150)
     engine.run()
     assert (kept[0].num_preemptions, lost[0].num_preemptions) == (0, 1)
-    found = [one for one in engine.explain(lost).diagnoses if one.phase == "decode"]
+    found = slow_tokens(engine, lost)
     assert (found[0].cause, found[0].lever.flag) == ("cache_pressure", "--num-kv-blocks")
     assert "cache_pressure" not in engine.causes(kept, "decode")
 
@@ -285,20 +287,26 @@ def test_stalls(start):
     for _ in range(4):
         engine.add(engine.prompt(1000), 1)
     engine.run()
-    found = [one for one in engine.explain(life).diagnoses if one.phase == "decode"]
+    found = slow_tokens(engine, life)
     assert (found[0].cause, found[0].lever.flag) == ("stalls", "--itl-slo-ms")
     assert "stalls" not in engine.causes(engine.serve(engine.prompt(30), 12), "decode")
 
 
-def answered(model, step=0.01, pause=0.0, text="hello world", **config):
-    """Causes by phase of an answer whose steps take `step`, and whose reader takes `pause` for each piece."""
+def answered(model, pause, text="hello world", **config):
+    """Causes by phase of an answer whose reader takes `pause` seconds for each piece."""
     llm = LLM(model, backend="reference", **config)
-    script = Script(llm.engine, lambda batch: step)
+    script = Script(llm.engine, lambda batch: 0.01)
     for update in llm.stream(text, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)):
         script.now += pause
         output = update.output if update.finished else None
-    found = llm.explain(output).diagnoses
-    return {phase: [one.cause for one in found if one.phase == phase] for phase in ("prefill", "decode")}
+    return by_phase(llm.explain(output))
+
+
+def by_phase(explanation):
+    """Names of the causes."""
+    return {
+        phase: [one.cause for one in explanation.diagnoses if one.phase == phase] for phase in ("prefill", "decode")
+    }
 
 
 def test_slow_reader(model):
@@ -312,36 +320,31 @@ def test_slow_reader_of_progress(model):
     assert "slow_reader" not in answered(model, pause=0.0005, **chunks)["prefill"]
 
 
-@pytest.mark.parametrize("slow", [True, False])
-def test_tokenize(model, monkeypatch, slow):
+def causes_of_slow_text(model, monkeypatch, place, method, seconds):
+    """Causes by phase of an answer in which a method that handles text takes so long."""
     llm = LLM(model, backend="reference")
-    script, encode = Script(llm.engine, lambda batch: 0.01), llm._loaded.encode
-
-    def slowly(prompt):
-        script.now += 0.5 if slow else 0.0005
-        return encode(prompt)
-
-    monkeypatch.setattr(llm._loaded, "encode", slowly)
-    (output,) = llm.generate(["hello"], SamplingParams(max_tokens=2, temperature=0.0), use_tqdm=False)
-    causes = [one.cause for one in llm.explain(output).diagnoses if one.phase == "prefill"]
-    assert (causes[0] == "tokenize") if slow else ("tokenize" not in causes)
-
-
-@pytest.mark.parametrize("slow", [True, False])
-def test_detokenize(model, monkeypatch, slow):
-    llm = LLM(model, backend="reference")
-    script, take = Script(llm.engine, lambda batch: 0.01), Transcript.take_tokens
+    script, place = Script(llm.engine, lambda batch: 0.01), place or llm._loaded
+    unhurried = getattr(place, method)
 
     def slowly(*args):
-        script.now += 0.5 if slow else 0.0005
-        return take(*args)
+        script.now += seconds
+        return unhurried(*args)
 
-    monkeypatch.setattr(Transcript, "take_tokens", slowly)
+    monkeypatch.setattr(place, method, slowly)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     (output,) = llm.generate(["hello"], params, use_tqdm=False)
-    for phase in ("prefill", "decode"):
-        causes = [one.cause for one in llm.explain(output).diagnoses if one.phase == phase]
-        assert (causes[0] == "detokenize") if slow else ("detokenize" not in causes)
+    return by_phase(llm.explain(output))
+
+
+def test_tokenize(model, monkeypatch):
+    slow, quick = (causes_of_slow_text(model, monkeypatch, None, "encode", seconds) for seconds in (0.5, 0.0005))
+    assert slow["prefill"][0] == "tokenize" and "tokenize" not in quick["prefill"]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 0.0005])
+def test_detokenize(model, monkeypatch, seconds):
+    for causes in causes_of_slow_text(model, monkeypatch, Transcript, "take_tokens", seconds).values():
+        assert (causes[0] == "detokenize") if seconds > 0.1 else ("detokenize" not in causes)
 
 
 def test_unattributed(start):
@@ -364,7 +367,7 @@ def test_sampling(start):
         engine = start()
         Script(engine.engine, lambda batch: 1.0, sampling=seconds)
         life = engine.warm().serve(engine.prompt(20), 20, temperature=1.0)
-        found = [one for one in engine.explain(life).diagnoses if one.phase == "decode"]
+        found = slow_tokens(engine, life)
         if seconds > 0.1:
             assert (found[0].cause, found[0].lever.flag) == ("sampling", "sampling")
             greedy = engine.explain(engine.serve(engine.prompt(20), 20)).diagnoses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -77,14 +77,9 @@ def _model_line(result: Estimate) -> str:
     )
 
 
-def _precisions(result: Estimate) -> list[str]:
-    units = result.scenario.units
-    return list(dict.fromkeys((units.linear, units.scores, units.values)))
-
-
 def _hardware_line(result: Estimate) -> str:
     hardware = result.hardware
-    peaks = ", ".join(f"{_scaled(hardware.peak(unit), 'FLOP/s')} {unit}" for unit in _precisions(result))
+    peaks = ", ".join(f"{_scaled(hardware.peak(unit), 'FLOP/s')} {unit}" for unit in result.scenario.precisions)
     bandwidth = _scaled(hardware.read_bandwidth(result.decode.bytes), "B/s")
     many = f"{hardware.devices} x " if hardware.devices > 1 else ""
     return f"{many}{hardware.name}: {peaks}, {bandwidth}, {_scaled(hardware.capacity, 'B')}  ({hardware.kind})"
@@ -97,10 +92,7 @@ def show_estimate(result: Estimate, explain: bool) -> None:
     console.print(Text(f"  from {result.shape.source}", "dim"))
     console.print(Text(_hardware_line(result)))
     console.print(_phase_table(result))
-    grid = Table.grid(padding=(0, 2))
-    for name, value in _consequences(result):
-        grid.add_row(name, value)
-    console.print(grid)
+    console.print(_grid(_consequences(result)))
     console.print()
     for line in warnings(result):
         console.print(Text(f"! {line}", "bold yellow"))
@@ -108,7 +100,7 @@ def show_estimate(result: Estimate, explain: bool) -> None:
         console.print(Text(f"- {line}", "dim"))
     if explain:
         console.print()
-        console.print(_formulas(result))
+        console.print(_grid(_formulas(result)))
     else:
         console.print(Text("- --explain prints the formulas with their numbers.", "dim"))
 
@@ -170,14 +162,14 @@ def _consequences(result: Estimate) -> Iterator[tuple[str, str]]:
         yield "break-even batch", f"decode's linear layers are compute-bound from {_requests(even)} on{beyond}"
 
 
-def _formulas(result: Estimate) -> Table:
+def _grid(rows: Iterator[tuple[str, str]]) -> Table:
     grid = Table.grid(padding=(0, 2))
-    for name, formula in _formula_rows(result):
-        grid.add_row(name, Text(formula))
+    for name, value in rows:
+        grid.add_row(name, Text(value))
     return grid
 
 
-def _formula_rows(result: Estimate) -> Iterable[tuple[str, str]]:
+def _formulas(result: Estimate) -> Iterator[tuple[str, str]]:
     """Each formula with this estimate's numbers."""
     shape, scenario, prefill, decode = result.shape, result.scenario, result.prefill, result.decode
     n, batch, layers, p, head = (
@@ -229,20 +221,15 @@ def print_json(result: Estimate) -> None:
     data = {
         "model": counts | {"weight_bytes": asdict(result.weights)},
         "hardware": {
-            "name": hardware.name,
-            "kind": hardware.kind,
-            "devices": hardware.devices,
-            "peaks": {unit: hardware.peak(unit) for unit in _precisions(result)},
+            **{name: getattr(hardware, name) for name in ("name", "kind", "devices")},
+            "peaks": {unit: hardware.peak(unit) for unit in scenario.precisions},
             "bandwidth": hardware.read_bandwidth(result.decode.bytes),
             "memory": hardware.capacity,
         },
         "scenario": asdict(scenario),
-        "prefill": _phase_json(result.prefill),
-        "decode": _phase_json(result.decode),
-        "decode_first": _phase_json(result.decode_first),
-        "decode_last": _phase_json(result.decode_last),
+        **{name: _phase_json(getattr(result, name)) for name in ("prefill", "decode", "decode_first", "decode_last")},
         "decode_steps": result.decode_steps,
-        "ttft_seconds": result.ttft,
+        "ttft_seconds": prefill,
         "prefill_tokens_per_second": scenario.prompt_tokens / prefill if prefill else None,
         "decode_tokens_per_second": 1 / decode if decode else None,
         "decode_tokens_per_second_of_all": scenario.batch_size / decode if decode else None,

@@ -32,13 +32,11 @@ class Datasheet:
 
     Attributes:
         name: what `--hardware` takes.
-        title: the product.
         bandwidth: of its memory, bytes per second; None is unpublished.
         memory: bytes; the largest configuration where there are several; None where it is whatever is fitted.
         peaks: dense operations per second by precision of `PRECISIONS`; a missing one is unpublished.
         sources: the documents that state the figures.
         computed: for a figure that no document states, the formula over published parts.
-        note: what a reader should know of the figures.
     """
 
     name: str

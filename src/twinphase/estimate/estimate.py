@@ -30,14 +30,7 @@ LARGEST_BATCH = 1 << 24  # sequences; a break-even beyond this is reported as "n
 
 @dataclass(frozen=True)
 class PartEstimate:
-    """The linear layers or the attention of a phase: work, and the seconds that each ceiling needs for it.
-
-    Attributes:
-        flops: operations.
-        bytes: moved.
-        compute_seconds: FLOP / (MFU peak); None if the peak is unknown.
-        memory_seconds: bytes / (MBU bandwidth); None if the bandwidth is unknown.
-    """
+    """The linear layers or the attention of a phase: work, and the seconds that each known ceiling needs for it."""
 
     flops: float
     bytes: float
@@ -45,8 +38,7 @@ class PartEstimate:
     memory_seconds: float | None
 
     @property
-    def intensity(self) -> float:
-        """FLOP per byte."""
+    def intensity(self) -> float:  # FLOP per byte
         return self.flops / self.bytes
 
     @property
@@ -57,7 +49,6 @@ class PartEstimate:
 
     @property
     def bound(self) -> str:
-        """What takes longer: "compute", "memory" or "unknown"."""
         if self.compute_seconds is None or self.memory_seconds is None:
             return "unknown"
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
@@ -83,13 +74,11 @@ class PhaseEstimate:
         return _sum(self.linear.seconds, self.attention.seconds)
 
     @property
-    def memory_seconds(self) -> float | None:
-        """What memory alone takes: no peak makes it faster."""
+    def memory_seconds(self) -> float | None:  # no peak makes it faster
         return _sum(self.linear.memory_seconds, self.attention.memory_seconds)
 
     @property
     def bound(self) -> str:
-        """The bound of the part that takes longer."""
         if self.linear.seconds is None or self.attention.seconds is None:
             return "unknown"
         return self.linear.bound if self.linear.seconds >= self.attention.seconds else self.attention.bound
@@ -105,7 +94,7 @@ class Estimate:
 
     Attributes:
         kv_token_bytes: KV of one token in all layers.
-        prefill: of one prompt.
+        prefill: of one prompt; its seconds are the TTFT with no queue and nothing else running.
         decode: the mean step of the batch over the whole request; `decode_first` and `decode_last` are its ends.
         decode_steps: output tokens - 1.
         balance: FLOP per byte at which the linear layers' unit and the memory take equally long.
@@ -132,28 +121,22 @@ class Estimate:
     sequence_bytes: float
 
     @property
-    def ttft(self) -> float | None:
-        """Seconds to the first token: the prefill, with no queue and nothing else running."""
-        return self.prefill.seconds
-
-    @property
     def decode_seconds(self) -> float | None:
         return None if self.decode.seconds is None else self.decode.seconds * self.decode_steps
 
     @property
     def prefill_share(self) -> float | None:
-        """Prefill's share of a request's prefill and decode time, at this batch size."""
         total = _sum(self.prefill.seconds, self.decode_seconds)
-        return None if self.prefill.seconds is None or total is None else self.prefill.seconds / total
+        return None if total is None else (self.prefill.seconds or 0.0) / total
 
     @property
     def prefill_cost(self) -> float | None:
-        """Price of a million prompt tokens: price per second x seconds / tokens."""
+        """Price per million prompt tokens."""
         return self._cost(self.prefill.seconds, self.scenario.prompt_tokens)
 
     @property
     def decode_cost(self) -> float | None:
-        """Price of a million output tokens; each step yields one per sequence."""
+        """Price per million output tokens; each step yields one per sequence."""
         return self._cost(self.decode.seconds, self.scenario.batch_size)
 
     def _cost(self, seconds: float | None, tokens: int) -> float | None:
@@ -191,7 +174,6 @@ class _Model:
     scenario: Scenario
 
     def linear_bytes(self, rows: int) -> float:
-        """Weights that a step of `rows` rows reads."""
         shape, reached = self.shape, 0.0
         if shape.num_experts:
             reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** rows
@@ -246,9 +228,8 @@ class _Model:
         while not compute_bound(high):
             low, high = high, high * 2
             if high > LARGEST_BATCH:
-                return None, (
-                    f"never: even with {low:,} requests at once, reading the weights takes longer than the arithmetic"
-                )
+                slower = "reading the weights takes longer than the arithmetic"
+                return None, f"never: even with {low:,} requests at once, {slower}"
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if compute_bound(middle) else (middle, high)
@@ -302,8 +283,7 @@ def warnings(result: Estimate) -> list[str]:
         found.append(
             f"{length:,} tokens are beyond the context of {shape.context_length:,} that this model was made for."
         )
-    units = scenario.units
-    missing = [unit for unit in dict.fromkeys((units.linear, units.scores, units.values)) if not hardware.peak(unit)]
+    missing = [precision for precision in scenario.precisions if not hardware.peak(precision)]
     if missing:
         found.append(f"No {', '.join(missing)} peak is known for {hardware.name}: give --flops, or --compute-dtype.")
     if result.balance is None and hardware.read_bandwidth(1) is None:

@@ -24,14 +24,12 @@ class Hardware:
     """What the arithmetic is divided by.
 
     Attributes:
-        name: for the reader.
         kind: "datasheet", "measured here" or "given".
         peaks: operations per second of one device, by precision; a missing one is unknown.
         bandwidth: bytes per second of one device; None is unknown, or given by `ceilings`.
         memory: bytes of one device; None is unknown.
         devices: how many share every layer evenly, without any cost of communication.
         ceilings: of this machine, whose bandwidth depends on how much a step reads.
-        notes: what a reader should know.
     """
 
     name: str
@@ -44,14 +42,14 @@ class Hardware:
     notes: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float | None:
-        """Operations per second of all devices; None if unknown."""
+        """Operations per second of all devices."""
         if precision in self.peaks:
             return self.peaks[precision] * self.devices
         measured = self.ceilings.peak(_MEASURED_UNITS.get(precision, "")) if self.ceilings else None
         return measured * self.devices if measured else None
 
     def read_bandwidth(self, working_set: float) -> float | None:
-        """Bytes per second of all devices, for steps that read `working_set` bytes; None if unknown."""
+        """Bytes per second of all devices, for steps that read `working_set` bytes."""
         one = self.bandwidth
         if one is None and self.ceilings is not None:
             one = self.ceilings.read_bandwidth(working_set / self.devices)
@@ -73,9 +71,8 @@ class Scenario:
         units: precision of the arithmetic, of the linear layers and of attention's two products.
         dtype: how weights are stored; "" as in the model's file.
         kv_head_bytes: key and value of one token in one KV head of one layer: 2 d b by the formula.
-        mfu: assumed fraction of the peak.
-        mbu: assumed fraction of the bandwidth.
-        price_per_hour: of all devices together; None is unknown.
+        mfu, mbu: assumed fractions of the peak and of the bandwidth.
+        price_per_hour: of all devices together.
     """
 
     prompt_tokens: int
@@ -90,16 +87,20 @@ class Scenario:
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens", "batch_size"):
-            if not 0 < getattr(self, name) <= 10**9:
-                raise InvalidRequestError(
-                    f"{name} is {getattr(self, name)!r}.", "Use a number from 1 to 1,000,000,000."
-                )
+            self._check(name, 0 < getattr(self, name) <= 10**9, "Use a number from 1 to 1,000,000,000.")
         for name in ("mfu", "mbu"):
-            if not 0 < getattr(self, name) <= 1:
-                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}.", "Use a fraction above 0, up to 1.")
+            self._check(name, 0 < getattr(self, name) <= 1, "Use a fraction above 0, up to 1.")
         price = self.price_per_hour
-        if price is not None and not 0 < price < math.inf:
-            raise InvalidRequestError(f"price_per_hour is {price!r}.", "Use a number above 0.")
+        self._check("price_per_hour", price is None or 0 < price < math.inf, "Use a number above 0.")
+
+    def _check(self, name: str, valid: bool, fix: str) -> None:
+        if not valid:
+            raise InvalidRequestError(f"{name} is {getattr(self, name)!r}.", fix)
+
+    @property
+    def precisions(self) -> list[str]:
+        """Those of `units`, each once."""
+        return list(dict.fromkeys((self.units.linear, self.units.scores, self.units.values)))
 
 
 def datasheet_hardware(name: str) -> Hardware:

@@ -32,18 +32,11 @@ HF_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes of the weights in a file, by what reads them.
+    """Bytes of the weights in a file, by what reads them."""
 
-    Attributes:
-        layers: the layers' matrices that every row goes through.
-        experts: the matrices of all experts.
-        head: the output head; the embedding where they are tied.
-        total: all tensors.
-    """
-
-    layers: int
-    experts: int
-    head: int
+    layers: int  # the matrices that every row goes through
+    experts: int  # of all layers
+    head: int  # the embedding where they are tied
     total: int
 
 
@@ -51,20 +44,15 @@ class StoredBytes:
 class DecoderShape:
     """What the formulas need of a decoder.
 
+    In the formulas: h hidden_size, L num_layers, H num_heads, H_kv num_kv_heads, d head_dim, V vocab_size.
+
     Attributes:
         name: as the user gave it.
         source: where its numbers come from.
         architecture: its family, as the file names it.
-        hidden_size: h.
-        num_layers: L.
-        num_heads: H, query heads.
-        num_kv_heads: H_kv.
-        head_dim: d.
-        vocab_size: V, rows of the embedding.
         layer_parameters: weights of the matrices in all layers that every row uses, with routers and shared experts.
         expert_parameters: weights of all experts of all layers; 0 in a dense model.
         num_experts: per layer; 0 in a dense model.
-        experts_per_token: how many of a layer's experts a row uses.
         other_parameters: norms and biases.
         tied: whether the output head is the embedding.
         windows: for each layer, how many tokens it attends to at most; None is all.

@@ -83,7 +83,7 @@ def _shared_steps(evidence: Evidence) -> bool:
 
 def _beyond_its_error(predicted: float, own: float, evidence: Evidence) -> bool:
     """Whether the prediction is further off than 95 % of the model's last ones."""
-    p95 = evidence.machine.cost_model.error().p95 if evidence.machine else None
+    p95 = evidence.model_error.p95 if evidence.model_error else None
     return abs(predicted - own) > own * p95 if p95 is not None else predicted > own
 
 

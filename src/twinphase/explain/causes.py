@@ -51,10 +51,8 @@ def _queue(evidence: Evidence, seconds: float) -> About:
     for interval in evidence.intervals(IntervalKind.QUEUE):
         by_reason[interval.reason] = by_reason.get(interval.reason, 0.0) + _length(interval)
     by_reason.pop("grammar", None)
-    reason, waited = (
-        max(by_reason, key=lambda name: by_reason[name], default=""),
-        f"It waited {duration(seconds)} to be admitted",
-    )
+    reason = max(by_reason, key=lambda name: by_reason[name], default="")
+    waited = f"It waited {duration(seconds)} to be admitted"
     if reason == "seats":
         why, lever = _seats(evidence)
         return f"{waited}: {why}.", lever
@@ -153,10 +151,8 @@ def _missed_prefix_lever(evidence: Evidence, seconds: float) -> Lever | None:
         return Lever("--enable-prefix-caching", advice, None, own)
     if miss.reason is MissReason.BLOCK_GRANULARITY and machine and miss.token_index and size > machine.block_multiple:
         smaller = machine.block_multiple * max(1, size // 2 // machine.block_multiple)
-        advice = (
-            f"--block-size {smaller} would share more of what follows token {miss.token_index}, if it was sent before."
-        )
-        return Lever("--block-size", advice, None, own)
+        more = f"would share more of what follows token {miss.token_index}, if it was sent before."
+        return Lever("--block-size", f"--block-size {smaller} {more}", None, own)
     # Every chat begins with the template's first tokens: a prompt that departs there is as good as new.
     if miss.reason is MissReason.DIVERGED and miss.part not in NEW_CONTENT and miss.token_index >= size:
         where = f" of the {miss.part} part" if miss.part else ""
@@ -196,10 +192,8 @@ def _context_length(evidence: Evidence, seconds: float) -> About:
     if smaller is not None and nearest_ceiling(evidence)[0] == "memory":
         dtype, part = smaller
         saved = (1 - part) * seconds
-        advice = (
-            f"--kv-cache-dtype {dtype} would read {percent(part)} of the KV bytes, and save about {duration(saved)}."
-        )
-        lever = Lever("--kv-cache-dtype", advice, saved)
+        effect = f"would read {percent(part)} of the KV bytes, and save about {duration(saved)}."
+        lever = Lever("--kv-cache-dtype", f"--kv-cache-dtype {dtype} {effect}", saved)
     sentence = f"Each token reads the keys and values of {evidence.num_prompt} prompt tokens and the output before it."
     return sentence, lever
 
@@ -237,11 +231,9 @@ def _decode_batching(evidence: Evidence, seconds: float) -> About:
 
 def _stalls(evidence: Evidence, seconds: float) -> About:
     if not evidence.detailed or evidence.machine is None:
-        advice = (
-            "--itl-slo-ms would cut others' prompts into smaller chunks: that shortens the longest gap, not their sum."
-        )
+        advice = "would cut others' prompts into smaller chunks: that shortens the longest gap, not their sum."
         sentence = f"Prompt chunks of other requests held up its decode for {duration(seconds)}."
-        return sentence, Lever("--itl-slo-ms", advice)
+        return sentence, Lever("--itl-slo-ms", f"--itl-slo-ms {advice}")
     stalls = evidence.intervals(IntervalKind.STALL)
     tokens, worst = sum(stall.prefill_tokens for stall in stalls), max(stalls, key=_length)
     sentence = (

@@ -12,7 +12,7 @@ from functools import cached_property
 from twinphase.batch import StepWork
 from twinphase.config import EngineConfig
 from twinphase.explain.waterfall import until_first_token
-from twinphase.phases.cost import CostModel
+from twinphase.phases.cost import CostError, CostModel
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
 from twinphase.phases.report import Units, flops_by_unit
 from twinphase.phases.timeline import Interval, IntervalKind, PhaseTotals, RequestTimeline, StepTotals
@@ -29,11 +29,7 @@ class Machine:
     """What the request ran on; None is unknown.
 
     Attributes:
-        config: of the engine.
-        shape: of the model.
         cost_model: of the engine, as it is now.
-        ceilings: measured peaks.
-        units: which arithmetic unit does what.
         cores: processors that the backend may use.
         best_isa: the instruction-set path that would be chosen if none were forced.
         block_multiple: the backend's block sizes are multiples of this.
@@ -70,8 +66,6 @@ class Evidence:
     """A request, its timeline, and what it ran on.
 
     Attributes:
-        request: its lengths, prefix miss and preemptions.
-        timeline: its intervals and the sums of both phases.
         machine: None for a saved ledger; nothing can be predicted then.
         before: seconds by name of what came before it arrived, such as loading the model.
         known: the efficiency of a phase where the ledger has it; otherwise it is worked out here.
@@ -108,7 +102,6 @@ class Evidence:
 
     @property
     def num_computed(self) -> int:
-        """Prompt tokens that were not cached."""
         return self.num_prompt - self.request.num_cached_tokens
 
     @property
@@ -119,7 +112,6 @@ class Evidence:
 
     @property
     def known_part(self) -> float:
-        """`num_known` as a fraction of the computed tokens."""
         return self.num_known / self.num_computed if self.num_known else 0.0
 
     @property
@@ -146,6 +138,10 @@ class Evidence:
     @property
     def config(self) -> EngineConfig | None:
         return self.machine.config if self.machine else None
+
+    @property
+    def model_error(self) -> CostError | None:
+        return self.machine.cost_model.error() if self.machine else None
 
     @property
     def idle_part(self) -> float:

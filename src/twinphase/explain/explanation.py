@@ -34,10 +34,8 @@ class Explanation:
         levers: what to change, the most predicted gain first, then by the time that they address.
         waterfall: the wall time in parts that add up to it; None where nothing has happened yet.
         diagnoses: causes of a bad TTFT, then of bad tokens per second, each the largest share first.
-        efficiency: of "prefill" and "decode".
         alone: None without a cost model.
         error: of the cost model, in everything that is predicted.
-        ttft, tpot: as measured; None where there were too few tokens.
     """
 
     dominant: IntervalKind
@@ -63,11 +61,7 @@ class Explanation:
 def explain(request: RequestCounts, timeline: RequestTimeline, machine: Machine, *, names: bool = False) -> Explanation:
     """Explain a request that has finished, or has come as far as its timeline tells.
 
-    Args:
-        request: with its prefix miss and preemptions.
-        timeline: of the request.
-        machine: settings, cost model and ceilings.
-        names: call other requests by their ids; only for someone who may know of them.
+    With `names` other requests are called by their ids; only for someone who may know of them.
     """
     return explain_evidence(Evidence(request, timeline, machine, names=names))
 
@@ -83,37 +77,30 @@ def explain_evidence(evidence: Evidence) -> Explanation:
     if timeline.end <= timeline.arrival or not any(totals.values()):
         return Explanation(IntervalKind.QUEUE, {}, ("Nothing has happened yet.",), ())
     near = {phase: evidence.efficiency(phase) for phase in ("prefill", "decode")}
-    error = evidence.machine.cost_model.error() if evidence.machine else None
     falls, diagnoses = waterfall(timeline, evidence.before), diagnose(evidence)
     return Explanation(
         dominant=max(totals, key=lambda kind: totals[kind]),
         bounds={phase: found.bound for phase, found in near.items()},
-        sentences=tuple(_sentences(evidence, falls, diagnoses, near, error)),
+        sentences=tuple(_sentences(evidence, falls, diagnoses)),
         levers=rank(one.lever for one in diagnoses if one.lever),
         waterfall=falls,
         diagnoses=diagnoses,
         efficiency=near,
         alone=had_it_run_alone(evidence),
-        error=error,
+        error=evidence.model_error,
         ttft=timeline.ttft,
         tpot=timeline.tpot,
     )
 
 
-def _sentences(
-    evidence: Evidence,
-    falls: Waterfall,
-    diagnoses: tuple[Diagnosis, ...],
-    near: dict[str, Efficiency],
-    error: CostError | None,
-) -> list[str]:
+def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis, ...]) -> list[str]:
     """The headline, the causes by their time, what bound each phase, the cached prefix, and the model's error."""
     largest = sorted(falls.bars, key=lambda bar: -bar.seconds)[:4]
     named = ", ".join(f"{percent(bar.share)} {bar.name}" for bar in largest)
     lines = [f"{duration(falls.wall_seconds)} in all: {named}."]
     lines += [one.evidence for one in sorted(diagnoses, key=lambda one: -(one.seconds or 0.0))]
     for phase in ("prefill", "decode"):
-        totals, bound = getattr(evidence.timeline, phase), near[phase].bound
+        totals, bound = getattr(evidence.timeline, phase), evidence.efficiency(phase).bound
         if totals.steps:
             steps = "1 step" if totals.steps == 1 else f"{totals.steps} steps"
             lines.append(
@@ -122,6 +109,7 @@ def _sentences(
             )
     if all(one.cause != "missed_prefix" for one in diagnoses):
         lines.append(prefix_sentence(evidence))
+    error = evidence.model_error
     if error is not None and error.median is not None and error.p95 is not None:
         lines.append(
             f"Shares and estimates come from the cost model, whose last {error.steps} predictions had a median error "

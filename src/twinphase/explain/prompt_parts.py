@@ -25,7 +25,6 @@ class PartReport(Generic[P]):
     """What one part of a prompt cost.
 
     Attributes:
-        part: which one.
         tokens: of it, wherever in the prompt they stand.
         cached_tokens: those of them that the prefix cache held.
         prefill_share: of the prefill's time, 0 to 1; a cached token has none.
@@ -42,7 +41,6 @@ class PartReport(Generic[P]):
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that were computed for this request."""
         return self.tokens - self.cached_tokens
 
 
