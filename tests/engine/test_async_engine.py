@@ -5,9 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from twinphase.engine.async_engine import AsyncEngine
-from twinphase.engine.host import ThreadHost
-from twinphase.engine.load import LoadedEngine
 from twinphase.engine.messages import End
 from twinphase.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError
 from twinphase.request import FinishReason, SamplingParams
@@ -55,27 +52,6 @@ async def let_others_run():
         await asyncio.sleep(0)
 
 
-@pytest.fixture
-def serve(tiny_path, own_cache):
-    """Runs a coroutine function with a fresh AsyncEngine, which must be left clean."""
-
-    def run(body, **config):
-        async def main():
-            engine = AsyncEngine(ThreadHost(LoadedEngine(tiny_path, backend="reference", **config)))
-            try:
-                await body(engine)
-                if engine.is_running:
-                    inner = engine.host.loaded.engine  # its thread waits for a message
-                    inner.scheduler.check_integrity()
-                    assert not inner.has_work and not inner.timelines
-            finally:
-                engine.close()
-
-        asyncio.run(asyncio.wait_for(main(), 90))
-
-    return run
-
-
 def test_many_at_once_get_what_each_gets_alone(serve, llm):
     alone = [output.outputs[0] for output in (llm.generate([prompt], LONG)[0] for prompt in PROMPTS)]
 
@@ -102,19 +78,6 @@ def test_a_reader_that_comes_late_gets_everything_in_one_update(serve):
         await until_idle(engine)
         (update,) = await read(stream)
         assert update.finished and len(update.token_ids) == 20
-
-    serve(body)
-
-
-def test_a_stop_string_ends_the_request_in_the_engine_too(serve, llm):
-    text = llm.generate([PROMPTS[0]], greedy(30))[0].outputs[0].text
-    stop = text[5:8]
-
-    async def body(engine):
-        updates = await read(await engine.submit(PROMPTS[0], greedy(60, stop=[stop])))
-        completion = updates[-1].output.outputs[0]
-        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-        assert completion.text == text[: text.index(stop)]
 
     serve(body)
 
@@ -170,18 +133,26 @@ def test_a_reader_that_leaves_aborts_its_request(serve, leave, after):
 def test_bad_requests_are_refused_and_disturb_nobody(serve):
     async def body(engine):
         good = await engine.submit(PROMPTS[0], greedy(90), request_id="good")
-        for arguments in (
-            {"prompt": PROMPTS[0], "request_id": "good"},  # before that one can be over
-            {"prompt": [1, 2, 10**9]},
-            {"prompt": []},
-            {"prompt": PROMPTS[0], "priority": 1},  # without the policy
-            {"prompt": PROMPTS[0], "priority": 2**40},
-            {"prompt": PROMPTS[0], "cache_salt": ""},
-            {"prompt": PROMPTS[0], "sampling_params": greedy(10**6)},
-            {"prompt": "x" * 10_000},
+        for arguments, match in (
+            ({"request_id": "good"}, "in use"),  # before that one can be over
+            ({"request_id": ""}, "request id is ''"),
+            ({"request_id": 7}, "request id is 7"),
+            ({"prompt": [1, 2, 10**9]}, "not in the vocabulary"),
+            ({"prompt": []}, "empty"),
+            ({"prompt": 5}, "prompt is of type int"),
+            ({"prompt": [1, "a"]}, "Token id 'a'"),
+            ({"prompt": [{"content": "hi"}]}, "Message 0 has no role"),
+            ({"prompt": "x" * 10_000}, "10000"),
+            ({"priority": 1}, "scheduling_policy is 'fcfs'"),
+            ({"priority": 2**40}, "priority is"),
+            ({"priority": "high"}, "priority is 'high'"),
+            ({"cache_salt": ""}, "cache_salt is"),
+            ({"cache_salt": 5}, "cache_salt is"),
+            ({"sampling_params": greedy(10**6)}, "max_tokens"),
+            ({"sampling_params": {"temperature": 0}}, "type dict. Give SamplingParams"),
         ):
-            with pytest.raises(InvalidRequestError):
-                await engine.submit(**{"sampling_params": greedy(1), **arguments})
+            with pytest.raises(InvalidRequestError, match=match):
+                await engine.submit(**{"prompt": PROMPTS[0], "sampling_params": greedy(1), **arguments})
         assert len((await read(good))[-1].output.outputs[0].token_ids) == 90
 
     serve(body)
@@ -271,15 +242,19 @@ def test_text_that_cannot_be_made_fails_its_own_stream_only(serve):
     serve(body)
 
 
-def test_a_stop_string_ends_the_stream_at_once(serve, llm):
+def test_a_stop_string_ends_the_stream_at_once_and_the_request_in_the_engine_too(serve, llm):
     text = llm.generate([PROMPTS[0]], greedy(30))[0].outputs[0].text
+    stop = text[5:8]
 
     async def body(engine):
         updates, finished = [], []
-        async for update in await engine.submit(PROMPTS[0], greedy(60, stop=[text[5:8]])):
+        async for update in await engine.submit(PROMPTS[0], greedy(60, stop=[stop])):
             updates.append(update)
             finished.append((update.finished, update.output.finished))
         assert finished == [(False, False)] * (len(finished) - 1) + [(True, True)]
+        completion = updates[-1].output.outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert completion.text == text[: text.index(stop)]
         timeline = updates[-1].output.metrics
         assert sum(timeline.totals().values()) == pytest.approx(timeline.end - timeline.arrival)
         await until_idle(engine)

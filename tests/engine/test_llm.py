@@ -1,6 +1,8 @@
 import io
 import re
 import signal
+from contextlib import contextmanager
+from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +19,15 @@ from twinphase.request import MissReason, PrefixMiss, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(40, 70))
+
+
+@contextmanager
+def patched(llm, before):
+    """Calls `before` with each batch that is about to be computed."""
+    execute = llm.engine.executor.execute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.executor, "execute", lambda batch: (before(batch), execute(batch))[1])
+        yield
 
 
 def scripted(llm):
@@ -64,18 +75,23 @@ def test_outputs_have_vllms_shape(llm):
     assert total < 0
 
 
-def test_several_prompts_give_what_each_gives_alone(llm):
-    prompts = [PROMPT[:n] for n in (30, 1, 17)]
-    together = llm.generate(prompts, GREEDY)
-    assert [o.outputs[0].token_ids for o in together] == [answer(llm, p).token_ids for p in prompts]
-    assert [o.prompt_token_ids for o in together] == prompts
-
-
 def test_each_prompt_may_have_its_parameters(llm):
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 3)]
     assert [len(o.outputs[0].token_ids) for o in llm.generate([PROMPT, PROMPT], params)] == [1, 3]
-    with pytest.raises(InvalidRequestError, match="1 prompts and 2"):
-        llm.generate([PROMPT], params)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"sampling_params": [GREEDY, GREEDY]}, "1 prompts and 2 sampling parameters"),
+        ({"sampling_params": []}, "1 prompts and 0 sampling parameters"),  # not the default
+        ({"sampling_params": GREEDY, "priority": [1, 2]}, "1 prompts and 2 priorities"),
+        ({"sampling_params": GREEDY, "priority": [1]}, "scheduling_policy is 'fcfs'"),
+    ],
+)
+def test_what_does_not_fit_the_prompts_is_refused(llm, arguments, match):
+    with pytest.raises(InvalidRequestError, match=match):
+        llm.generate([PROMPT], **arguments)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -98,56 +114,35 @@ def test_seedless_draws_differ_and_repeat_with_the_engine(make_llm):
     assert two() == [first, second]
 
 
-def test_max_tokens_none_is_the_rest_of_the_context(llm):
-    completion = answer(llm, params=SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
-    assert len(completion.token_ids) == 128 - len(PROMPT)
-    assert completion.finish_reason == "length"
+@pytest.mark.parametrize(
+    ("token_id", "params", "num_tokens", "num_in_text", "reason", "stop_reason"),
+    [
+        (2, {}, 1, 0, "stop", None),  # end of sequence
+        (2, {"ignore_eos": True}, 6, 6, "length", None),
+        (70, {"stop_token_ids": [70]}, 1, 0, "stop", 70),
+        (70, {"stop": ["###"]}, 3, 0, "stop", "###"),
+        (70, {"stop": ["#"], "max_tokens": 1}, 1, 0, "stop", "#"),
+        (70, {"stop": ["#never"]}, 6, 6, "length", None),  # what was held back is flushed
+        (70, {"stop": ["#"], "min_tokens": 4}, 5, 4, "stop", "#"),
+        (70, {"max_tokens": None}, 128 - len(PROMPT), 128 - len(PROMPT), "length", None),
+    ],
+)
+def test_ends(llm, token_id, params, num_tokens, num_in_text, reason, stop_reason):
+    """Every token is `token_id`, whose text stands for # in stop strings."""
+    text = llm.tokenizer.decode([token_id])
+    if "stop" in params:
+        params = {**params, "stop": [stop.replace("#", text) for stop in params["stop"]]}
+    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, "logit_bias": {token_id: 100.0}, **params})
+    completion = answer(llm, params=wanted)
+    assert (completion.token_ids, completion.text) == ([token_id] * num_tokens, num_in_text * text)
+    stop_reason = stop_reason.replace("#", text) if isinstance(stop_reason, str) else stop_reason
+    assert (completion.finish_reason, completion.stop_reason) == (reason, stop_reason)
 
 
-class TestStopping:
-    def biased(self, token_id, **params):
-        """Parameters under which every token is `token_id`."""
-        return SamplingParams(**{"temperature": 0.0, "max_tokens": 6, "logit_bias": {token_id: 100.0}, **params})
-
-    def test_end_of_sequence(self, llm):
-        completion = answer(llm, params=self.biased(2))
-        assert (completion.token_ids, completion.text) == ([2], "")
-        assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
-
-    def test_end_of_sequence_ignored(self, llm):
-        completion = answer(llm, params=self.biased(2, ignore_eos=True))
-        assert (completion.token_ids, completion.finish_reason) == ([2] * 6, "length")
-
-    def test_min_tokens(self, llm):
-        completion = answer(llm, params=self.biased(2, min_tokens=3))
-        assert len(completion.token_ids) == 4
-        assert completion.token_ids[-1] == 2
-        assert completion.finish_reason == "stop"
-
-    def test_stop_token_is_in_the_ids_but_not_in_the_text(self, llm):
-        completion = answer(llm, params=self.biased(70, stop_token_ids=[70]))
-        assert (completion.token_ids, completion.text) == ([70], "")
-        assert (completion.finish_reason, completion.stop_reason) == ("stop", 70)
-
-    def test_stop_string_across_tokens(self, llm):
-        text = llm.tokenizer.decode([70])
-        completion = answer(llm, params=self.biased(70, stop=[3 * text]))
-        assert (completion.token_ids, completion.text) == ([70] * 3, "")
-        assert (completion.finish_reason, completion.stop_reason) == ("stop", 3 * text)
-
-    def test_stop_string_completed_by_the_last_token(self, llm):
-        completion = answer(llm, params=self.biased(70, stop=[llm.tokenizer.decode([70])], max_tokens=1))
-        assert completion.finish_reason == "stop"
-
-    def test_stop_string_that_does_not_come_is_flushed(self, llm):
-        text = llm.tokenizer.decode([70])
-        completion = answer(llm, params=self.biased(70, stop=[text + "never"]))
-        assert (completion.text, completion.finish_reason) == (6 * text, "length")
-
-    def test_stop_strings_wait_for_min_tokens(self, llm):
-        text = llm.tokenizer.decode([70])
-        completion = answer(llm, params=self.biased(70, stop=[text], min_tokens=4))
-        assert (len(completion.token_ids), completion.text) == (5, 4 * text)
+def test_no_end_of_sequence_before_min_tokens(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=6, logit_bias={2: 100.0}, min_tokens=3)
+    completion = answer(llm, params=params)
+    assert (len(completion.token_ids), completion.token_ids[-1], completion.finish_reason) == (4, 2, "stop")
 
 
 class TestStream:
@@ -162,21 +157,14 @@ class TestStream:
         assert "".join(u.text for u in updates) == final.outputs[0].text
         assert updates[0].num_prompt_tokens == 30
 
-    def test_leaving_the_loop_aborts(self, llm):
+    @pytest.mark.parametrize("taken", [0, 1])
+    def test_closing_it_aborts(self, llm, taken):
         stream = llm.stream(PROMPT, GREEDY)
-        update = next(stream)
+        updates = [next(stream) for _ in range(taken)]
         stream.close()
-        assert update.output.outputs[0].finish_reason == "abort"
-
-    def test_two_streams_at_once(self, llm):
-        other = PROMPT[:5]
-        a, b = llm.stream(PROMPT, GREEDY), llm.stream(other, GREEDY)
-        next(a)
-        updates_b = list(b)
-        updates_a = list(a)
-        assert updates_a[-1].output.outputs[0].token_ids == answer(llm).token_ids
-        assert updates_b[-1].output.outputs[0].token_ids == answer(llm, other).token_ids
-        assert "".join(u.text for u in updates_b) == updates_b[-1].output.outputs[0].text
+        assert list(stream) == []
+        assert [update.output.outputs[0].finish_reason for update in updates] == ["abort"] * taken
+        llm.stream(PROMPT, GREEDY)  # nor is one left that nobody keeps; the fixture looks
 
     def test_errors_come_before_the_first_update(self, llm):
         with pytest.raises(InvalidRequestError):
@@ -249,14 +237,6 @@ class TestMany:
         first = [output.metrics.token_times[0] for output in outputs]
         assert sorted(first) == [first[1], first[2], first[0]]
 
-    def test_priorities_are_checked(self, llm, make_llm):
-        with pytest.raises(InvalidRequestError, match="1 prompts and 2 priorities"):
-            llm.generate([PROMPT], GREEDY, priority=[1, 2])
-        with pytest.raises(InvalidRequestError, match="scheduling_policy is 'fcfs'"):
-            llm.generate([PROMPT, PROMPT], GREEDY, priority=[0, 1])
-        with pytest.raises(InvalidRequestError, match="priority is 2147483648"):
-            make_llm(scheduling_policy="priority").generate([PROMPT], GREEDY, priority=[2**31])
-
     def test_a_salt_shares_with_its_own_only(self, make_llm):
         llm = make_llm(block_size=4)
         cached = []
@@ -282,8 +262,13 @@ class TestMany:
     def test_a_request_that_fails_fails_alone(self, make_llm):
         llm = make_llm()
         expected = answer(llm, PROMPT[1:]).token_ids
-        llm.engine.executor = FailingExecutor(llm.engine.executor, PROMPT)
-        bad, good = llm.generate([PROMPT, PROMPT[1:]], GREEDY)
+
+        def fail(batch):
+            if any(share.prompt_token_ids == PROMPT for share in batch.scheduled):
+                raise RuntimeError("no such luck")
+
+        with patched(llm, fail):
+            bad, good = llm.generate([PROMPT, PROMPT[1:]], GREEDY)
         assert (bad.outputs[0].finish_reason, bad.error) == ("error", "RuntimeError: no such luck")
         assert bad.outputs[0].token_ids == [] and bad.finished
         assert (good.outputs[0].finish_reason, good.outputs[0].token_ids) == ("length", expected)
@@ -311,50 +296,27 @@ class TestMany:
             assert timeline.seconds(IntervalKind.UNATTRIBUTED) < 0.01 * (at - timeline.arrival)
 
 
-class FailingExecutor:
-    """Raises where a certain prompt is in the batch."""
-
-    def __init__(self, executor, prompt):
-        self.executor, self.prompt = executor, prompt
-
-    def execute(self, batch):
-        if any(share.prompt_token_ids == self.prompt for share in batch.scheduled):
-            raise RuntimeError("no such luck")
-        return self.executor.execute(batch)
-
-
-class InterruptingExecutor:
+def interrupted(llm, step):
     """Ctrl-C arrives while the given step is computed."""
-
-    def __init__(self, executor, step):
-        self.executor, self.step = executor, step
-
-    def execute(self, batch):
-        self.step -= 1
-        if self.step == 0:
-            signal.raise_signal(signal.SIGINT)
-        return self.executor.execute(batch)
+    steps = count(1)
+    return patched(llm, lambda batch: signal.raise_signal(signal.SIGINT) if next(steps) == step else None)
 
 
 @pytest.mark.parametrize(("step", "num_tokens"), [(1, 0), (2, 1), (4, 3)])
 def test_ctrl_c_aborts_and_is_raised(make_llm, step, num_tokens):
     llm = make_llm(max_num_batched_tokens=20, enable_prefix_caching=False)
     whole = answer(llm).token_ids
-    executor = llm.engine.executor
-    llm.engine.executor = InterruptingExecutor(executor, step)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupted(llm, step):
         llm.generate([PROMPT, PROMPT], GREEDY)
     assert not llm.engine.has_work
     llm.engine.scheduler.check_integrity()
-    llm.engine.executor = InterruptingExecutor(executor, step)
     updates = []
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupted(llm, step):
         for update in llm.stream(PROMPT, GREEDY):
             updates.append(update)
     completion = updates[-1].output.outputs[0]  # what there is has come before
     assert (completion.finish_reason, completion.token_ids) == ("abort", whole[:num_tokens])
     assert "".join(update.text for update in updates) == completion.text
-    llm.engine.executor = executor
     assert answer(llm).token_ids == whole
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -363,9 +325,7 @@ def test_ctrl_c_in_one_call_leaves_other_streams_alone(make_llm):
     llm = make_llm()
     whole, stream = answer(llm).token_ids, llm.stream(PROMPT, GREEDY)
     next(stream)
-    executor = llm.engine.executor
-    llm.engine.executor = InterruptingExecutor(executor, 2)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupted(llm, 2):
         llm.chat([{"role": "user", "content": "hello"}], GREEDY)
     assert list(stream)[-1].output.outputs[0].token_ids == whole
 
@@ -391,12 +351,7 @@ def test_ctrl_c_while_a_prompt_is_read_leaves_nothing_behind(llm, monkeypatch):
 )
 def test_bad_prompts(llm, prompt, error, match):
     with pytest.raises(error, match=match):
-        llm.generate([prompt], GREEDY)
-
-
-def test_one_bad_prompt_leaves_nothing_behind(llm):
-    with pytest.raises(InvalidRequestError):
-        llm.generate([PROMPT, [999]], GREEDY)
+        llm.generate([PROMPT, prompt], GREEDY)
 
 
 def test_a_prompt_larger_than_the_whole_cache(make_llm):
@@ -429,18 +384,6 @@ def test_prompts_in_vllms_mappings(llm):
     outputs = llm.generate([ids, text, "hello world"], GREEDY)
     assert outputs[0].prompt_token_ids == PROMPT
     assert outputs[1].outputs[0].text == outputs[2].outputs[0].text
-
-
-def test_an_empty_list_of_parameters_is_not_the_default(llm):
-    with pytest.raises(InvalidRequestError, match="1 prompts and 0 sampling parameters"):
-        llm.generate("hello", [])
-
-
-def test_a_stream_that_is_closed_before_its_first_update_is_aborted(llm):
-    stream = llm.stream(PROMPT, GREEDY)
-    stream.close()
-    assert list(stream) == []
-    llm.stream(PROMPT, GREEDY)  # and one that nobody keeps; the fixture looks at what is left
 
 
 def test_a_long_answers_timeline_is_short(llm):

@@ -200,48 +200,18 @@ def test_unknown_options_are_named(make_llm):
         make_llm(tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"prompt": "hi", "sampling_params": {"temperature": 0}}, "type dict. Give SamplingParams"),
-        ({"prompt": 5}, "prompt is of type int"),
-        ({"prompt": [1, "a"]}, "Token id 'a'"),
-        ({"prompt": [{"content": "hi"}]}, "Message 0 has no role"),
-        ({"prompt": "hi", "request_id": ""}, "request id is ''"),
-        ({"prompt": "hi", "request_id": 7}, "request id is 7"),
-        ({"prompt": "hi", "priority": "high"}, "priority is 'high'"),
-        ({"prompt": "hi", "cache_salt": 5}, "cache_salt is"),
-    ],
-)
-def test_an_async_engine_refuses_them_too_and_goes_on(tiny_path, own_cache, arguments, match):
-    async def main():
-        engine = AsyncEngine.from_model(tiny_path, backend="reference")
-        try:
-            with pytest.raises(InvalidRequestError, match=match):
-                await engine.submit(**arguments)
-            assert len([update async for update in await engine.submit("hi", GREEDY)]) > 0
-        finally:
-            engine.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_no_users_id_is_taken_for_a_question(tiny_path, own_cache):
+def test_no_users_id_is_taken_for_a_question(serve):
     """Questions to the engine had ids of the same kind once."""
 
-    async def main():
-        engine = AsyncEngine.from_model(tiny_path, backend="reference")
-        try:
-            first = await engine.submit("hello", GREEDY)
-            names = [f"look-{n}" for n in range(3)] + ["0", "1", "2"]
-            submits = [engine.submit("hi", GREEDY, request_id=name) for name in names]
-            looks = [engine.explain(first) for _ in range(3)]
-            *streams, a, b, c = await asyncio.gather(*submits, *looks)
-            assert [stream.request_id for stream in streams] == names
-            assert all(isinstance(found, Explanation) for found in (a, b, c))
-            for stream in streams:
-                assert len([update async for update in stream][-1].output.outputs[0].token_ids) == 12
-        finally:
-            engine.close()
+    async def body(engine):
+        first = await engine.submit("hello", GREEDY)
+        names = [f"look-{n}" for n in range(3)] + ["0", "1", "2"]
+        submits = [engine.submit("hi", GREEDY, request_id=name) for name in names]
+        looks = [engine.explain(first) for _ in range(3)]
+        *streams, a, b, c = await asyncio.gather(*submits, *looks)
+        assert [stream.request_id for stream in streams] == names
+        assert all(isinstance(found, Explanation) for found in (a, b, c))
+        for stream in (first, *streams):
+            assert len([update async for update in stream][-1].output.outputs[0].token_ids) == 12
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    serve(body)
