@@ -44,12 +44,24 @@ def test_a_request_lives(engine):
 class TestFailures:
     """A request that makes the executor raise, in whatever company."""
 
-    def test_nothing_is_learned_from_it(self, engine, machine):
-        engine.add_request(make_request("a", 8, max_tokens=3))
-        prices = engine.cost_model.prices
-        machine.struck = {"a"}
-        engine.step()
+    def test_nothing_is_learned_from_it_and_its_time_adds_up(self, engine, machine):
+        prices, machine.struck = engine.cost_model.prices, {"bad"}
+        request, other = make_request("bad", 3), make_request("other", 3, max_tokens=1)
+        bad, good = engine.add_request(request), engine.add_request(other)
+        record = engine.step().record
         assert engine.cost_model.prices == prices and engine.cost_model.error().steps == 0
+        assert bad.end == good.end == record.end
+        assert sum(bad.totals().values()) == pytest.approx(bad.end - bad.arrival)
+
+    def test_nothing_of_it_is_findable(self, engine, machine):
+        machine.struck = {"bad"}
+        bad = make_request("bad", 8)
+        engine.add_request(bad)
+        engine.step()
+        good = make_request("good", [*bad.prompt_token_ids, 1], max_tokens=1)
+        engine.add_request(good)
+        run(engine)
+        assert (good.num_cached_tokens, good.finish_reason) == (0, FinishReason.LENGTH)
 
     def test_it_fails_alone_and_says_why(self, engine, machine):
         requests = {name: make_request(name, [ord(name)] * 2, max_tokens=3) for name in "abc"}
@@ -80,24 +92,6 @@ class TestFailures:
         assert engine.scheduler.get("b") is decoding[1]
         run(engine)
         assert decoding[1].output_token_ids == [7] * 20
-
-    def test_nothing_of_it_is_findable(self, engine, machine):
-        machine.struck = {"bad"}
-        bad = make_request("bad", 8)
-        engine.add_request(bad)
-        engine.step()
-        good = make_request("good", [*bad.prompt_token_ids, 1], max_tokens=1)
-        engine.add_request(good)
-        run(engine)
-        assert (good.num_cached_tokens, good.finish_reason) == (0, FinishReason.LENGTH)
-
-    def test_its_time_adds_up(self, engine, machine):
-        machine.struck = {"bad"}
-        bad = engine.add_request(make_request("bad"))
-        good = engine.add_request(make_request("good", max_tokens=1))
-        record = engine.step().record
-        assert bad.end == good.end == record.end
-        assert sum(bad.totals().values()) == pytest.approx(bad.end - bad.arrival)
 
 
 class TestRefusals:
@@ -131,15 +125,17 @@ class TestRefusals:
         run(engine)
         assert [request.output_token_ids for request in others.values()] == [[7] * 3] * 2
 
-    @pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, 0.5, True, float("nan"), "high"])
-    def test_priorities_out_of_range(self, priority):
-        with pytest.raises(InvalidRequestError, match="priority is"):
-            Request("a", [1], SamplingParams(), priority=priority)
-
-    @pytest.mark.parametrize("salt", ["", "x" * 1025, 5, b"bytes"])
-    def test_salts_out_of_range(self, salt):
-        with pytest.raises(InvalidRequestError, match="cache_salt is"):
-            Request("a", [1], SamplingParams(), cache_salt=salt)
+    @pytest.mark.parametrize(
+        ("name", "values"),
+        [
+            ("priority", [2**31, -(2**31) - 1, 0.5, True, float("nan"), "high"]),
+            ("cache_salt", ["", "x" * 1025, 5, b"bytes"]),
+        ],
+    )
+    def test_values_out_of_range(self, name, values):
+        for value in values:
+            with pytest.raises(InvalidRequestError, match=f"{name} is"):
+                Request("a", [1], SamplingParams(), **{name: value})
 
     def test_the_largest_priorities_are_fine(self, machine):
         engine = machine_engine(machine, policy="priority", max_num_seqs=1)

@@ -24,9 +24,14 @@ PROMPT = list(range(40, 70))
 @contextmanager
 def patched(llm, before):
     """Calls `before` with each batch that is about to be computed."""
-    execute = llm.engine.executor.execute
+    whole = llm.engine.executor.execute
+
+    def execute(batch):
+        before(batch)
+        return whole(batch)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.executor, "execute", lambda batch: (before(batch), execute(batch))[1])
+        patch.setattr(llm.engine.executor, "execute", execute)
         yield
 
 

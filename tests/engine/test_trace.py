@@ -126,11 +126,21 @@ def test_other_times_lead_to_other_chunks(log):
         ('{"a":1}\n', "Line 1 of .* not the header"),
         ("hello\n", "Line 1 of .* is not a JSON object"),
         ("[1]\n", "Line 1 of .* is not a JSON object"),
+        ('LOG{"event":"wish"}', "Line {} of .*The event 'wish' is not known"),
+        ('LOG{"cut', "Line {} of .*not a JSON object"),
+        ('LOG{"event":"step"}', "Line {} of .*KeyError: 'token_ids'"),
+        ('LOG{"event":"add","sampling_params":{"temperature":-1}}', "Line {} of .*temperature is -1"),
+        ('LOG{"event":"add","sampling_params":{"heat":1}}', "Line {} of .*TypeError: .*heat"),
+        ('LOG{"event":"finish","request_id":"0","reason":"boredom"}', "Line {} of .*ValueError: .*boredom"),
+        ('LOG{"event":"observe","seconds":"long","gap":0}', "Line {} of "),
     ],
 )
-def test_what_is_no_log(log, text, match):
-    with pytest.raises(InvalidRequestError, match=match):
-        replay(log(text))
+def test_what_is_no_log_or_does_not_belong_into_one(log, text, match):
+    """LOG stands for a log up to its first observation, {} for the number of the line behind that."""
+    lines = random_run(0)[0].splitlines(keepends=True)
+    first = next(n for n, line in enumerate(lines) if '"event":"observe"' in line) + 1
+    with pytest.raises(InvalidRequestError, match=match.format(first + 1)):
+        replay(log(text.replace("LOG", "".join(lines[:first]))))
 
 
 def test_what_is_no_file_or_no_text(tmp_path):
@@ -140,25 +150,6 @@ def test_what_is_no_file_or_no_text(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\x00\xfe")
     with pytest.raises(InvalidRequestError, match="Line 1 of .* is not a JSON object"):
         replay(tmp_path / "bytes")
-
-
-@pytest.mark.parametrize(
-    ("line", "match"),
-    [
-        ('{"event":"wish"}', "The event 'wish' is not known"),
-        ('{"cut', "not a JSON object"),
-        ('{"event":"step"}', "KeyError: 'token_ids'"),
-        ('{"event":"add","sampling_params":{"temperature":-1}}', "temperature is -1"),
-        ('{"event":"add","sampling_params":{"heat":1}}', "TypeError: .*heat"),
-        ('{"event":"finish","request_id":"0","reason":"boredom"}', "ValueError: .*boredom"),
-        ('{"event":"observe","seconds":"long","gap":0}', ""),
-    ],
-)
-def test_what_a_log_does_not_hold(log, line, match):
-    lines = random_run(0)[0].splitlines(keepends=True)
-    first = next(n for n, text in enumerate(lines) if '"event":"observe"' in text) + 1
-    with pytest.raises(InvalidRequestError, match=f"Line {first + 1} of .*{match}"):
-        replay(log("".join(lines[:first]) + line))
 
 
 def test_every_step_is_on_disk_when_it_is_done(make_llm, tmp_path):

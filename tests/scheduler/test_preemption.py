@@ -173,5 +173,4 @@ def test_short_answers_let_more_in():
     scheduler.max_num_seqs = 8
     for name in "abcd":
         scheduler.add(make_request(name, 8, max_tokens=24))
-    batch, _ = run_step(scheduler)
-    assert len(batch.scheduled) == 4
+    assert len(run_step(scheduler)[0].scheduled) == 4

@@ -68,19 +68,20 @@ def test_decodes_come_first_and_prefills_fill_the_budget():
 
 
 class TestAdmission:
-    def test_seats_are_limited(self):
-        scheduler = make_scheduler(max_num_seqs=2)
+    @pytest.mark.parametrize(
+        ("limit", "length", "admitted", "held_back"),
+        [
+            ({"max_num_seqs": 2}, 3, "ab", "seats"),
+            ({"max_num_batched_tokens": 8}, 8, "a", "budget"),
+            ({}, 3, "abc", None),
+        ],
+    )
+    def test_what_is_limited_is_named(self, limit, length, admitted, held_back):
+        scheduler = make_scheduler(**limit)
         for name in "abc":
-            scheduler.add(make_request(name, 3))
+            scheduler.add(make_request(name, length))
         batch, _ = run_step(scheduler)
-        assert ids(batch.prefills) == ["a", "b"]
-        assert batch.held_back == "seats"
-
-    def test_tokens_are_limited(self):
-        scheduler = make_scheduler(max_num_batched_tokens=8)
-        scheduler.add(make_request("a", 8))
-        scheduler.add(make_request("b", 8))
-        assert run_step(scheduler)[0].held_back == "budget"
+        assert (ids(batch.prefills), batch.held_back) == (list(admitted), held_back)
 
     def test_blocks_are_limited_and_each_running_request_may_want_one_more(self):
         scheduler = make_scheduler(num_blocks=4)
@@ -99,11 +100,6 @@ class TestAdmission:
         for name, length in (("a", 12), ("large", 12), ("small", 2)):
             scheduler.add(make_request(name, length, max_tokens=5))
         assert ids(run_step(scheduler)[0].prefills) == ["a"]
-
-    def test_nothing_is_held_back_when_nobody_waits(self):
-        scheduler = make_scheduler()
-        scheduler.add(make_request("a", 3))
-        assert run_step(scheduler)[0].held_back is None
 
     def test_a_shared_prefix_is_computed_once(self):
         scheduler = make_scheduler(max_num_batched_tokens=8)
@@ -137,10 +133,8 @@ class TestPolicy:
             scheduler.add(make_request(str(number), 3, priority=priority, max_tokens=1))
         return [int(batch.prefills[0].request_id) for batch in run_all(scheduler)]
 
-    def test_fcfs_is_the_order_of_arrival(self):
-        assert self.order("fcfs", 0, 0, 0) == [0, 1, 2]
-
     def test_lower_priorities_go_first_then_the_order_of_arrival(self):
+        assert self.order("fcfs", 0, 0, 0) == [0, 1, 2]
         assert self.order("priority", 5, -1, 0, 5, -1) == [1, 4, 2, 0, 3]
 
     def test_chunks_go_to_the_more_urgent_first(self):
