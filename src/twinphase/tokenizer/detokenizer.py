@@ -32,14 +32,9 @@ class Detokenizer:
         keep_special: Collection[int] = (),
         continuation: bool = False,
     ) -> None:
-        """Starts an empty stream.
+        """Starts an empty stream; `skip_special_tokens` and `continuation` are as for `Tokenizer.decode`.
 
-        Args:
-            tokenizer: of the model that generates.
-            stop: strings that end the text; they are not part of it.
-            skip_special_tokens: as for `Tokenizer.decode`.
-            keep_special: control tokens that are part of the text all the same.
-            continuation: as for `Tokenizer.decode`.
+        A string of `stop` ends the text and is not part of it. The control tokens in `keep_special` always are.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(s for s in stop if s)

