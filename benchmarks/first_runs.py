@@ -36,7 +36,7 @@ def main() -> None:
     found: list[dict[str, float]] = []
     try:
         for number in range(1, args.runs + 1):
-            with tempfile.TemporaryDirectory() as cache, Bystanders([one.pid for one in busy]) as others:
+            with tempfile.TemporaryDirectory() as cache, Bystanders() as others:
                 os.environ["TWINPHASE_CACHE"], start, kept = cache, time.perf_counter(), None
                 while kept is None or must_measure(kept):
                     kept, _ = learn_ceilings(EngineConfig())

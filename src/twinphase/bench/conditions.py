@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -137,13 +137,12 @@ def public(text: str) -> str:
 class Bystanders:
     """Whoever else used the CPU while something was measured, by the kernel's counters.
 
-    A context manager: the measurement runs inside. This process, its descendants and those of `pids` (a server that is
-    measured here) are the measurement; everything else on the machine is a bystander. Afterwards `cores` says how many
-    cores others used on average, None where the kernel does not say.
+    A context manager: the measurement runs inside. This process and its descendants are the measurement; everything
+    else on the machine is a bystander. Afterwards `cores` says how many cores others used on average, None where the
+    kernel does not say.
     """
 
-    def __init__(self, pids: Iterable[int] = ()) -> None:
-        self._pids = {os.getpid(), *pids}
+    def __init__(self) -> None:
         self._start: tuple[int, int] | None = None
         self._time = 0.0
         self.cores: float | None = None
@@ -162,7 +161,7 @@ class Bystanders:
     def _read(self) -> tuple[int, int] | None:
         """(ticks that all used, ticks that the measurement used), or None where the kernel does not say."""
         used = _machine_ticks()
-        return None if used is None else (used, _ticks_of_trees(self._pids))
+        return None if used is None else (used, _ticks_of_tree(os.getpid()))
 
     def noise(self) -> str:
         """One sentence for `Report.noise`."""
@@ -186,8 +185,8 @@ def _machine_ticks() -> int | None:
     return sum(used[:3]) + sum(used[5:]) or None
 
 
-def _ticks_of_trees(roots: set[int]) -> int:
-    """CPU ticks of processes and their descendants, those included that have ended and were waited for."""
+def _ticks_of_tree(root: int) -> int:
+    """CPU ticks of a process and its descendants, those included that have ended and were waited for."""
     children: dict[int, list[int]] = {}
     ticks = {}
     for entry in Path("/proc").glob("[0-9]*"):
@@ -195,10 +194,7 @@ def _ticks_of_trees(roots: set[int]) -> int:
             words = (entry / "stat").read_text().rpartition(")")[2].split()
             children.setdefault(int(words[1]), []).append(int(entry.name))
             ticks[int(entry.name)] = sum(map(int, words[11:15]))
-    found, waiting = set(), [*roots]
-    while waiting:
-        pid = waiting.pop()
-        if pid not in found:
-            found.add(pid)
-            waiting += children.get(pid, [])
-    return sum(ticks.get(pid, 0) for pid in found)
+    tree = [root]
+    for pid in tree:  # which grows meanwhile
+        tree += children.pop(pid, [])
+    return sum(ticks.get(pid, 0) for pid in tree)

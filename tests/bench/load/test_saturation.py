@@ -6,7 +6,6 @@ import heapq
 import json
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ import pytest
 from bench.load.made_load import Instant, check_sections, every, made
 from twinphase.bench.client.client import run
 from twinphase.bench.client.observation import Observation
-from twinphase.bench.load import saturation
-from twinphase.bench.load.run import ClientHealth, LoadResult, run_load
+from twinphase.bench.load import plan, saturation
+from twinphase.bench.load.plan import LoadOptions, load_parts
+from twinphase.bench.load.run import ClientHealth, LoadResult
 from twinphase.bench.load.saturation import (
     SaturationSearch,
     SearchPlan,
@@ -37,15 +37,12 @@ from twinphase.bench.report.report import Status
 class Served:
     """Loads on a virtual clock, in place of `run_load`: `slots` requests at once, `seconds` each.
 
-    Attributes:
-        loads: (arrivals, number of requests, warm-up requests, how many of them at once) of each.
-        void_above: a rate above which the client is the limit.
-        hiccup: number of a load whose requests take 20 times as long.
+    Above the rate `void_above` the client is the limit; in load number `hiccup` requests take 20 times as long.
     """
 
     def __init__(self, slots: int, seconds: float, void_above: float = math.inf, hiccup: int = -1) -> None:
         self.slots, self.seconds, self.void_above, self.hiccup = slots, seconds, void_above, hiccup
-        self.loads: list[tuple[Any, int, int, int]] = []
+        self.loads: list[tuple[Any, int, int, int]] = []  # arrivals, requests, warm-up requests, these at once
         self.prompts: list[str] = []
 
     async def __call__(self, workload: Any, arrivals: Any, warm_up_at_once: int = 1) -> LoadResult:
@@ -160,16 +157,18 @@ def test_long_outputs_are_no_saturation(monkeypatch):
     assert search.saturated_at is None
 
 
-def test_one_search_on_the_real_clock(monkeypatch):
+def test_the_search_of_the_command_on_the_real_clock(monkeypatch):
     class Steady(Instant):
         async def send(self, prompt: Any, max_tokens: int, intended: float) -> Observation:
             seen = await super().send(prompt, max_tokens, intended)
             return replace(seen, token_times=[intended + 0.01])
 
     monkeypatch.setattr(saturation, "MAX_POINTS", 1)
-    search = run(find_saturation(partial(run_load, Steady()), make, SearchPlan(closed=True, seconds=0.3)))
-    (point,) = search.points
-    assert len(point.result.observations) == 30 and point.result.conditions["warm-up requests"].startswith("1 at once")
+    monkeypatch.setattr(plan, "QUICK_SECONDS", 0.295)
+    parts = load_parts(Steady(), LoadOptions(saturate=True, max_concurrency=1, quick=True), lambda *_: None)
+    (point,) = parts.data["points"]
+    assert len(point["observations"]) == 30 and point["conditions"]["warm-up requests"].startswith("1 at once")
+    assert parts.name == "saturation" and "none was saturated" in parts.verdicts[0].reason and parts.metrics
 
 
 STEADY = every(0.1, 60, 0.05, 0.1)
