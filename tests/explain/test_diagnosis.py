@@ -11,31 +11,21 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from made_up import made_up_machine as machine
 from twinphase.bench.load.diagnosis import CLIENT_RULES
-from twinphase.config import EngineConfig
 from twinphase.explain.alone import alone_sentences, had_it_run_alone
 from twinphase.explain.causes import CAUSES
 from twinphase.explain.diagnosis import diagnose
-from twinphase.explain.evidence import Efficiency, Evidence, Machine
+from twinphase.explain.evidence import Efficiency, Evidence
 from twinphase.explain.explanation import explain, explain_evidence
 from twinphase.explain.levers import Lever, rank
-from twinphase.phases.cost import CostError, CostModel
-from twinphase.phases.hardware import Ceilings
-from twinphase.phases.report import Units
+from twinphase.phases.cost import CostError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost, ModelShape
 from twinphase.request import MissReason, PrefixMiss, RequestCounts, SamplingParams
 
 ROOT = Path(__file__).parents[2]
-SHAPE = ModelShape(1000, 500, 600, 300, 2, 4, 2, 64, kv_token_bytes=800)
-PRICES = (2e-3, 1e-4, 5e-4, 1e-4, 1e-8, 1e-6, 1e-5)
-CEILINGS = Ceilings("p", 1, "generic", ((1, 1e6), (1 << 30, 1e6)), 1e6, 1e5, None)
-UNITS = Units("int8", "int8", "float32")
-
-
-def machine(ceilings=CEILINGS, **config):
-    known = {name: config.pop(name) for name in ("cores", "best_isa") if name in config}
-    return Machine(EngineConfig(num_kv_blocks=64, **config), SHAPE, CostModel(PRICES), ceilings, UNITS, **known)
+LARGE = ModelShape(10**6, 500_000, 600_000, 300_000, 2, 4, 2, 64, 800)
 
 
 def evidence(pieces, first=None, miss=None, **fields):
@@ -128,10 +118,7 @@ def test_without_an_engine_nothing_is_predicted():
     ],
 )
 def test_what_a_token_waits_for(bytes_, linear, inside, config, cause):
-    small = Machine(machine(**dict(config)).config, ModelShape(10**6, 500_000, 600_000, 300_000, 2, 4, 2, 64, 800),
-                    CostModel(PRICES), config.get("ceilings", CEILINGS), UNITS, config.get("cores"),
-                    config.get("best_isa"))  # fmt: skip
-    found = explain(*decoded(bytes_, linear, **inside), small)
+    found = explain(*decoded(bytes_, linear, **inside), machine(shape=LARGE, **config))
     assert causes(found.diagnoses, "decode")[0] == cause
 
 
@@ -204,7 +191,7 @@ def test_a_prompt_in_the_first_steps_is_one_of_the_first():
 
 
 def test_a_long_context_is_told_from_a_large_model_and_above_the_ceiling_nothing_is_clamped():
-    found = explain(*decoded(3_000_000), machine())  # 900 bytes of weights, 800 of each of 101 tokens
+    found = explain(*decoded(3_000_000), machine())  # 900 bytes of weights, 784 of each of 101 tokens
     assert causes(found.diagnoses, "decode") == ["context_length"]
     assert found.efficiency["decode"].mbu == pytest.approx(3.0)
 

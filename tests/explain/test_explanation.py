@@ -5,31 +5,19 @@ from itertools import cycle
 import pytest
 from typer.main import get_command
 
+from made_up import KV_BYTES, PRICES
+from made_up import made_up_machine as make_machine
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.batch import StepWork
 from twinphase.cli import app
-from twinphase.config import EngineConfig
-from twinphase.explain.explanation import Machine, explain
+from twinphase.explain.explanation import explain
 from twinphase.phases.cost import CostModel
-from twinphase.phases.hardware import Ceilings
-from twinphase.phases.report import Units
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
-from twinphase.phases.work import Cost, ModelShape
+from twinphase.phases.work import Cost
 from twinphase.request import MissReason, PrefixMiss, RequestCounts
 
-SHAPE = ModelShape(1000, 500, 600, 300, 2, 4, 2, 64, kv_token_bytes=2 * 2 * (64 + 4 + 128))
-PRICES = (2e-3, 1e-4, 5e-4, 1e-4, 1e-8, 1e-6, 1e-5)
-CEILINGS = Ceilings("p", 1, "generic", ((1, 1e6), (1 << 30, 1e6)), 1e6, 1e5, None)
-UNITS = Units("int8", "int8", "float32")
 NONE = Cost()
-
-
-def make_machine(block_multiple=1, **config):
-    config = EngineConfig(**{"num_kv_blocks": 64, **config})
-    kv = {"auto": 2 * 2 * (64 + 4 + 128), "int8": 2 * 2 * (64 + 4 + 64 + 4)}
-    facts = {"block_multiple": block_multiple, "kv_token_bytes": kv}
-    return Machine(config, SHAPE, CostModel(PRICES), CEILINGS, UNITS, **facts)
 
 
 def make_request(**fields):
@@ -204,7 +192,7 @@ def advised(found, backend, config):
 
 @pytest.mark.parametrize("backend", [CpuBackend, ReferenceBackend])
 def test_advice_names_flags_that_exist_and_values_that_the_backend_accepts(backend):
-    sizes = {dtype: {"auto": 784, "int8": 544}[dtype] for dtype in backend.kv_cache_dtypes}
+    sizes = {dtype: KV_BYTES[dtype] for dtype in backend.kv_cache_dtypes}
     seen = set()
     lives = ({"read": 3600}, {"length": 0.05, "tokens": 400}, {"own": 0.001, "length": 0.004})
     reasons = ("seats", "blocks", "budget", "prefix", "grammar", "")

@@ -108,35 +108,36 @@ def test_whatever_is_in_a_file_is_an_explanation_or_an_error_of_ours(form, data)
     assert found.waterfall is None or sum(bar.share for bar in found.waterfall.bars) == pytest.approx(1)
 
 
+@pytest.fixture
+def explained(tmp_path, capsys):
+    """What `explain` says of a form: its exit status, what it prints, and its error."""
+
+    def explain_file(form, *options):
+        path = tmp_path / "form.json"
+        path.write_text(form if isinstance(form, str) else json.dumps(form))
+        return run_app(["explain", str(path), *options]), *capsys.readouterr()
+
+    return explain_file
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("\x00", "is not JSON"), ('"a"', "not an object")],
 )
-def test_the_command_says_what_files_it_takes(tmp_path, capsys, content, words):
-    (tmp_path / "broken.json").write_text(content)
-    assert run_app(["explain", str(tmp_path / "broken.json")]) == 2
-    error = capsys.readouterr().err
-    assert words in error and "twinphase run --json" in error and "result.json" in error
+def test_the_command_says_what_files_it_takes(tmp_path, capsys, explained, content, words):
+    code, _, error = explained(content)
+    assert code == 2 and words in error and "twinphase run --json" in error and "result.json" in error
     assert run_app(["explain", str(tmp_path / "missing.json")]) == 2
     assert "cannot be read" in capsys.readouterr().err
     assert run_app(["explain", str(tmp_path)]) == 2
 
 
-def test_the_command_draws_bars_that_follow_each_other(tmp_path, capsys):
-    (tmp_path / "timings.json").write_text(json.dumps(TIMINGS))
-    assert run_app(["explain", str(tmp_path / "timings.json")]) == 0
-    shown = capsys.readouterr().out.splitlines()
+def test_the_command_draws_bars_that_follow_each_other(explained):
+    shown = explained(TIMINGS)[1].splitlines()
     bars = [line for line in shown if line.split(" ")[0] in {kind.value for kind in IntervalKind} and "█" in line]
     starts = [line.index(next(c for c in line if c in "█▉▊▋▌▍▎▏")) for line in bars]
     assert len(bars) == 4 and starts == sorted(starts)
     assert any("100.0 %" in line for line in shown)
-
-
-def explained(tmp_path, capsys, form=TIMELINE):
-    """What `explain --json` gives of a form."""
-    (tmp_path / "form.json").write_text(json.dumps(form))
-    assert run_app(["explain", str(tmp_path / "form.json"), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def client_result():
@@ -173,10 +174,9 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("path", "value"), DAMAGES)
-def test_a_damaged_explanation_is_refused(tmp_path, capsys, path, value):
-    form = changed(explained(tmp_path, capsys), path, value)
-    (tmp_path / "saved.json").write_text(json.dumps(form))
-    code, error = run_app(["explain", str(tmp_path / "saved.json")]), capsys.readouterr().err
+def test_a_damaged_explanation_is_refused(explained, path, value):
+    saved = json.loads(explained(TIMELINE, "--json")[1])
+    code, _, error = explained(changed(saved, path, value))
     if path == ["id"]:  # the file's name is one
         assert code == 0
     else:
@@ -211,10 +211,9 @@ def loaded(**observation):
     loaded(intended=1.0, token_times=[2.0], num_output_tokens=-1),
     {"format": "twinphase-result", "kind": "explain", "data": {"kind": "client"}},
 ])  # fmt: skip
-def test_odd_files_are_refused_with_one_clear_error(tmp_path, capsys, form):
-    (tmp_path / "odd.json").write_text(json.dumps(form))
-    code, shown = run_app(["explain", str(tmp_path / "odd.json")]), capsys.readouterr()
-    assert code == 2 and not shown.out and shown.err and "Traceback" not in shown.err
+def test_odd_files_are_refused_with_one_clear_error(explained, form):
+    code, shown, error = explained(form)
+    assert code == 2 and not shown and error and "Traceback" not in error
 
 
 def replaced(form, data):
@@ -231,12 +230,9 @@ def replaced(form, data):
 @given(st.data())
 def test_whatever_is_in_a_saved_explanation_is_shown_or_refused(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("saved") / "saved.json"
-    if data.draw(st.booleans()):
-        form = client_result()
-        path.write_text(json.dumps(form))
-        form = from_file(path) if data.draw(st.booleans()) else form
-    else:
-        path.write_text(json.dumps(TIMELINE))
+    form = data.draw(st.sampled_from([client_result(), TIMELINE]))
+    path.write_text(json.dumps(form))
+    if form is TIMELINE or data.draw(st.booleans()):
         form = from_file(path)
     path.write_text(json.dumps(replaced(form, data)))
     try:

@@ -52,10 +52,6 @@ def _section(title: str, body: list[str]) -> Iterator[str]:
         yield from body
 
 
-def _maybe(seconds: float | None) -> str:
-    return "unknown" if seconds is None else duration(seconds)
-
-
 def _percent(fraction: float | None) -> str:
     return "unknown" if fraction is None else percent(fraction)
 
@@ -66,9 +62,10 @@ def _headline(found: Mapping[str, Any]) -> str:
         return (
             f"{found['num_requests']} requests as a client saw them, {duration(falls['wall_seconds'])} each on average"
         )
-    tpot = found.get("tpot")
+    tpot, ttft = found.get("tpot"), falls["first_token"]
+    first = "unknown" if ttft is None else duration(ttft)
     rate = f", then {duration(tpot)} per token ({1 / tpot:,.1f} tok/s)" if tpot else ""
-    return f"{duration(falls['wall_seconds'])} in all, first token after {_maybe(falls['first_token'])}{rate}"
+    return f"{duration(falls['wall_seconds'])} in all, first token after {first}{rate}"
 
 
 def _bars(falls: Mapping[str, Any]) -> Iterator[str]:
