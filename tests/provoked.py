@@ -43,11 +43,9 @@ class Engine:
         self._random = random.Random(seed)
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Random tokens."""
         return [self._random.randrange(5, 300) for _ in range(num_tokens)]
 
     def add(self, prompt: list[int], max_tokens: int, *, cache_salt: str | None = None, **params: Any) -> Life:
-        """Queue a request."""
         wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params})
         name = str(len(self._lives))
         request = Request(name, prompt, wanted, arrival_time=self.engine.clock(), cache_salt=cache_salt)
@@ -78,7 +76,6 @@ class Engine:
         return self
 
     def explain(self, life: Life) -> Explanation:
-        """By the engine itself."""
         request, timeline = life
         return self.llm._loaded.explain(request.counts(), timeline)
 

@@ -53,12 +53,7 @@ def own_cache(folder: Path) -> Iterator[None]:
 
 
 def compile_together(isa: str, models: Iterable[Callable[[], object]]) -> None:
-    """Compile what several models need of a path at once: compilers started for each take twice as long.
-
-    Args:
-        isa: the path.
-        models: each begins to load one on it.
-    """
+    """Compile at once what `models`, each of which begins to load one, need: one by one takes twice as long."""
     specs: set[str] = set()
     backend = "twinphase.backends.cpu.backend"
     with pytest.MonkeyPatch.context() as patch:
@@ -72,13 +67,7 @@ def compile_together(isa: str, models: Iterable[Callable[[], object]]) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """The rows that one sequence has in a step.
-
-    Attributes:
-        tokens: their token ids.
-        start: position of the first.
-        blocks: block ids of the sequence, in order.
-    """
+    """The rows that one sequence has in a step: token ids from position `start` on, and its block ids in order."""
 
     tokens: NDArray[np.int32]
     start: int
@@ -112,7 +101,6 @@ class Steps:
     """A model on a backend, with a KV cache."""
 
     def __init__(self, path: Path, backend: Backend, *, num_blocks: int = 64, block_size: int = 16) -> None:
-        """Load the model and allocate `num_blocks` blocks."""
         self.backend, self.block_size = backend, block_size
         self.model = load_model(open_gguf(path), backend)
         config = self.model.config

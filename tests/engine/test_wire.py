@@ -11,14 +11,6 @@ from twinphase.request import FinishReason, MissReason, PrefixMiss, RequestCount
 ADD = Add("a", [1, 2], SamplingParams(logit_bias={3: 1.0}, stop=["x"], max_tokens=None), 1.0, 2.0, cache_salt="s")
 
 
-def news():
-    timeline = RequestTimeline(1.0)
-    timeline.mark(IntervalKind.QUEUE, 2.5, reason="seats")
-    timeline.hand_over_tokens(2, 3.0)
-    counts = RequestCounts("a", 9, 1, 3, PrefixMiss(MissReason.DIVERGED, 3), 1, 4)
-    return StepNews([News("a", [7], 9, 3, finished=Finished(FinishReason.STOP, counts, timeline, (0.1, 0.2)))])
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=12))
 def test_messages_come_whole_however_the_bytes_are_cut(cuts):
@@ -31,7 +23,11 @@ def test_messages_come_whole_however_the_bytes_are_cut(cuts):
 
 
 def test_what_the_engine_says_comes_back_equal():
-    sent = news()
+    timeline = RequestTimeline(1.0)
+    timeline.mark(IntervalKind.QUEUE, 2.5, reason="seats")
+    timeline.hand_over_tokens(2, 3.0)
+    counts = RequestCounts("a", 9, 1, 3, PrefixMiss(MissReason.DIVERGED, 3), 1, 4)
+    sent = StepNews([News("a", [7], 9, 3, finished=Finished(FinishReason.STOP, counts, timeline, (0.1, 0.2)))])
     (got,) = Decoder(FromEngine).feed(encode(sent))
     assert got == sent
 

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from twinphase.batch import StepWork
-from twinphase.phases.cost import FEATURES, CostModel, features, starting_prices
+from twinphase.phases.cost import FEATURES, CostError, CostModel, features, starting_prices
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.work import ModelShape
 
@@ -124,14 +124,10 @@ def test_nothing_is_learned_from_nothing():
     model = fresh()
     model.observe(StepWork(), 1.0)
     model.observe(decodes(1, 1), 0.0)
-    assert (model.prices, model.error().steps) == (fresh().prices, 0)
+    assert (model.prices, model.error()) == (fresh().prices, CostError(0, None, None))
 
 
 class TestError:
-    def test_there_is_none_before_the_first_step(self):
-        error = fresh().error()
-        assert (error.steps, error.median, error.p95) == (0, None, None)
-
     def test_it_is_of_predictions_made_before_their_step(self):
         model = CostModel(TRUE)
         for ratio in (1.0, 1.25, 2.0):

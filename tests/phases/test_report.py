@@ -79,18 +79,13 @@ def test_without_ceilings_all_is_unknown() -> None:
     assert "MFU unknown" in "\n".join(report_lines(make(ceilings=None)))
 
 
-def test_a_request_without_decode_steps() -> None:
+def test_a_request_without_decode_steps_and_one_that_never_ran() -> None:
     result = make(steps=0)
     _, decode = result.phases
     assert (decode.tokens, decode.seconds, decode.tokens_per_second, decode.bound) == (0, 0.0, None, "unknown")
-    assert len(report_lines(result)) == 3
-
-
-def test_a_request_that_never_ran() -> None:
-    line = RequestTimeline(arrival=0.0)
-    result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=0.0)
-    assert [row.share for row in result.rest] == [0.0]
-    assert len(report_lines(result)) == 3
+    never = phase_report(RequestTimeline(arrival=0.0), units=UNITS, ceilings=CEILINGS, wall_seconds=0.0)
+    assert [row.share for row in never.rest] == [0.0]
+    assert len(report_lines(result)) == len(report_lines(never)) == 3
 
 
 def test_above_the_ceiling_is_said_and_not_clamped() -> None:

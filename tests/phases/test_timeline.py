@@ -107,15 +107,11 @@ def test_equal_neighbours_are_one_interval():
     assert [(i.end, i.reason) for i in timeline.intervals] == [(2.0, "seats"), (3.0, "blocks")]
 
 
-def test_time_does_not_run_backwards():
-    timeline = RequestTimeline(arrival=1.0)
-    with pytest.raises(ValueError, match="before"):
-        timeline.mark(IntervalKind.SEND, 0.5)
-
-
-def test_no_tokens_no_latencies():
+def test_a_timeline_begins_without_latencies_and_time_does_not_run_backwards():
     timeline = RequestTimeline(arrival=1.0)
     assert (timeline.ttft, timeline.tpot, timeline.itl, timeline.end) == (None, None, [], 1.0)
+    with pytest.raises(ValueError, match="before"):
+        timeline.mark(IntervalKind.SEND, 0.5)
 
 
 def test_ends_meet_exactly_whatever_the_floats():

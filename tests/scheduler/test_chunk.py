@@ -14,9 +14,7 @@ def make_budget(num_tokens, limit, decodes=DECODES, times=None, block_size=4):
 
 def test_without_an_slo_a_chunk_fills_the_budget():
     budget = make_budget(64, None)
-    assert budget.take(0, 40) == 40
-    assert budget.take(0, 40) == 24
-    assert budget.num_tokens == 0
+    assert [budget.take(0, 40), budget.take(0, 40), budget.num_tokens] == [40, 24, 0]
 
 
 def test_an_slo_cuts_the_chunk():
@@ -39,10 +37,8 @@ def test_the_first_chunk_is_never_starved_and_the_second_is():
 
 def test_a_rest_that_ends_no_block_is_no_chunk():
     budget = make_budget(10, None)
-    assert budget.take(0, 7) == 7
-    assert budget.take(2, 40) == 2  # up to the block's end
-    assert budget.take(2, 40) == 0  # one token is left, the block needs two
-    assert budget.num_tokens == 1
+    # All of it; up to the block's end; nothing, since one token is left and the block needs two.
+    assert [budget.take(0, 7), budget.take(2, 40), budget.take(2, 40), budget.num_tokens] == [7, 2, 0, 1]
 
 
 @given(
