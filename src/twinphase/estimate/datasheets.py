@@ -31,20 +31,17 @@ class Datasheet:
     """One product's published peaks.
 
     Attributes:
-        name: what `--hardware` takes.
-        bandwidth: of its memory, bytes per second; None is unpublished.
         memory: bytes; the largest configuration where there are several; None where it is whatever is fitted.
         peaks: dense operations per second by precision of `PRECISIONS`; a missing one is unpublished.
-        sources: the documents that state the figures.
         computed: for a figure that no document states, the formula over published parts.
     """
 
-    name: str
+    name: str  # what `--hardware` takes
     title: str
-    bandwidth: float | None = None
+    bandwidth: float | None = None  # of its memory, bytes per second; None is unpublished
     memory: float | None = None
     peaks: Mapping[str, float] = field(default_factory=dict)
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...]  # the documents that state the figures
     computed: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 

@@ -93,32 +93,24 @@ class Estimate:
     """Everything that follows from a model, a machine and a request; None is unknown.
 
     Attributes:
-        kv_token_bytes: KV of one token in all layers.
-        prefill: of one prompt; its seconds are the TTFT with no queue and nothing else running.
         decode: the mean step of the batch over the whole request; `decode_first` and `decode_last` are its ends.
-        decode_steps: output tokens - 1.
-        balance: FLOP per byte at which the linear layers' unit and the memory take equally long.
-        break_even_batch: smallest batch at which decode's linear layers are compute-bound.
-        no_break_even: why there is none, beginning with "unknown" or "never"; "" if there is one.
-        max_batch: sequences of this length that fit beside the weights; 0 where the weights do not fit.
-        sequence_bytes: KV of one sequence at its end.
     """
 
     shape: DecoderShape
     hardware: Hardware
     scenario: Scenario
     weights: StoredBytes
-    kv_token_bytes: float
-    prefill: PhaseEstimate
+    kv_token_bytes: float  # KV of one token in all layers
+    prefill: PhaseEstimate  # of one prompt; its seconds are the TTFT with no queue and nothing else running
     decode: PhaseEstimate
     decode_first: PhaseEstimate
     decode_last: PhaseEstimate
-    decode_steps: int
-    balance: float | None
-    break_even_batch: int | None
-    no_break_even: str
-    max_batch: int | None
-    sequence_bytes: float
+    decode_steps: int  # output tokens - 1
+    balance: float | None  # FLOP per byte at which the linear layers' unit and the memory take equally long
+    break_even_batch: int | None  # smallest batch at which decode's linear layers are compute-bound
+    no_break_even: str  # why there is none, beginning with "unknown" or "never"; "" if there is one
+    max_batch: int | None  # sequences of this length that fit beside the weights; 0 where the weights do not fit
+    sequence_bytes: float  # KV of one sequence at its end
 
     @property
     def decode_seconds(self) -> float | None:

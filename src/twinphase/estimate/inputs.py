@@ -21,24 +21,15 @@ _MEASURED_UNITS = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}  # as 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the arithmetic is divided by.
-
-    Attributes:
-        kind: "datasheet", "measured here" or "given".
-        peaks: operations per second of one device, by precision; a missing one is unknown.
-        bandwidth: bytes per second of one device; None is unknown, or given by `ceilings`.
-        memory: bytes of one device; None is unknown.
-        devices: how many share every layer evenly, without any cost of communication.
-        ceilings: of this machine, whose bandwidth depends on how much a step reads.
-    """
+    """What the arithmetic is divided by."""
 
     name: str
-    kind: str
-    peaks: Mapping[str, float]
-    bandwidth: float | None
-    memory: float | None
-    devices: int = 1
-    ceilings: Ceilings | None = None
+    kind: str  # "datasheet", "measured here" or "given"
+    peaks: Mapping[str, float]  # operations per second of one device, by precision; a missing one is unknown
+    bandwidth: float | None  # bytes per second of one device; None is unknown, or given by `ceilings`
+    memory: float | None  # bytes of one device; None is unknown
+    devices: int = 1  # how many share every layer evenly, without any cost of communication
+    ceilings: Ceilings | None = None  # of this machine, whose bandwidth depends on how much a step reads
     notes: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float | None:
@@ -65,25 +56,18 @@ class Scenario:
     """What is asked of the model, and how well the hardware is assumed to be used.
 
     Attributes:
-        prompt_tokens: per request, none of them cached.
-        output_tokens: per request; the first one comes out of prefill.
-        batch_size: sequences that decode together, all at the same position.
-        units: precision of the arithmetic, of the linear layers and of attention's two products.
-        dtype: how weights are stored; "" as in the model's file.
-        kv_head_bytes: key and value of one token in one KV head of one layer: 2 d b by the formula.
         mfu, mbu: assumed fractions of the peak and of the bandwidth.
-        price_per_hour: of all devices together.
     """
 
-    prompt_tokens: int
-    output_tokens: int
-    batch_size: int
-    units: Units
-    dtype: str
-    kv_head_bytes: float
+    prompt_tokens: int  # per request, none of them cached
+    output_tokens: int  # per request; the first one comes out of prefill
+    batch_size: int  # sequences that decode together, all at the same position
+    units: Units  # precision of the arithmetic, of the linear layers and of attention's two products
+    dtype: str  # how weights are stored; "" as in the model's file
+    kv_head_bytes: float  # key and value of one token in one KV head of one layer: 2 d b by the formula
     mfu: float = 1.0
     mbu: float = 1.0
-    price_per_hour: float | None = None
+    price_per_hour: float | None = None  # of all devices together
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens", "batch_size"):

@@ -23,15 +23,10 @@ FILE = Path(__file__).with_name("known_models.toml")
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model by name.
+    """A model by name."""
 
-    Attributes:
-        repo: its repository at https://huggingface.co.
-        config: the fields of its config.json that the formulas need.
-    """
-
-    repo: str
-    config: Mapping[str, Any]
+    repo: str  # its repository at https://huggingface.co
+    config: Mapping[str, Any]  # the fields of its config.json that the formulas need
 
     @property
     def source(self) -> str:

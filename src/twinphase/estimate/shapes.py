@@ -45,41 +45,27 @@ class DecoderShape:
     """What the formulas need of a decoder.
 
     In the formulas: h hidden_size, L num_layers, H num_heads, H_kv num_kv_heads, d head_dim, V vocab_size.
-
-    Attributes:
-        name: as the user gave it.
-        source: where its numbers come from.
-        architecture: its family, as the file names it.
-        layer_parameters: weights of the matrices in all layers that every row uses, with routers and shared experts.
-        expert_parameters: weights of all experts of all layers; 0 in a dense model.
-        num_experts: per layer; 0 in a dense model.
-        other_parameters: norms and biases.
-        tied: whether the output head is the embedding.
-        windows: for each layer, how many tokens it attends to at most; None is all.
-        context_length: longest sequence that the model was made for; None if the file does not say.
-        dtype: how its weights are stored: "fp16", "bf16", "fp32", a GGUF type; "" if the file does not say.
-        stored: bytes in the file; None for a configuration without weights.
     """
 
-    name: str
-    source: str
-    architecture: str
+    name: str  # as the user gave it
+    source: str  # where its numbers come from
+    architecture: str  # its family, as the file names it
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    layer_parameters: int
-    expert_parameters: int
-    num_experts: int
+    layer_parameters: int  # weights of the matrices in all layers that every row uses, with routers and shared experts
+    expert_parameters: int  # weights of all experts of all layers; 0 in a dense model
+    num_experts: int  # per layer; 0 in a dense model
     experts_per_token: int
-    other_parameters: int
-    tied: bool
-    windows: tuple[int | None, ...]
-    context_length: int | None
-    dtype: str
-    stored: StoredBytes | None = None
+    other_parameters: int  # norms and biases
+    tied: bool  # whether the output head is the embedding
+    windows: tuple[int | None, ...]  # for each layer, how many tokens it attends to at most; None is all
+    context_length: int | None  # longest sequence that the model was made for; None if the file does not say
+    dtype: str  # how its weights are stored: "fp16", "bf16", "fp32", a GGUF type; "" if the file does not say
+    stored: StoredBytes | None = None  # bytes in the file; None for a configuration without weights
 
     @property
     def head_parameters(self) -> int:
@@ -106,25 +92,15 @@ class DecoderShape:
 
 @dataclass(frozen=True)
 class _Family:
-    """The defaults of a family's configuration class, and what its layers have.
+    """The defaults of a family's configuration class, and what its layers have."""
 
-    Attributes:
-        tied: default of tie_word_embeddings.
-        derived_head: head_dim defaults to hidden_size / num_attention_heads.
-        all_heads: num_key_value_heads defaults to num_attention_heads.
-        norms: vectors of the hidden size per layer.
-        head_norms: vectors of the head size per layer.
-        qkv_bias: whether queries, keys and values always have a bias.
-        windows: which layers have one: "none", "all", "qwen", "alternate", "pattern".
-    """
-
-    tied: bool = False
-    derived_head: bool = True
-    all_heads: bool = False
-    norms: int = 2
-    head_norms: int = 0
-    qkv_bias: bool = False
-    windows: str = "none"
+    tied: bool = False  # default of tie_word_embeddings
+    derived_head: bool = True  # head_dim defaults to hidden_size / num_attention_heads
+    all_heads: bool = False  # num_key_value_heads defaults to num_attention_heads
+    norms: int = 2  # vectors of the hidden size per layer
+    head_norms: int = 0  # vectors of the head size per layer
+    qkv_bias: bool = False  # whether queries, keys and values always have a bias
+    windows: str = "none"  # which layers have one: "none", "all", "qwen", "alternate", "pattern"
 
 
 _QWEN3 = _Family(derived_head=False, head_norms=2, windows="qwen")

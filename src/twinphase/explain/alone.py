@@ -25,8 +25,6 @@ class Alone:
     Attributes:
         seconds: prefill + decode + everything measured that is neither of them nor others' (tokenizing, text, ...);
             None where it cannot be told.
-        ttft: until the first token; None as above.
-        tpot: per token after it; None as above, and below two output tokens.
         prefill_seconds, decode_seconds: by the cost model.
         own_shares: this request's shares of the steps that it was in, prefill + decode; alone it would not take more.
         verdict: "alone": it was, and `seconds` was measured; "predicted"; or "unknown": the cost model is further off
@@ -34,8 +32,8 @@ class Alone:
     """
 
     seconds: float | None
-    ttft: float | None
-    tpot: float | None
+    ttft: float | None  # until the first token; None where it cannot be told
+    tpot: float | None  # per token after it; None as `ttft`, and below two output tokens
     prefill_seconds: float
     decode_seconds: float
     own_shares: float

@@ -19,23 +19,14 @@ __all__ = ["Diagnosis", "diagnose"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A cause of a bad time to first token, or of bad tokens per second.
+    """A cause of a bad time to first token, or of bad tokens per second."""
 
-    Attributes:
-        cause: its name, as in docs/explain.md.
-        phase: "prefill" for a bad TTFT, "decode" for bad tokens per second.
-        evidence: what was measured, in a sentence or two.
-        seconds: what it explains; None where that cannot be told.
-        share: of TTFT, or of the time after the first token; None as above.
-        lever: what to change, if anything can be.
-    """
-
-    cause: str
-    phase: str
-    evidence: str
-    seconds: float | None
-    share: float | None
-    lever: Lever | None = None
+    cause: str  # its name, as in docs/explain.md
+    phase: str  # "prefill" for a bad TTFT, "decode" for bad tokens per second
+    evidence: str  # what was measured, in a sentence or two
+    seconds: float | None  # what it explains; None where that cannot be told
+    share: float | None  # of TTFT, or of the time after the first token; None as above
+    lever: Lever | None = None  # what to change, if anything can be
 
 
 def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:

@@ -29,21 +29,17 @@ class Machine:
     """What the request ran on; None is unknown.
 
     Attributes:
-        cost_model: of the engine, as it is now.
-        cores: processors that the backend may use.
-        best_isa: the instruction-set path that would be chosen if none were forced.
-        block_multiple: the backend's block sizes are multiples of this.
         kv_token_bytes: bytes per token of the KV cache, for each `kv_cache_dtype` that the backend accepts.
     """
 
     config: EngineConfig
     shape: ModelShape
-    cost_model: CostModel
+    cost_model: CostModel  # of the engine, as it is now
     ceilings: Ceilings | None = None
     units: Units | None = None
-    cores: int | None = None
-    best_isa: str | None = None
-    block_multiple: int = 1
+    cores: int | None = None  # processors that the backend may use
+    best_isa: str | None = None  # the instruction-set path that would be chosen if none were forced
+    block_multiple: int = 1  # the backend's block sizes are multiples of this
     kv_token_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -52,11 +48,10 @@ class Efficiency:
     """How near the steps of one phase came to the machine's ceilings.
 
     Attributes:
-        bound: "compute", "memory", "contention", "overhead" or "unknown".
         mfu, mbu: fractions of the measured peaks; above 1 a count or a ceiling is wrong. None is unknown.
     """
 
-    bound: str
+    bound: str  # "compute", "memory", "contention", "overhead" or "unknown"
     mfu: float | None = None
     mbu: float | None = None
 
@@ -66,20 +61,17 @@ class Evidence:
     """A request, its timeline, and what it ran on.
 
     Attributes:
-        machine: None for a saved ledger; nothing can be predicted then.
         before: seconds by name of what came before it arrived, such as loading the model.
         known: the efficiency of a phase where the ledger has it; otherwise it is worked out here.
-        detailed: the timeline has every interval in its place, not just sums.
-        names: other requests may be called by their ids, because they belong to whoever asks.
     """
 
     request: RequestCounts
     timeline: RequestTimeline
-    machine: Machine | None = None
+    machine: Machine | None = None  # None for a saved ledger; nothing can be predicted then
     before: Mapping[str, float] = field(default_factory=dict)
     known: Mapping[str, Efficiency] = field(default_factory=dict)
-    detailed: bool = True
-    names: bool = False
+    detailed: bool = True  # the timeline has every interval in its place, not just sums
+    names: bool = False  # other requests may be called by their ids, because they belong to whoever asks
 
     @cached_property
     def first(self) -> dict[IntervalKind, float]:

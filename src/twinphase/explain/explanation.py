@@ -28,25 +28,19 @@ class Explanation:
     """Where the time went.
 
     Attributes:
-        dominant: the kind of interval with the most time.
         bounds: what held prefill and decode back: "compute", "memory", "contention", "overhead" or "unknown".
-        sentences: for a reader, most important first.
-        levers: what to change, the most predicted gain first, then by the time that they address.
-        waterfall: the wall time in parts that add up to it; None where nothing has happened yet.
         diagnoses: causes of a bad TTFT, then of bad tokens per second, each the largest share first.
-        alone: None without a cost model.
-        error: of the cost model, in everything that is predicted.
     """
 
-    dominant: IntervalKind
+    dominant: IntervalKind  # the kind of interval with the most time
     bounds: dict[str, str]
-    sentences: tuple[str, ...]
-    levers: tuple[Lever, ...]
-    waterfall: Waterfall | None = None
+    sentences: tuple[str, ...]  # for a reader, most important first
+    levers: tuple[Lever, ...]  # what to change, the most predicted gain first, then by the time that they address
+    waterfall: Waterfall | None = None  # the wall time in parts that add up to it; None where nothing has happened yet
     diagnoses: tuple[Diagnosis, ...] = ()
     efficiency: dict[str, Efficiency] | None = None
-    alone: Alone | None = None
-    error: CostError | None = None
+    alone: Alone | None = None  # None without a cost model
+    error: CostError | None = None  # of the cost model, in everything that is predicted
     ttft: float | None = None
     tpot: float | None = None
 

@@ -13,16 +13,13 @@ class Lever:
     """Something to change.
 
     Attributes:
-        flag: of the command line, or "prompt", "model", ...
-        advice: one sentence or two.
         saved_seconds: what it would save of this request's wall time; None where that cannot be predicted.
-        addressed_seconds: the time that it works on, which is the most it can save; None is unknown.
     """
 
-    flag: str
-    advice: str
+    flag: str  # of the command line, or "prompt", "model", ...
+    advice: str  # one sentence or two
     saved_seconds: float | None = None
-    addressed_seconds: float | None = None
+    addressed_seconds: float | None = None  # the time that it works on, which is the most it can save; None is unknown
 
 
 def rank(levers: Iterable[Lever]) -> tuple[Lever, ...]:

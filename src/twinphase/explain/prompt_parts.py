@@ -22,22 +22,14 @@ P = TypeVar("P", bound=Hashable)
 
 @dataclass(frozen=True)
 class PartReport(Generic[P]):
-    """What one part of a prompt cost.
-
-    Attributes:
-        tokens: of it, wherever in the prompt they stand.
-        cached_tokens: those of them that the prefix cache held.
-        prefill_share: of the prefill's time, 0 to 1; a cached token has none.
-        prefill_seconds: that share of it.
-        kv_bytes: of its keys and values, cached ones included.
-    """
+    """What one part of a prompt cost."""
 
     part: P
-    tokens: int
-    cached_tokens: int
-    prefill_share: float
-    prefill_seconds: float
-    kv_bytes: int
+    tokens: int  # of it, wherever in the prompt they stand
+    cached_tokens: int  # those of them that the prefix cache held
+    prefill_share: float  # of the prefill's time, 0 to 1; a cached token has none
+    prefill_seconds: float  # that share of it
+    kv_bytes: int  # of its keys and values, cached ones included
 
     @property
     def computed_tokens(self) -> int:

@@ -25,38 +25,26 @@ class WaterfallError(TwinphaseError):
 
 @dataclass(frozen=True)
 class WaterfallBar:
-    """One kind of time.
+    """One kind of time."""
 
-    Attributes:
-        name: of an `IntervalKind`, or of what came before the request arrived ("load", ...).
-        seconds: all of it.
-        share: of the wall time.
-        before_first_token: the seconds of it that passed before the first output token was handed over.
-    """
-
-    name: str
-    seconds: float
-    share: float
-    before_first_token: float
+    name: str  # of an `IntervalKind`, or of what came before the request arrived ("load", ...)
+    seconds: float  # all of it
+    share: float  # of the wall time
+    before_first_token: float  # the seconds of it that passed before the first output token was handed over
 
 
 @dataclass(frozen=True)
 class Waterfall:
     """Bars that partition a wall time, in the order in which a request lives through them.
 
-    Attributes:
-        wall_seconds: all of it.
-        first_token: seconds from the beginning to the first output token; None if there was none.
-        bars: only those that took time.
-
     Raises:
         WaterfallError: there is no wall time, a bar is not part of it, or the bars do not add up to it; nothing is
             scaled to make them fit.
     """
 
-    wall_seconds: float
-    first_token: float | None
-    bars: tuple[WaterfallBar, ...]
+    wall_seconds: float  # all of it
+    first_token: float | None  # seconds from the beginning to the first output token; None if there was none
+    bars: tuple[WaterfallBar, ...]  # only those that took time
 
     def __post_init__(self) -> None:
         wall = self.wall_seconds
