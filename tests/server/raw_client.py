@@ -16,35 +16,30 @@ from typing import Any
 
 from running import PATIENCE, RunningServer
 
-__all__ = ["connect", "events", "is_cut", "read_reply", "request", "reset", "send", "surviving", "tokens", "until"]
-
 PROBE = {"prompt": "hello world", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
 @contextmanager
 def surviving(server: RunningServer, *, restarts: bool = False, **headers: str) -> Iterator[None]:
-    """After whatever happens inside, the server holds nothing of it, and serves as before, with the same tokens.
+    """After whatever happens inside, an idle server holds nothing of it, and serves as before, with the same tokens.
 
-    Args:
-        server: is idle.
-        restarts: whether the engine is to be started again.
-        headers: of the requests that look.
+    `restarts`: whether the engine is to be started again; `headers`: of the requests that look.
     """
-    before, num_restarts = _probe(server, headers), server.metric("engine_restarts_total")
+
+    def probe() -> list[int]:
+        status, body = server.post("/v1/completions", PROBE, **headers)
+        assert status == 200, body
+        return tokens(body)
+
+    before, num_restarts = probe(), server.metric("engine_restarts_total")
     yield
     server.wait_until_ready()
     server.wait_until_idle()
-    assert _probe(server, headers) == before
+    assert probe() == before
     server.wait_until_idle()
     assert server.get("/health/live")[0] == server.get("/health/ready")[0] == 200
     assert (server.metric("engine_restarts_total") > num_restarts) == restarts
     assert "Traceback" not in server.log.read_text()
-
-
-def _probe(server: RunningServer, headers: dict[str, str]) -> list[int]:
-    status, body = server.post("/v1/completions", PROBE, **headers)
-    assert status == 200, body
-    return tokens(body)
 
 
 def tokens(body: Any) -> list[int]:
@@ -81,10 +76,12 @@ def request(path: str, body: Any, **headers: str) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
-def send(server: RunningServer, path: str, body: Any, receive_buffer: int | None = None) -> socket.socket:
+def send(
+    server: RunningServer, path: str, body: Any, receive_buffer: int | None = None, **headers: str
+) -> socket.socket:
     """A connection on which a request was sent and nothing is read yet."""
     client = connect(server, receive_buffer)
-    client.sendall(request(path, body))
+    client.sendall(request(path, body, **headers))
     return client
 
 

@@ -5,21 +5,23 @@ import resource
 import signal
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import gguf
 import numpy as np
+import openai
 import pytest
 
 from raw_client import PROBE, connect, events, read_reply, send, surviving, tokens, until
 from running import PATIENCE
 from tiny_gguf import write_tiny_gguf
+from twinphase.server import service as service_module
 from twinphase.server.config import ServerConfig
 from twinphase.server.service import Service
 
 PATH = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+ONE = {"Authorization": "Bearer one"}
 POISON = 77  # the token whose embedding is not finite
 
 
@@ -87,30 +89,14 @@ def test_a_full_kv_cache_preempts_and_everybody_is_served(start, server):
         assert small.metric("step_tokens_total") - before < 2 * len(prompts) * (20 + 150)
 
 
-def test_what_cannot_wait_is_refused_at_once_and_what_waits_is_served(start):
-    with start("--max-num-seqs", "2", "--max-queued-requests", "2") as server, surviving(server):
-        with ExitStack() as stack:
-            with server.paused():  # the refusals wait for no answer
-                accepted = [stack.enter_context(send(server, PATH, {**LONG, "max_tokens": 50})) for _ in range(4)]
-                until(lambda: server.get("/health")[1]["running"] == 4)
-                for stream in (True, False):
-                    with send(server, PATH, {**PROBE, "stream": stream}) as client:
-                        status, headers, body = read_reply(client)
-                    assert status == 429 and int(headers["retry-after"]) >= 1
-                    assert body["error"]["type"] == "rate_limit_error"
-            answers = [read_reply(client) for client in accepted]
-            assert [len(tokens(body)) for _, _, body in answers] == [50] * 4
-        assert server.post(PATH, {**PROBE, "n": 5})[0] == 400  # never possible: no reason to try again
-
-
-def test_prompt_tokens_that_wait_are_bounded(start):
-    with start("--max-num-seqs", "1", "--max-queued-tokens", "100") as server, surviving(server):
-        running = send(server, PATH, {**LONG, "stream": True})
+def test_prompt_tokens_that_wait_are_bounded(limited):
+    with surviving(limited, **ONE):
+        running = send(limited, PATH, {**LONG, "stream": True}, **ONE)
         next(events(running))
-        with server.paused():
-            waiting = send(server, PATH, {**PROBE, "prompt": [5] * 90})
-            until(lambda: server.get("/health")[1]["running"] == 2)
-            with send(server, PATH, {**PROBE, "prompt": [6] * 20}) as refused:
+        with limited.paused():
+            waiting = send(limited, PATH, {**PROBE, "prompt": [5] * 90}, **ONE)
+            until(lambda: limited.get("/health")[1]["running"] == 2)
+            with send(limited, PATH, {**PROBE, "prompt": [6] * 20}, **ONE) as refused:
                 status, headers, _ = read_reply(refused)
                 assert status == 429 and "retry-after" in headers
             running.close()
@@ -129,9 +115,11 @@ def test_sigterm_lets_running_requests_finish(start):
         with server.paused():
             until(lambda: server.get("/health")[1]["running"] == 2)
             server.process.send_signal(signal.SIGTERM)
-            until(lambda: server.get("/health")[0] == 503)
-            status, refusal = server.post(PATH, PROBE)
-            assert status == 503 and refusal["error"]["code"] == "unavailable"
+            until(lambda: server.get("/health/ready") == (503, {"status": "draining", "running": 2}))
+            with server.client() as client, pytest.raises(openai.InternalServerError, match="shutting down") as refused:
+                client.completions.create(model=server.model, prompt="a")
+            assert (refused.value.status_code, refused.value.code) == (503, "unavailable")
+            assert refused.value.response.headers["retry-after"]
         *rest, last = coming
         got = [token for event in received + rest for token in event["choices"][0]["token_ids"]]
         assert last == "[DONE]" and len(got) == 2000
@@ -198,6 +186,7 @@ def test_requests_of_a_dead_engine_get_an_error_to_retry_on_and_it_is_started_ag
 STALL = 5  # seconds: more than a busy machine takes for a step
 
 
+@pytest.mark.slow
 def test_an_engine_that_stands_still_is_started_again(start):
     with (
         start("--stall-timeout", str(STALL)) as mortal,
@@ -211,17 +200,30 @@ def test_an_engine_that_stands_still_is_started_again(start):
         assert f"The engine made no step for {STALL} s" in mortal.log.read_text()
 
 
-def test_an_engine_that_stands_still_is_unhealthy_until_it_is_ended():
+class FakeHost:
+    """Of an engine's process: counts how often it was killed."""
+
+    num_killed = num_restarts = 0
+
+    def kill(self):
+        self.num_killed += 1
+
+
+def test_an_engine_that_stands_still_is_unhealthy_and_ended(monkeypatch):
     """The watch's clock is the test's: in a running server that moment is over before it can be asked for."""
+    monkeypatch.setattr(service_module, "ProcessHost", FakeHost)
+    host = FakeHost()
     service = Service(SimpleNamespace(failure=None), "m", ServerConfig(stall_timeout=2.0))
-    engine = service.engine = SimpleNamespace(is_running=True, num_unfinished=1, stats=None, host=None, progress=None)
+    engine = service.engine = SimpleNamespace(is_running=True, num_unfinished=1, stats=None, host=host, progress=None)
 
     def seen_at(now):
         service._watch_engine(engine, now)
         return service.stage, int(service.metrics.expose(None)[0].decode().rpartition("engine_up{")[2].split()[1][0])
 
     assert seen_at(10.0) == seen_at(11.9) == ("ready", 1)
-    assert seen_at(12.1) == ("stalled", 0)
+    assert host.num_killed == 0
+    assert seen_at(12.1) == seen_at(12.2) == ("stalled", 0)
+    assert host.num_killed == 1
     engine.stats = SimpleNamespace(end=12.0)  # a step, after all
     assert seen_at(13.9) == ("ready", 1) and seen_at(14.1) == ("stalled", 0)
     engine.is_running = False  # ended
@@ -237,6 +239,7 @@ def expect_retryable(streamed, whole):
     assert status == 503 and body["error"]["code"] == "engine_restarted" and "retry-after" in headers
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_started_again_yet_is_tried_until_it_can(start, tiny_path, tmp_path):
     model = tmp_path / "model.gguf"
     os.link(tiny_path, model)

@@ -2,13 +2,14 @@
 
 import ast
 import inspect
+import json
 import socket
 from pathlib import Path
 
 import pytest
 
 import twinphase
-from raw_client import PROBE, connect, read_reply, request, surviving
+from raw_client import PROBE, connect, events, read_reply, request, send, surviving
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.request import Request, SamplingParams
 from twinphase.server.access import Access
@@ -56,26 +57,25 @@ def test_a_salt_divides_a_tenants_cache_and_joins_no_two(shared):
             assert ask(shared, BOB, 11, cache_salt=salt)[0] == 0
 
 
-@pytest.mark.parametrize("what", ["timeline", "explain"])
-def test_a_request_is_seen_by_its_own_tenant_only(shared, what):
+def test_a_request_is_seen_by_its_own_tenant_only(shared):
+    def told(key, name, what):
+        status, body = shared.get(f"/v1/requests/{name}/{what}", **key)
+        return status, json.dumps(body).replace(name, "")
+
+    def listed(key):
+        return {one["id"]: one["finished"] for one in shared.get("/v1/requests", **key)[1]["data"]}
+
     with surviving(shared, **ALICE):
         *_, name = ask(shared, ALICE, 12)
-        assert shared.get(f"/v1/requests/{name}/{what}", **ALICE)[0] == 200
-        stolen, unknown = (shared.get(f"/v1/requests/{i}/{what}", **BOB) for i in (name, "cmpl-" + "0" * 32))
-        assert stolen[0] == unknown[0] == 404
-        assert stolen[1]["error"]["message"].replace(name, "") == unknown[1]["error"]["message"].replace(
-            "cmpl-" + "0" * 32, ""
-        )
-
-
-def test_a_running_request_is_seen_by_its_own_tenant_only(shared):
-    long = {**PROBE, "max_tokens": 4000, "stream": True}
-    with surviving(shared, **ALICE), connect(shared) as client:
-        client.sendall(request(PATH, long, **ALICE))
-        head = client.recv(1 << 16).decode()
-        name = next(line for line in head.splitlines() if line.startswith("x-request-id")).partition(": ")[2]
-        assert shared.get(f"/v1/requests/{name}/timeline", **BOB)[0] == 404
-        assert shared.get(f"/v1/requests/{name}/timeline", **ALICE)[0] == 200
+        with send(shared, PATH, {**PROBE, "max_tokens": 4000, "stream": True}, **ALICE) as client:
+            running = next(events(client))["id"]
+            assert listed(ALICE)[running] is False and listed(ALICE)[name] is True
+            assert not {name, running} & listed(BOB).keys()
+            for asked, what in ((name, "timeline"), (name, "explain"), (running, "timeline")):
+                assert told(ALICE, asked, what)[0] == 200
+                assert told(BOB, asked, what) == told(BOB, "cmpl-" + "0" * 32, what)
+                assert told(BOB, asked, what)[0] == 404
+    assert shared.get("/v1/requests")[0] == shared.get(f"/v1/requests/{name}/timeline")[0] == 401
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@ import re
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from twinphase.engine.messages import StepStats
 from twinphase.phases.timeline import Interval, IntervalKind, RequestTimeline
-from twinphase.request import FinishReason
+from twinphase.request import FinishReason, RequestCounts
 from twinphase.server.metrics import GAP_BUCKETS, VLLM_NAMES, Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -36,9 +35,8 @@ def make_timeline():
     return timeline, kinds
 
 
-def finish(metrics, timeline, **changes):
-    counts = {"num_prompt_tokens": 30, "num_output_tokens": 3, "num_cached_tokens": 16, "num_reasoning_tokens": 2}
-    metrics.finished(timeline, **{"finished_reason": FinishReason.STOP, **counts, **changes})
+def finish(metrics, timeline, reason=FinishReason.STOP, num_output_tokens=3):
+    metrics.finished(timeline, RequestCounts("id", 30, num_output_tokens, 16), reason, num_reasoning_tokens=2)
 
 
 def read(metrics):
@@ -54,12 +52,8 @@ def read(metrics):
     return values
 
 
-def make_metrics(**arguments):
-    return Metrics("some/model", **arguments)
-
-
 def test_a_step_sets_gauges_and_adds_to_both_phases():
-    metrics = make_metrics()
+    metrics = Metrics("some/model")
     metrics.step(make_stats())
     metrics.step(make_stats(num_running=1, num_waiting=0, prefix_queries=130, prefix_hits=40, prefill_tokens=0))
     values = read(metrics)
@@ -74,7 +68,7 @@ def test_a_step_sets_gauges_and_adds_to_both_phases():
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_counters_go_on_when_the_engine_is_started_again(announced):
-    metrics = make_metrics()
+    metrics = Metrics("some/model")
     metrics.engine_up(True)
     metrics.step(make_stats(prefix_queries=100, prefix_hits=40, num_preemptions=7))
     metrics.engine_up(False)
@@ -92,7 +86,7 @@ def test_counters_go_on_when_the_engine_is_started_again(announced):
 
 
 def test_a_finished_request_leaves_its_timeline_in_the_histograms():
-    metrics = make_metrics()
+    metrics = Metrics("some/model")
     timeline, kinds = make_timeline()
     finish(metrics, timeline)
     values = read(metrics)
@@ -113,9 +107,9 @@ def test_a_finished_request_leaves_its_timeline_in_the_histograms():
 
 
 def test_a_request_that_never_ran_is_in_no_histogram_of_a_phase():
-    metrics = make_metrics()
+    metrics = Metrics("some/model")
     timeline = RequestTimeline(0.0, [Interval(IntervalKind.QUEUE, 0.0, 3.0)])
-    finish(metrics, timeline, finished_reason=FinishReason.ABORT, num_output_tokens=0)
+    finish(metrics, timeline, FinishReason.ABORT, num_output_tokens=0)
     values = read(metrics)
     assert values["request_success_total", "abort"] == 1
     assert values["request_queue_time_seconds_sum",] == values["e2e_request_latency_seconds_sum",] == 3.0
@@ -124,7 +118,7 @@ def test_a_request_that_never_ran_is_in_no_histogram_of_a_phase():
 
 
 def test_tokens_are_observed_as_they_are_handed_over():
-    metrics = make_metrics()
+    metrics = Metrics("some/model")
     timeline = RequestTimeline(10.0)
     for count, now in ((1, 10.5), (1, 10.75), (3, 11.0)):
         timeline.hand_over_tokens(count, now)
@@ -143,7 +137,7 @@ def test_tokens_are_observed_as_they_are_handed_over():
 
 
 def test_vllm_names_carry_the_same_samples():
-    metrics = make_metrics(vllm_aliases=True)
+    metrics = Metrics("some/model", vllm_aliases=True)
     timeline, _ = make_timeline()
     metrics.step(make_stats())
     metrics.first_token(0.5)
@@ -159,11 +153,11 @@ def test_vllm_names_carry_the_same_samples():
     families = {name for name, *_ in aliases}
     assert {re.sub("_(total|bucket|count|sum)$", "", name) for name in families} == VLLM_NAMES
     assert aliases == {key: ours[key] for key in aliases}
-    assert not any("vllm" in key[0] for key in read(make_metrics()))
+    assert not any("vllm" in key[0] for key in read(Metrics("some/model")))
 
 
 def test_both_text_formats_parse_and_hold_the_same():
-    metrics = make_metrics(vllm_aliases=True)
+    metrics = Metrics("some/model", vllm_aliases=True)
     metrics.step(make_stats())
     metrics.refused(429, "queue_full")
     text, text_type = metrics.expose("text/plain;version=nonsense")
@@ -179,18 +173,9 @@ def test_both_text_formats_parse_and_hold_the_same():
     assert not any(name.endswith("_created") for name, *_ in as_set[0])
 
 
-def test_metrics_join_a_registry_that_is_given():
-    registry = CollectorRegistry()
-    Counter("other", "Of somebody else.", registry=registry).inc()
-    metrics = Metrics("some/model", registry=registry)
-    text = metrics.expose(None)[0].decode()
-    assert "other_total 1.0" in text
-    assert "twinphase:engine_up" in text
-
-
 def exposed():
     """Sample names and label names."""
-    metrics = make_metrics()
+    metrics = Metrics("some/model")
     metrics.refused(429, "queue_full")
     samples = [sample for family in parse(metrics.expose(None)[0].decode()) for sample in family.samples]
     return {sample.name for sample in samples}, {label for sample in samples for label in sample.labels}
@@ -223,7 +208,7 @@ def test_the_dashboard_asks_only_for_what_is_exposed():
 
 def test_the_table_of_metrics_is_complete():
     rows = re.findall(r"^\| `([\w:]+)` \| (\w+) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
-    metrics = make_metrics()
+    metrics = Metrics("some/model")
     families = {
         family.name.removeprefix("twinphase:") + ("_total" if family.type == "counter" else ""): family.type
         for family in metrics.registry.collect()

@@ -1,57 +1,74 @@
 """What OpenAI's client makes of refusals: the exception it has for each, with what was wrong and what to do."""
 
-import signal
+from contextlib import ExitStack
 
 import openai
 import pytest
 
-from running import PATIENCE
+from raw_client import PROBE, read_reply, send, surviving, tokens, until
 
+CHAT, PATH = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
-LONG = {"model": "m", "prompt": "a", "max_tokens": 3000, "stream": True, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def narrow(start):
-    """Takes one request at a time, lets one more wait, and knows two keys."""
-    flags = ("--max-num-seqs", "1", "--max-queued-requests", "1", "--api-key", "one", "--api-key", "two")
-    with start("--served-model-name", "m", *flags) as server:
-        yield server
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+ONE = {"Authorization": "Bearer one"}
 
 
 @pytest.mark.parametrize(
-    "fields, part",
+    "fields, param, part",
     [
-        ({"temperature": -1}, "temperature is -1"),
-        ({"temperature": "hot"}, "`temperature`: Input should be a valid number"),
-        ({"max_tokens": 10**6}, "the context holds 4096"),
-        ({"n": 99}, "n is 99; 16 answers are allowed"),
-        ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`: true"),
-        ({"messages": []}, "at least 1 item"),
-        ({"messages": [{"role": "user"}]}, "needs content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "'text'"),
-        ({"logit_bias": {"99999": 1}}, "Token id 99999 in logit_bias"),
-        ({"tool_choice": "required"}, "`tool_choice` needs `tools`"),
-        ({"response_format": {"type": "json_schema"}}, "`json_schema` goes with"),
-        ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "regex and choice"),
-        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs.regex is refused"),
-        ({"extra_body": {"guided_regex": "a", "guided_choice": ["b"]}}, "guided_regex and guided_choice both say"),
-        ({"extra_body": {"thinking_token_budget": 5}}, "the model does not think"),
-        ({"extra_body": {"priority": 5}}, "priority"),
-        ({"extra_body": {"chat_template_kwargs": {"template": 1}}}, "chat_template_kwargs has the key 'template'"),
-        ({"extra_body": {"nonsense": 5}}, "The field `nonsense` is not supported"),
-        ({"stream_options": {"include_usage": True}}, "`stream_options` needs `stream`"),
+        ({"temperature": -1}, None, "temperature is -1"),
+        ({"temperature": "hot"}, "temperature", "`temperature`: Input should be a valid number."),
+        ({"max_tokens": True}, "max_tokens", "`max_tokens`: Input should be a valid integer."),
+        ({"max_tokens": 10**6}, None, "the context holds 4096"),
+        ({"n": 99}, None, "n is 99; 16 answers are allowed"),
+        ({"top_logprobs": 2}, None, "`top_logprobs` needs `logprobs`: true"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "user"}]}, "messages", "needs content"),
+        ({"messages": [{"role": "boss"}]}, "messages", "`messages.0.role`: only this is supported: 'system', "),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "'text'"),
+        ({"logit_bias": {"99999": 1}}, None, "Token id 99999 in logit_bias"),
+        ({"tool_choice": "required"}, None, "`tool_choice` needs `tools`"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "`json_schema` goes with"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "regex and choice"),
+        ({"structured_outputs": {"regex": "("}}, None, "structured_outputs.regex is refused"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, None, "guided_regex and guided_choice both say"),
+        ({"thinking_token_budget": 5}, None, "the model does not think"),
+        ({"priority": 5}, None, "priority"),
+        ({"chat_template_kwargs": {"template": 1}}, None, "chat_template_kwargs has the key 'template'"),
+        ({"stream_options": {"include_usage": True}}, None, "`stream_options` needs `stream`"),
+        ({"nonsense": 5}, "nonsense", "The field `nonsense` is not supported. Leave it out."),
+        ({"body": 1}, "body", "The field `body` is not supported. Leave it out."),
+        ({"repeat_penalty": 1}, "repeat_penalty", "Did you mean `repetition_penalty`?"),
+        ({"x" * 999: 1}, "x" * 100, f"The field `{'x' * 100}` is not supported. Leave it out."),
+        ({f"field {i}": i for i in range(1000)}, None, "fields; 128 are allowed."),
+        ({"store": True}, "store", "`store`"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "`reasoning_effort`"),
+        ({"service_tier": "flex"}, "service_tier", "`service_tier`"),
+        ({"modalities": ["audio"]}, "modalities", "`modalities"),
+        ({"prediction": {"type": "content", "content": "a"}}, "prediction", "`prediction`"),
+        ({"web_search_options": {}}, "web_search_options", "`web_search_options`"),
+        ({"verbosity": "low"}, "verbosity", "`verbosity`"),
     ],
 )
-def test_a_bad_request_says_what_is_wrong(server, fields, part):
-    with server.client() as client, pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**{"model": server.model, "messages": USER, "max_tokens": 4, **fields})
-    assert part in refused.value.body["message"] and refused.value.type == "invalid_request_error"
-    assert client.is_closed() and server.is_idle()
+def test_a_bad_request_says_what_is_wrong(server, fields, param, part):
+    status, body = server.post(CHAT, {"messages": USER, "max_tokens": 4, **fields})
+    error = body["error"]
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert part in error["message"] and server.is_idle()
 
 
-def test_an_unknown_model_is_not_found(server):
+def test_a_body_that_is_no_object_and_one_of_many_errors_are_refused_in_short(server):
+    message = server.post(CHAT, [])[1]["error"]["message"]
+    assert message == "The body is not a JSON object. Send one, with `Content-Type: application/json`."
+    many = server.post(CHAT, {"messages": USER, **{f"f{i}": 1 for i in range(50)}})[1]["error"]["message"]
+    assert many.count("not supported") == 3
+
+
+def test_openais_client_knows_each_refusal(server):
     with server.client() as client:
+        with pytest.raises(openai.BadRequestError, match="temperature is -1") as refused:
+            client.chat.completions.create(model=server.model, messages=USER, temperature=-1)
+        assert refused.value.type == "invalid_request_error"
         with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served here. Use one of: "):
             client.chat.completions.create(model="gpt-4", messages=USER)
         with pytest.raises(openai.NotFoundError):
@@ -59,41 +76,26 @@ def test_an_unknown_model_is_not_found(server):
 
 
 @pytest.mark.parametrize("key", ["wrong", "one2", "one two"])
-def test_a_wrong_key_is_refused_before_anything_else(narrow, key):
-    with narrow.client("none", default_headers={"Authorization": f"Bearer {key}"}) as client:
+def test_a_wrong_key_is_refused_before_anything_else(limited, key):
+    with limited.client("none", default_headers={"Authorization": f"Bearer {key}"}) as client:
         with pytest.raises(openai.AuthenticationError, match="The API key is not known") as refused:
             client.chat.completions.create(model="nonsense", messages=[])
         assert refused.value.code == "invalid_api_key"
         assert refused.value.response.headers["www-authenticate"] == "Bearer"
-    with narrow.client("two") as client:
-        assert [model.id for model in client.models.list()] == ["m"]
+    with limited.client("two") as client:
+        assert [model.id for model in client.models.list()] == ["a", "b"]
 
 
-def test_overload_is_a_rate_limit_that_says_when_to_come_back(narrow):
-    with narrow.client("one") as client, narrow.client("two") as other:
-        running = [client.completions.create(**LONG) for _ in range(2)]
-        with narrow.paused(), pytest.raises(openai.RateLimitError, match="overloaded: 2 requests") as refused:
-            other.completions.create(model="m", prompt="a")
-        assert refused.value.code == "overloaded" and int(refused.value.response.headers["retry-after"]) >= 1
-        for stream in running:
-            stream.close()
-        narrow.wait_until_idle()
-        assert other.completions.create(model="m", prompt="a", max_tokens=1).usage.completion_tokens == 1
-    assert narrow.metric("requests_refused_total", status="429") == 1
-
-
-def test_a_server_about_to_end_answers_what_runs_and_sends_others_away(start):
-    with start("--served-model-name", "m") as server, server.client() as client:
-        stream = client.completions.create(**LONG)
-        next(iter(stream))
-        with server.paused():
-            server.process.send_signal(signal.SIGTERM)
-            while server.get("/health/ready") != (503, {"status": "draining", "running": 1}):
-                assert server.process.poll() is None
-            with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
-                client.completions.create(model="m", prompt="a")
-        assert (refused.value.status_code, refused.value.code) == (503, "unavailable")
-        assert refused.value.response.headers["retry-after"]
-        *_, last = stream
-        assert last.choices[0].finish_reason == "length"
-        assert server.process.wait(PATIENCE) == 0
+def test_overload_is_a_rate_limit_that_says_when_to_come_back_and_what_waits_is_served(limited):
+    refused_before = limited.metric("requests_refused_total", status="429")
+    with surviving(limited, **ONE), ExitStack() as stack, limited.client("two") as other:
+        with limited.paused():  # the refusals wait for no answer
+            accepted = [stack.enter_context(send(limited, PATH, {**PROBE, "max_tokens": 50}, **ONE)) for _ in range(3)]
+            until(lambda: limited.get("/health")[1]["running"] == 3)
+            for stream in (True, False):
+                with pytest.raises(openai.RateLimitError, match="overloaded: 3 requests") as refused:
+                    other.completions.create(model="a", prompt="a", stream=stream)
+                assert (refused.value.code, refused.value.type) == ("overloaded", "rate_limit_error")
+                assert int(refused.value.response.headers["retry-after"]) >= 1
+        assert [len(tokens(read_reply(client)[2])) for client in accepted] == [50] * 3
+    assert limited.metric("requests_refused_total", status="429") == refused_before + 2

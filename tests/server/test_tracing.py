@@ -12,11 +12,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost
-from twinphase.request import FinishReason, MissReason, PrefixMiss
+from twinphase.request import FinishReason, MissReason, PrefixMiss, RequestCounts
 from twinphase.server.tracing import RequestFacts, RequestTracer, make_tracer, phase_spans
 
 OFFSET = 1_790_000_000.125  # time of day - clock
-FACTS = RequestFacts("some/model", "chatcmpl-1", FinishReason.STOP, 30, 2, 16)
+FACTS = RequestFacts("chat", "some/model", FinishReason.STOP, RequestCounts("chatcmpl-1", 30, 2, 16))
 
 
 def make_step(start, end, **fields):
@@ -90,10 +90,8 @@ def test_phases_nest_in_the_request_and_keep_its_times(compact):
 
 
 def test_attributes_tell_usage_and_what_the_time_went_to():
-    facts = RequestFacts(
-        "some/model", "cmpl-1", FinishReason.LENGTH, 30, 2, 16, num_reasoning_tokens=1,
-        prefix_miss=PrefixMiss(MissReason.DIVERGED, 16), operation="text_completion",
-    )  # fmt: skip
+    counts = RequestCounts("cmpl-1", 30, 2, 16, PrefixMiss(MissReason.DIVERGED, 16))
+    facts = RequestFacts("text_completion", "some/model", FinishReason.LENGTH, counts, num_reasoning_tokens=1)
     root, children, _ = trace(make_timeline(), facts)
     assert root.name == "text_completion some/model"
     expected = {
@@ -136,7 +134,8 @@ def test_a_trace_goes_on_from_the_caller():
 
 
 def test_a_failed_request_says_so_and_gives_no_token_times():
-    root, _, histograms = trace(make_timeline(), RequestFacts("m", "id", FinishReason.ERROR, 3, 0, 0, error="NaN."))
+    failed = RequestFacts("chat", "m", FinishReason.ERROR, RequestCounts("id", 3, error="NaN."))
+    root, _, histograms = trace(make_timeline(), failed)
     assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, "NaN.")
     assert root.attributes["error.type"] == "_OTHER"
     assert set(histograms) == {"gen_ai.server.request.duration"}

@@ -28,15 +28,8 @@ class Delta:
     """What an update brought to an answer.
 
     Attributes:
-        choice: the answer.
-        content: text of the answer proper.
-        reasoning: text of the thinking before it.
-        tool_calls: pieces of calls.
-        token_ids: new tokens.
-        logprobs: of those, if asked for.
         num_prefilled: prompt tokens read so far, while nothing else is new; None otherwise.
         first: True until the first delta that is not empty, and in it.
-        finished: True in its last.
     """
 
     choice: Choice
@@ -61,9 +54,6 @@ class Choice:
     """One answer: the engine's stream, and what was made of it so far.
 
     Attributes:
-        index: in the reply.
-        stream: of the engine.
-        content, reasoning: so far.
         num_reasoning_tokens: known when the answer has finished.
         finish_reason: in OpenAI's words, when it has finished.
     """

@@ -24,7 +24,7 @@ from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server import problems
 from twinphase.server.generation import Generation, Receive, Scope, Send
 from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, template_inputs, with_defaults
-from twinphase.server.observe import explanation_json, timeline_json
+from twinphase.server.observe import timeline_json
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -32,7 +32,7 @@ from twinphase.server.openai_types import (
     ErrorResponse,
     TokenizeRequest,
 )
-from twinphase.server.problems import SlowBodyError, TooLargeError
+from twinphase.server.problems import FAILED, SlowBodyError, TooLargeError
 from twinphase.server.replies import ChatReplies, CompletionReplies
 from twinphase.server.service import Service
 
@@ -45,7 +45,6 @@ TOTAL_BODY_LIMITS = 32
 # A body of up to this many times the limit is read and thrown away, so that its client gets to see the error.
 DISCARDED_BODY_LIMITS = 8
 Responses = dict[int | str, dict[str, Any]]  # as the OpenAPI document has them, by status
-FAILED = TwinphaseError("The server failed on this request.", "Other requests are not affected.")
 UNREADABLE = "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without numbers that long."
 ERRORS: Responses = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
@@ -187,7 +186,7 @@ def _add_requests(api: APIRouter, service: Service) -> None:
         """Why a request took as long as it did, and what to change."""
         known, timeline = service.timelines.find(request.state.tenant, request_id)
         _, explanation = await service.require_engine().look(known, timeline)
-        return explanation_json(request_id, explanation)
+        return {"id": request_id, **explanation.as_dict()}
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
@@ -241,11 +240,7 @@ def _add_problems(app: FastAPI, service: Service) -> None:
 
 
 class Gate:
-    """What every request passes first: it is timed, who sends it is checked, and its body is read within limits.
-
-    Attributes:
-        app: what is behind it.
-    """
+    """What every request passes first: it is timed, who sends it is checked, and its body is read within limits."""
 
     def __init__(self, app: FastAPI, service: Service) -> None:
         self.app, self._service = app, service
@@ -293,9 +288,8 @@ class Gate:
         limit = self._service.config.max_body_bytes
         error = TooLargeError(f"The body is longer than {limit} bytes.", "Send less in one request.")
         length = headers.get(b"content-length", b"")
-        longest = (
-            limit if b"expect" in headers else DISCARDED_BODY_LIMITS * limit
-        )  # a client that asks first has sent none yet
+        # A client that asks first has sent none yet.
+        longest = limit if b"expect" in headers else DISCARDED_BODY_LIMITS * limit
         if length.isdigit() and int(length[:20]) > longest:
             raise error
         body = bytearray()
@@ -342,9 +336,8 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 async def _send_problem(send: Send, error: TwinphaseError) -> None:
     body = problems.body(error)
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **problems.headers(error)}
-    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.http_status, "headers": encoded})
+    headers = [*problems.raw_headers(error), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

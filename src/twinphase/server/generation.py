@@ -24,7 +24,7 @@ from twinphase.server.access import Ticket, salted
 from twinphase.server.answers import Choice, Delta, run_job, submit_all
 from twinphase.server.jobs import Job
 from twinphase.server.observe import server_timing
-from twinphase.server.problems import RequestTimeoutError
+from twinphase.server.problems import FAILED, RequestTimeoutError
 from twinphase.server.replies import DONE, Replies
 from twinphase.server.service import Service
 
@@ -118,7 +118,7 @@ class Generation(Response):
                 await self._refuse(self._failure)
         except Exception:
             LOG.exception("A request failed")
-            await self._refuse(TwinphaseError("The server failed on this request.", "Other requests are not affected."))
+            await self._refuse(FAILED)
         finally:
             if ticket is not None:
                 ticket.leave()
@@ -150,9 +150,10 @@ class Generation(Response):
                         self._handed_over(delta)
                 spent = server_timing(choices[0].stream.transcript.timeline)
                 headers = [(b"content-type", b"application/json"), (b"server-timing", spent.encode())]
+                headers.append((b"x-request-id", job.id.encode()))
                 # Long lists of log probabilities take a while: others' answers go on.
                 body = await asyncio.to_thread(lambda: msgspec.json.encode(replies.body()))
-                await self._send_body(200, body, headers, job)
+                await self._send_body(200, body, headers)
         finally:
             for choice in choices:
                 service.observe_end(job, choice, self._request_headers)
@@ -197,16 +198,10 @@ class Generation(Response):
             return
         if isinstance(error, EngineUnavailableError):
             LOG.info("%d: %s", status, error)
-        headers = [(name.lower().encode(), value.encode()) for name, value in problems.headers(error).items()]
-        await self._send_body(status, problems.body(error), [(b"content-type", b"application/json"), *headers])
+        await self._send_body(status, problems.body(error), problems.raw_headers(error))
 
-    async def _send_body(
-        self, status: int, body: bytes, headers: list[tuple[bytes, bytes]], job: Job | None = None
-    ) -> None:
-        headers = [*headers, (b"content-length", str(len(body)).encode())]
-        if job is not None:
-            headers.append((b"x-request-id", job.id.encode()))
-        await self._start(status, headers)
+    async def _send_body(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self._send(body, more=False)
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -52,8 +52,6 @@ class Reader:
     Attributes:
         tags: of thinking, if the model thinks.
         thinking: whether the prompt ends inside the thinking part.
-        tool_format: how calls are written, if any are looked for.
-        keep_reasoning: whether the client wants it.
         markers: control tokens that stand around thinking and calls; the parsers have to see them.
     """
 
@@ -75,21 +73,11 @@ class Job:
     """One request of the API.
 
     Attributes:
-        id: of the reply.
         operation: "chat" or "text_completion", OpenTelemetry's words.
         created: Unix seconds.
-        model: as it is called in the reply.
         prompts: each is answered `n` times.
         params: of every answer, but for the seed.
-        n: answers to each prompt.
-        priority: of the request.
         cache_salt: as the client gave it.
-        reader: of the answers' text.
-        echo: begin each answer with its prompt.
-        include_usage: end a stream with the usage.
-        continuous_usage: tell it in every event.
-        return_progress: tell how far the prompt is read.
-        return_token_ids: give the answers' tokens.
     """
 
     id: str
@@ -197,7 +185,6 @@ def template_inputs(
 
 
 async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float) -> Job:
-    """The job of one or several prompts to complete."""
     prompts, limit = _prompt_list(body.prompt), engine.facts.config.max_model_len if engine.facts else None
     longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
     if limit is not None and longest > limit:  # before anything is done with that many

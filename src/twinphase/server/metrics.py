@@ -16,7 +16,7 @@ from prometheus_client.samples import Sample
 from twinphase.engine.messages import StepStats
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import FinishReason
+from twinphase.request import FinishReason, RequestCounts
 
 __all__ = ["VLLM_NAMES", "Metrics"]
 
@@ -28,26 +28,12 @@ PHASES = ("prefill", "decode")
 
 # Those of our metrics that vLLM has, with the same meaning but for what docs/metrics.md notes.
 VLLM_NAMES = {
-    "num_requests_running",
-    "num_requests_waiting",
-    "kv_cache_usage_perc",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "num_preemptions",
-    "prompt_tokens",
-    "prompt_tokens_cached",
-    "generation_tokens",
-    "request_success",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-}
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
+    "num_preemptions", "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success",
+    "request_prompt_tokens", "request_generation_tokens", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds",
+}  # fmt: skip
 
 
 def _series(mantissas: Sequence[float], first: int, last: int) -> tuple[float, ...]:
@@ -113,16 +99,10 @@ def _alias(family: Metric) -> Metric:
 
 
 class Metrics:
-    """Counts what it is told; from any thread.
+    """Counts what it is told; from any thread."""
 
-    Attributes:
-        registry: of Prometheus' client, that these metrics are in.
-    """
-
-    def __init__(
-        self, model_name: str, *, vllm_aliases: bool = False, registry: CollectorRegistry | None = None
-    ) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self, model_name: str, *, vllm_aliases: bool = False) -> None:
+        self.registry = CollectorRegistry()
         self._families = families = _Families(model_name, vllm_aliases)
         self.registry.register(families)
         self._make_step_metrics(families)
@@ -219,7 +199,7 @@ class Metrics:
         self.engine_up(True)
 
     def first_token(self, seconds: float) -> None:
-        """A request's first output token was handed over, so long after its arrival."""
+        """A request's first output token was handed over, `seconds` after its arrival."""
         self._ttft.observe(seconds)
         self._output_tokens.inc()
 
@@ -234,26 +214,19 @@ class Metrics:
         self._output_tokens.inc(count)
 
     def delivered(self, seconds: float) -> None:
-        """Tokens were handed to the socket, so long after the end of the step that made them."""
+        """Tokens were handed to the socket, `seconds` after the end of the step that made them."""
         self._delivery.observe(seconds)
 
     def finished(
-        self,
-        timeline: RequestTimeline,
-        *,
-        finished_reason: FinishReason,
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-        num_cached_tokens: int,
-        num_reasoning_tokens: int = 0,
+        self, timeline: RequestTimeline, counts: RequestCounts, reason: FinishReason, num_reasoning_tokens: int = 0
     ) -> None:
-        """A request has ended, for whatever reason; the counts are those of its usage."""
-        self._success[finished_reason.value].inc()
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._cached_tokens.inc(num_cached_tokens)
+        """A request has ended, for whatever reason."""
+        self._success[reason.value].inc()
+        self._prompt_tokens.inc(counts.num_prompt_tokens)
+        self._cached_tokens.inc(counts.num_cached_tokens)
         self._reasoning_tokens.inc(num_reasoning_tokens)
-        self._request_prompt_tokens.observe(num_prompt_tokens)
-        self._request_output_tokens.observe(num_output_tokens)
+        self._request_prompt_tokens.observe(counts.num_prompt_tokens)
+        self._request_output_tokens.observe(counts.num_output_tokens)
         seconds = timeline.totals()
         self._e2e.observe(timeline.end - timeline.arrival)
         self._queue_time.observe(seconds[IntervalKind.QUEUE])

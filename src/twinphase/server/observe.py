@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from twinphase.errors import RequestNotFoundError
-from twinphase.explain.explanation import Explanation
 from twinphase.explain.prompt_parts import divide, part_at
 from twinphase.phases.cost import CostModel
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
@@ -26,7 +25,7 @@ from twinphase.server.answers import Choice
 from twinphase.server.jobs import Job
 from twinphase.tokenizer.prompt_parts import PromptPart
 
-__all__ = ["Kept", "Timelines", "explanation_json", "server_timing", "timeline_json", "timings"]
+__all__ = ["Timelines", "server_timing", "timeline_json", "timings"]
 
 LISTED = 100  # finished requests
 
@@ -41,7 +40,8 @@ def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any
     transcript = choice.stream.transcript
     timeline, request = transcript.timeline, transcript.counts()
     num_prompt, num_output = request.num_prompt_tokens, request.num_output_tokens
-    prefill, decode = _phase_seconds(timeline)
+    totals = timeline.totals()
+    prefill, decode = (sum(totals[kind] for kind in kinds) for kinds in (PREFILL_KINDS, DECODE_KINDS))
     computed = num_prompt - request.num_cached_tokens
     found: dict[str, Any] = {
         "cache_n": request.num_cached_tokens,
@@ -53,9 +53,7 @@ def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any
         "predicted_ms": _ms(decode),
         "predicted_per_token_ms": _ms(decode / timeline.decode.tokens) if timeline.decode.tokens else None,
         "predicted_per_second": round(timeline.decode.tokens / decode, 3) if decode else None,
-        "ttft_ms": _ms(timeline.ttft),
-        "tpot_ms": _ms(timeline.tpot),
-        "e2e_ms": _ms(timeline.end - timeline.arrival),
+        **_latencies(timeline),
         "ledger_ms": {kind: _ms(seconds) for kind, seconds in timeline.totals().items()},
         "num_preemptions": request.num_preemptions,
         "num_recomputed_tokens": request.num_recomputed_tokens,
@@ -94,14 +92,7 @@ def server_timing(timeline: RequestTimeline) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """A finished request, small: numbers, and its timeline as bytes.
-
-    Attributes:
-        tenant: who may see it.
-        counts: its lengths, and what became of it.
-        packed: its timeline.
-        summary: what a list says of it.
-    """
+    """A finished request, small: numbers, its timeline as bytes, and what a list says of it."""
 
     tenant: str
     counts: RequestCounts
@@ -116,9 +107,7 @@ class Kept:
             "finished": True,
             "prompt_tokens": counts.num_prompt_tokens,
             "output_tokens": counts.num_output_tokens,
-            "e2e_ms": _ms(timeline.end - timeline.arrival),
-            "ttft_ms": _ms(timeline.ttft),
-            "tpot_ms": _ms(timeline.tpot),
+            **_latencies(timeline),
             "dominant": max(totals, key=lambda kind: totals[kind]),
         }
         counts = replace(counts, sampling_params=None)  # may hold a large grammar
@@ -188,11 +177,8 @@ def timeline_json(request: RequestCounts, timeline: RequestTimeline, finished: b
 
     intervals = []
     for interval in timeline.intervals:
-        entry: dict[str, Any] = {
-            "kind": interval.kind.value,
-            "start_ms": since(interval.start),
-            "end_ms": since(interval.end),
-        }
+        entry: dict[str, Any] = {"kind": interval.kind.value}
+        entry |= {"start_ms": since(interval.start), "end_ms": since(interval.end)}
         if interval.step >= 0:
             entry["step"] = interval.step
         if interval.kind is IntervalKind.STALL:
@@ -208,9 +194,7 @@ def timeline_json(request: RequestCounts, timeline: RequestTimeline, finished: b
             for name, value in msgspec.to_builtins(request).items()
             if name not in ("request_id", "sampling_params")
         },
-        "e2e_ms": since(timeline.end),
-        "ttft_ms": _ms(timeline.ttft),
-        "tpot_ms": _ms(timeline.tpot),
+        **_latencies(timeline),
         "ledger_ms": {kind: _ms(seconds) for kind, seconds in timeline.totals().items()},
         "intervals": intervals,
         "token_times_ms": [since(moment) for moment in timeline.token_times],
@@ -220,17 +204,12 @@ def timeline_json(request: RequestCounts, timeline: RequestTimeline, finished: b
     }
 
 
-def explanation_json(request_id: str, explanation: Explanation) -> dict[str, Any]:
-    """An explanation as plain values; its times are seconds."""
-    return {"id": request_id, **explanation.as_dict()}
-
-
-def _phase_seconds(timeline: RequestTimeline) -> tuple[float, float]:
-    totals = timeline.totals()
-    return (
-        sum(totals[kind.value] for kind in PREFILL_KINDS),
-        sum(totals[kind.value] for kind in DECODE_KINDS),
-    )
+def _latencies(timeline: RequestTimeline) -> dict[str, float | None]:
+    return {
+        "ttft_ms": _ms(timeline.ttft),
+        "tpot_ms": _ms(timeline.tpot),
+        "e2e_ms": _ms(timeline.end - timeline.arrival),
+    }
 
 
 def _ms(seconds: float | None) -> float | None:

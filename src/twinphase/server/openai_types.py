@@ -11,16 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-__all__ = [
-    "ChatCompletionRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "ErrorResponse",
-    "GenerationRequest",
-    "Message",
-    "TokenizeRequest",
-]
-
 MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_STOPS, MAX_BIASES = 128, 4096, 4096, 128, 16, 1024
 MAX_TEXTS = 65536
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

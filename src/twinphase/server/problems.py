@@ -10,36 +10,17 @@ from typing import Any
 from twinphase.errors import EngineDeadError, EngineUnavailableError, OverloadedError, TwinphaseError
 from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest
 
-__all__ = [
-    "RequestTimeoutError",
-    "SlowBodyError",
-    "TYPES",
-    "TooLargeError",
-    "body",
-    "headers",
-    "invalid_fields",
-    "not_found",
-    "problem",
-]
-
 LONGEST_PATH = 100  # characters of a field's name, which is the client's
 KNOWN_FIELDS = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
 # What other engines' users write.
 ALIASES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens", "n_predict": "max_tokens",
            "regex": "structured_outputs.regex", "grammar": "structured_outputs.grammar",
            "json_schema": "response_format", "guided_decoding": "structured_outputs"}  # fmt: skip
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    500: "internal_server_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
+# OpenAI's word for a status; the other 4xx are "invalid_request_error", the other 5xx "internal_server_error".
+TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error",
+         503: "service_unavailable_error", 504: "timeout_error"}  # fmt: skip
+# What a client is told of a failure that the log describes.
+FAILED = TwinphaseError("The server failed on this request.", "Other requests are not affected.")
 
 
 class TooLargeError(TwinphaseError):
@@ -71,6 +52,12 @@ def body(error: TwinphaseError | dict[str, Any]) -> bytes:
     if isinstance(error, TwinphaseError):
         error = problem(str(error), error.http_status, param=getattr(error, "param", None), code=_code(error))
     return json.dumps({"error": error}).encode("ascii")
+
+
+def raw_headers(error: TwinphaseError) -> list[tuple[bytes, bytes]]:
+    """Of an error's whole reply, but for its length, as ASGI takes them."""
+    named = {"content-type": "application/json", **headers(error)}
+    return [(name.lower().encode(), value.encode()) for name, value in named.items()]
 
 
 def headers(error: TwinphaseError) -> dict[str, str]:

@@ -45,13 +45,7 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 class Replies:
-    """What chats and completions have in common. One for each job.
-
-    Attributes:
-        job: that is replied to.
-        choices: its answers.
-        chunk_object, body_object: the kinds of reply, in OpenAI's words.
-    """
+    """What chats and completions have in common; `chunk_object` and `body_object` are OpenAI's words for the reply."""
 
     chunk_object = body_object = ""
 
@@ -105,9 +99,9 @@ class Replies:
                 shown["timings"] = timings(self.job, choice, self.shape)
             choices.append(shown)
         last = max(self.choices, key=lambda choice: choice.stream.transcript.timeline.end)
-        head = {**self._head, "object": self.body_object}
         return {
-            **head,
+            **self._head,
+            "object": self.body_object,
             "choices": choices,
             "usage": usage(self.job, self.choices),
             "timings": timings(self.job, last, self.shape),
@@ -166,12 +160,8 @@ class ChatReplies(Replies):
             ]
         asked = self.job.params.logprobs is not None
         logprobs = {"content": [self._logprob(entry) for entry in choice.logprobs]} if asked else None
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
-        }
+        reason = choice.finish_reason
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprob(self, entry: TokenLogprobs) -> dict[str, Any]:
         top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
@@ -190,9 +180,7 @@ class CompletionReplies(Replies):
 
     chunk_object = body_object = "text_completion"
 
-    def __init__(
-        self, job: Job, choices: Sequence[Choice], tokenizer: Tokenizer, shape: ModelShape | None = None
-    ) -> None:
+    def __init__(self, job: Job, choices: Sequence[Choice], tokenizer: Tokenizer, shape: ModelShape | None) -> None:
         super().__init__(job, choices, tokenizer, shape)
         self._offsets = [0] * len(choices)  # characters of the tokens whose log probabilities were given
 
@@ -206,12 +194,8 @@ class CompletionReplies(Replies):
         asked = self.job.params.logprobs is not None
         self._offsets[choice.index] = 0
         logprobs = self._logprobs(choice.index, choice.logprobs) if asked else None
-        return {
-            "index": choice.index,
-            "text": choice.content,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
-        }
+        reason = choice.finish_reason
+        return {"index": choice.index, "text": choice.content, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         tokens, offsets, top = [], [], []

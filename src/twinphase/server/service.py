@@ -72,14 +72,10 @@ class Service:
     """What all requests share.
 
     Attributes:
-        config: limits and names.
         model: as it was asked for.
         model_names: that clients may ask for; the first is the one replies have.
         engine: None before `start`.
-        access, admission: who may ask, and how much.
-        metrics: for Prometheus.
         tracer: for OpenTelemetry, if asked for.
-        timelines: of finished and running requests.
         in_flight: generations that have not sent their last byte.
         stalled: the engine had work and made no step for too long.
     """
@@ -181,27 +177,13 @@ class Service:
     def observe_end(self, job: Job, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
         self.timelines.end(choice, job.prompt_of(choice.index).runs)
         transcript = choice.stream.transcript
-        request, timeline = transcript.counts(), transcript.timeline
-        if transcript.finish_reason is None:
+        counts, timeline, reason = transcript.counts(), transcript.timeline, transcript.finish_reason
+        if reason is None:
             self.metrics.aborted()
             return
-        counts = {
-            "num_prompt_tokens": request.num_prompt_tokens,
-            "num_output_tokens": request.num_output_tokens,
-            "num_cached_tokens": request.num_cached_tokens,
-            "num_reasoning_tokens": choice.num_reasoning_tokens,
-        }
-        self.metrics.finished(timeline, finished_reason=transcript.finish_reason, **counts)
+        self.metrics.finished(timeline, counts, reason, choice.num_reasoning_tokens)
         if self.tracer is not None:
-            facts = RequestFacts(
-                job.model,
-                choice.stream.request_id,
-                transcript.finish_reason,
-                **counts,
-                prefix_miss=request.prefix_miss,
-                error=request.error,
-                operation=job.operation,
-            )
+            facts = RequestFacts(job.operation, job.model, reason, counts, choice.num_reasoning_tokens)
             parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
             self.tracer.trace(
                 timeline,

@@ -15,20 +15,6 @@ from typing import Any
 from twinphase.errors import InvalidRequestError
 from twinphase.request import StructuredOutputsParams, plain_json
 
-__all__ = [
-    "HERMES",
-    "LLAMA3_JSON",
-    "MISTRAL",
-    "TOOL_NAME",
-    "SpecialToken",
-    "Tool",
-    "ToolChoice",
-    "ToolFormat",
-    "check_tools",
-    "tool_format",
-    "tool_grammar",
-]
-
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters", "strict"}}
 ToolChoice = str | Mapping[str, Any] | None  # None: "auto"
 # The id of a text that is one control token of the vocabulary; None for ordinary text.
@@ -50,9 +36,7 @@ class ToolFormat:
     A call is {"name": ..., `arguments`: {...}}.
 
     Attributes:
-        begin: announces calls.
         bare: an answer that begins with a call needs no `begin`.
-        arguments: the key of a call's arguments.
     """
 
     begin: str

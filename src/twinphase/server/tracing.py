@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import Interval, IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, PrefixMiss
+from twinphase.request import FinishReason, RequestCounts
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Histogram
@@ -88,30 +88,13 @@ def phase_spans(timeline: RequestTimeline) -> list[PhaseSpan]:
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """What a trace says of a request besides its times.
+    """What a trace says of a request besides its times; `operation` is "chat" or "text_completion"."""
 
-    Attributes:
-        model: as the request named it.
-        response_id: as the answer names itself.
-        finished_reason: why it ended.
-        num_prompt_tokens, num_output_tokens: of its usage; so are the next two.
-        num_cached_tokens: of the prompt, that the prefix cache held.
-        num_reasoning_tokens: of the output.
-        prefix_miss: why the prefix cache did not hold more.
-        error: one line, when it failed.
-        operation: "chat" or "text_completion".
-    """
-
+    operation: str
     model: str
-    response_id: str
     finished_reason: FinishReason
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
+    counts: RequestCounts
     num_reasoning_tokens: int = 0
-    prefix_miss: PrefixMiss | None = None
-    error: str | None = None
-    operation: str = "chat"
 
     def common(self) -> dict[str, Any]:
         """Attributes of the span and of the histograms."""
@@ -120,23 +103,23 @@ class RequestFacts:
             "gen_ai.provider.name": "twinphase",
             "gen_ai.request.model": self.model,
         }
-        if self.error is not None:
+        if self.counts.error is not None:
             about["error.type"] = "_OTHER"
         return about
 
     def attributes(self) -> dict[str, Any]:
         about = {
             **self.common(),
-            "gen_ai.response.id": self.response_id,
+            "gen_ai.response.id": self.counts.request_id,
             "gen_ai.response.finish_reasons": (self.finished_reason.value,),
-            "gen_ai.usage.input_tokens": self.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": self.num_output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": self.num_cached_tokens,
+            "gen_ai.usage.input_tokens": self.counts.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": self.counts.num_output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": self.counts.num_cached_tokens,
             "gen_ai.usage.reasoning.output_tokens": self.num_reasoning_tokens,
         }
-        if self.prefix_miss is not None:
-            about["twinphase.prefix_miss.reason"] = self.prefix_miss.reason.value
-            about["twinphase.prefix_miss.token_index"] = self.prefix_miss.token_index
+        if (miss := self.counts.prefix_miss) is not None:
+            about["twinphase.prefix_miss.reason"] = miss.reason.value
+            about["twinphase.prefix_miss.token_index"] = miss.token_index
         return about
 
 
@@ -165,12 +148,8 @@ class RequestTracer:
     ) -> None:
         """Make the trace of a request that has ended.
 
-        Args:
-            timeline: whole.
-            facts: of the request.
-            wall_clock_offset: time of day - the timeline's clock, seconds.
-            traceparent: the request's header, of the span that caused this one; a broken one is passed over.
-            tracestate: the request's header.
+        `wall_clock_offset` is the time of day minus the timeline's clock, in seconds. `traceparent` and `tracestate`
+        are the request's headers; a broken one is ignored.
         """
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -185,8 +164,8 @@ class RequestTracer:
         )
         name, attributes = f"{facts.operation} {facts.model}", {**facts.attributes(), **_seconds(timeline.intervals)}
         root = self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes, start_time=ns(timeline.arrival))
-        if facts.error is not None:
-            root.set_status(trace.Status(trace.StatusCode.ERROR, facts.error))
+        if facts.counts.error is not None:
+            root.set_status(trace.Status(trace.StatusCode.ERROR, facts.counts.error))
         if timeline.token_times:
             root.add_event("first_token", timestamp=ns(timeline.token_times[0]))
         inside = trace.set_span_in_context(root, parent)
@@ -202,7 +181,7 @@ class RequestTracer:
 
     def _record(self, timeline: RequestTimeline, facts: RequestFacts) -> None:
         values = [timeline.end - timeline.arrival, timeline.ttft, timeline.tpot]
-        if facts.error is not None:
+        if facts.counts.error is not None:
             values = values[:1]
         for histogram, value in zip(self._histograms, values, strict=False):
             if value is not None:
