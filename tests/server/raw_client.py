@@ -16,6 +16,8 @@ from typing import Any
 
 from running import PATIENCE, RunningServer
 
+PATH, ONE = "/v1/completions", {"Authorization": "Bearer one"}  # a key of the server `limited`
+LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 PROBE = {"prompt": "hello world", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 

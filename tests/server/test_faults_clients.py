@@ -6,12 +6,25 @@ import time
 
 import pytest
 
-from raw_client import PROBE, connect, events, is_cut, read_reply, request, reset, send, surviving, tokens, until
+from raw_client import (
+    LONG,
+    ONE,
+    PATH,
+    PROBE,
+    connect,
+    events,
+    is_cut,
+    read_reply,
+    request,
+    reset,
+    send,
+    surviving,
+    tokens,
+    until,
+)
 from tiny_gguf import write_tiny_gguf
 
 CHUNK = 64
-PATH = "/v1/completions"
-LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 LARGE = {**LONG, "max_tokens": 1600, "logprobs": 20}  # an answer of 700 KB
 
 
@@ -262,9 +275,8 @@ def test_two_hundred_silent_connections_keep_nobody_from_being_served(server):
 
 
 def test_many_large_bodies_at_once_are_bounded_together(limited):
-    key = {"Authorization": "Bearer one"}
-    head = request(PATH, b"", Content_Length="60000", **key)
-    with surviving(limited, **key):
+    head = request(PATH, b"", Content_Length="60000", **ONE)
+    with surviving(limited, **ONE):
         clients = [connect(limited) for _ in range(34)]
         for client in clients:
             client.sendall(head + b" " * 59_000)

@@ -12,16 +12,13 @@ import numpy as np
 import openai
 import pytest
 
-from raw_client import PROBE, connect, events, read_reply, send, surviving, tokens, until
+from raw_client import LONG, ONE, PATH, PROBE, connect, events, read_reply, send, surviving, tokens, until
 from running import PATIENCE
 from tiny_gguf import write_tiny_gguf
 from twinphase.server import service as service_module
 from twinphase.server.config import ServerConfig
 from twinphase.server.service import Service
 
-PATH = "/v1/completions"
-LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-ONE = {"Authorization": "Bearer one"}
 POISON = 77  # the token whose embedding is not finite
 
 

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from raw_client import PROBE, connect, events, read_reply, request, send, surviving
+from raw_client import LONG, ONE, PROBE, connect, events, read_reply, request, send, surviving
 from tiny_gguf import write_tiny_gguf
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
-ONE = {"Authorization": "Bearer one"}
 MESSAGES = [{"role": "user", "content": "hello"}]
-LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
 PROMPT = {COMPLETION: {"prompt": "hello"}, CHAT: {"messages": MESSAGES}}
 
 

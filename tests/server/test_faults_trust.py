@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 import twinphase
-from raw_client import PROBE, connect, events, read_reply, request, send, surviving
+from raw_client import PATH, PROBE, connect, events, read_reply, request, send, surviving
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.request import Request, SamplingParams
 from twinphase.server.access import Access
 
-PATH = "/v1/completions"
 ROOT = Path(twinphase.__file__).parent
 ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
 
@@ -168,18 +167,3 @@ def test_nothing_is_fetched_for_a_schema(server):
                 assert status == 400, (schema, reply)
         with pytest.raises(BlockingIOError):
             listener.accept()
-
-
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}},
-                                  {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}])  # fmt: skip
-def test_nothing_is_fetched_for_a_message(server, part):
-    with surviving(server):
-        messages = [{"role": "user", "content": [part]}]
-        assert server.post("/v1/chat/completions", {"messages": messages})[0] == 400
-
-
-def test_a_browser_page_from_elsewhere_gets_no_permission(server):
-    with surviving(server), connect(server) as client:
-        client.sendall(request(PATH, PROBE, Origin="http://evil.example"))
-        status, headers, _ = read_reply(client)
-        assert status == 200 and "access-control-allow-origin" not in headers

@@ -5,12 +5,12 @@ from contextlib import ExitStack
 import openai
 import pytest
 
-from raw_client import PROBE, read_reply, send, surviving, tokens, until
+from raw_client import ONE, PATH, PROBE, read_reply, send, surviving, tokens, until
 
-CHAT, PATH = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
-IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
-ONE = {"Authorization": "Bearer one"}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,7 @@ ONE = {"Authorization": "Bearer one"}
         ({"messages": [{"role": "user"}]}, "messages", "needs content"),
         ({"messages": [{"role": "boss"}]}, "messages", "`messages.0.role`: only this is supported: 'system', "),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "'text'"),
+        ({"messages": [{"role": "user", "content": [AUDIO]}]}, "messages", "'text'"),
         ({"logit_bias": {"99999": 1}}, None, "Token id 99999 in logit_bias"),
         ({"tool_choice": "required"}, None, "`tool_choice` needs `tools`"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "`json_schema` goes with"),

@@ -134,7 +134,9 @@ def test_a_page_that_is_allowed_may_ask_from_a_browser(server, limited):
     assert (refused.status_code, unknown.status_code) == (400, 401)
     assert {reply.headers[allowed] for reply in (asked, answered, refused, unknown)} == {ORIGIN}
     for base, origin in ((limited.url, "https://other.example"), (server.url, ORIGIN)):
-        assert allowed not in httpx.options(base + "/v1/models", headers={**PAGE, "Origin": origin}).headers
+        page = {**PAGE, "Origin": origin}
+        assert allowed not in httpx.options(base + "/v1/models", headers=page).headers
+        assert allowed not in httpx.post(base + "/v1/chat/completions", json=CHAT, headers={**KEY, **page}).headers
 
 
 def test_the_openapi_document_is_complete(server, limited):

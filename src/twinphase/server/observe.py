@@ -54,7 +54,7 @@ def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any
         "predicted_per_token_ms": _ms(decode / timeline.decode.tokens) if timeline.decode.tokens else None,
         "predicted_per_second": round(timeline.decode.tokens / decode, 3) if decode else None,
         **_latencies(timeline),
-        "ledger_ms": {kind: _ms(seconds) for kind, seconds in timeline.totals().items()},
+        "ledger_ms": {kind: _ms(seconds) for kind, seconds in totals.items()},
         "num_preemptions": request.num_preemptions,
         "num_recomputed_tokens": request.num_recomputed_tokens,
     }
