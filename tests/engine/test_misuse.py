@@ -46,7 +46,7 @@ def test_threads_share_an_llm(make_llm, request, backend):
     def stream(prompt):
         return lambda: [list(llm.stream(prompt, GREEDY))[-1].output.outputs[0] for _ in range(4)]
 
-    found = in_threads(*map(generate, PROMPTS[:3]), stream(PROMPTS[3]))
+    found = in_threads(*map(generate, PROMPTS[:2]), *map(stream, PROMPTS[2:]))
     for answers, expected in zip(found, alone, strict=True):
         assert [(one.token_ids, one.text) for one in answers] == [(expected.token_ids, expected.text)] * 4
     assert not llm.engine.has_work and not llm._transcripts
