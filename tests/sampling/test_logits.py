@@ -116,6 +116,7 @@ def test_log_normalizer():
     assert_allclose(log_normalizer(row(0, -INF)), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params", [{"repetition_penalty": 1.3}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.7}]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,8 @@ def test_a_file_without_template_gets_chatml(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
     checkpoint = open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"))
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    object.__setattr__(
-        checkpoint, "metadata", {k: v for k, v in checkpoint.metadata.items() if k != "tokenizer.chat_template"}
-    )
-    template = ChatTemplate.from_checkpoint(checkpoint, tokenizer)
+    metadata = {k: v for k, v in checkpoint.metadata.items() if k != "tokenizer.chat_template"}
+    template = ChatTemplate.from_checkpoint(replace(checkpoint, metadata=metadata), tokenizer)
     assert template.is_fallback and template.source == CHATML
     assert template.render([{"role": "user", "content": "Hi"}]) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,6 +30,12 @@ TEXTS: list[str] = EXPECTED["texts"]
 @pytest.fixture(scope="module")
 def smollm2() -> Tokenizer:
     return Tokenizer.from_checkpoint(open_gguf(resolve_model()))
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def random_texts(count: int, seed: int = 0) -> list[str]:
@@ -160,11 +166,10 @@ def test_some_control_tokens_are_read_and_others_are_not() -> None:
         tokenizer.encode_with_starts("a" * 1000, max_tokens=2)
 
 
-def test_the_tokenizer_is_cached_and_rebuilt_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
+def test_the_tokenizer_is_cached_and_rebuilt_when_damaged(tmp_path: Path, cache_folder: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     ids = Tokenizer.from_checkpoint(open_gguf(path)).encode("the <|im_end|> world")
-    (cached,) = (tmp_path / "cache").rglob("tokenizer-*.json")
+    (cached,) = cache_folder.rglob("tokenizer-*.json")
     # Loaded from the cache, the vocabulary is not read.
     checkpoint = open_gguf(path)
     object.__setattr__(checkpoint, "vocabulary", lambda: pytest.fail("read the vocabulary"))
@@ -177,8 +182,8 @@ def test_the_tokenizer_is_cached_and_rebuilt_when_damaged(tmp_path: Path, monkey
     assert Tokenizer.from_checkpoint(open_gguf(path)).vocab_size == 400
 
 
-def test_tokens_added_where_the_model_wants_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache_folder")
+def test_tokens_added_where_the_model_wants_them(tmp_path: Path) -> None:
     checkpoint = open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"))
     vocabulary = checkpoint.vocabulary()
 
@@ -247,13 +252,9 @@ def test_sentencepiece_space_prefix_is_the_files_choice() -> None:
     assert [tokenizer._backend.id_to_token(i) for i in tokenizer.encode("hello")] == ["hello"]
 
 
-def test_a_file_without_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    writer = gguf.GGUFWriter(str(tmp_path / "bare.gguf"), "llama")
-    writer.add_tensor("x", np.zeros(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+@pytest.mark.usefixtures("cache_folder")
+def test_a_file_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    checkpoint = open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    bare = {key: value for key, value in checkpoint.metadata.items() if not key.startswith("tokenizer.")}
     with pytest.raises(UnsupportedModelError, match="no tokenizer"):
-        Tokenizer.from_checkpoint(open_gguf(tmp_path / "bare.gguf"))
+        Tokenizer.from_checkpoint(replace(checkpoint, metadata=bare))

@@ -55,9 +55,7 @@ _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")
 def to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     """The grammar of a constraint; equal constraints have equal grammars.
 
-    Args:
-        params: the constraint.
-        special_tokens: ids of the control tokens, by the text that stands for them.
+    `special_tokens` are the ids of the control tokens, by the text that stands for them.
 
     Raises:
         InvalidRequestError: what cannot be honoured, or would cost too much.

@@ -37,11 +37,7 @@ def pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
 
 
 def build_tokenizer(metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Builds the tokenizer.
-
-    Args:
-        metadata: the file's scalars and strings.
-        vocabulary: the `tokenizer.ggml.*` arrays.
+    """Builds the tokenizer from the file's scalars and strings, and its `tokenizer.ggml.*` arrays.
 
     Raises:
         UnsupportedModelError: another kind of tokenizer, or an unknown pre-tokenizer.

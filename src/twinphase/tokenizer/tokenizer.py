@@ -44,11 +44,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, metadata: Mapping[str, Any]) -> None:
-        """Use `from_checkpoint`.
-
-        Args:
-            backend: from `build_tokenizer`, or its cached form.
-            metadata: of the file: kind of tokenizer and special ids.
+        """Use `from_checkpoint`; `backend` is what `build_tokenizer` made of the file with this metadata.
 
         Raises:
             CheckpointError: a special id outside the vocabulary.

@@ -49,14 +49,9 @@ class _Index:
 
 
 def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
-    """Opens a model file.
+    """Opens a model file; its tensors are mapped and not yet read from disk.
 
-    Args:
-        path: a GGUF file.
-        mark_used: remember this as a use of the model (`last_used`); False to look at it only.
-
-    Returns:
-        The checkpoint, its tensors mapped and not yet read from disk.
+    With `mark_used`, this is remembered as a use of the model (`last_used`).
 
     Raises:
         ModelNotFoundError: no such file, or a directory.

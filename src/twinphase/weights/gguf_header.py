@@ -73,11 +73,7 @@ class Header:
 
 
 def read_header(buffer: mmap | bytes, name: str) -> Header:
-    """Reads and checks everything before the tensor data.
-
-    Args:
-        buffer: the whole file.
-        name: what to call the file in errors.
+    """Reads and checks everything before the tensor data. `buffer` is the whole file, `name` its name in errors.
 
     Raises:
         CheckpointError: not a GGUF file, an unsupported version, or a header that does not fit the file.
