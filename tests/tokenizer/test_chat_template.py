@@ -173,3 +173,5 @@ def test_hostile_templates_end_in_an_error(source: str) -> None:
 def test_long_messages_are_no_attack() -> None:
     messages = [{"role": "user", "content": "x" * 10_000_000}]
     assert len(ChatTemplate(None).render(messages)) > 10_000_000
+    calls = "{% for m in messages %}{{ m.content.strip().lstrip() if m.content.startswith('H') }}{% endfor %}"
+    assert len(render(calls, USER * 10_000)) > 100_000

@@ -29,6 +29,7 @@ __all__ = ["ENVIRONMENT", "budget"]
 
 _MAX_STEPS = 1_000_000  # loop iterations, calls, operations, and characters made (64 a step) of one rendering
 _CHARACTERS_PER_STEP = 64
+_STEPS_PER_CALL = 10  # of a function or macro, which takes that much longer than an operation
 _MAX_BITS = 100_000  # of an integer
 _MAX_LENGTH = 4_000_000  # characters or elements of anything a template makes, if its input is not longer
 _MAX_EXPONENT = 64
@@ -220,6 +221,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return None if wrapped is None else bounded
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+        _spend(_STEPS_PER_CALL)
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         whole = obj in (dict, Namespace) or isinstance(owner, (list, tuple, dict))
         for given in (owner, *args, *kwargs.values()):
