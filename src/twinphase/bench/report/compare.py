@@ -45,32 +45,29 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 SPEEDS = ("s", "ms", "us", "µs", "tok/s", "req/s")
 SAME, CANNOT = "no difference shown", "unknown"
 SEARCHED = re.compile(r"\[(?:rate|concurrency)=|^capacity_")  # found by --saturate, which takes no --repetitions
-TONES = {"faster": "good", "better": "good", "slower": "bad", "worse": "bad"}
+TONES = {"faster": "good", "slower": "bad", "better": "good", "worse": "bad"}
 
 
 @dataclass(frozen=True)
 class Comparison:
     """One metric of both results.
 
-    Attributes:
-        metric: as A has it.
-        definition_b: how B has it.
-        medians: of A and of B.
-        counts: finite values of A and of B.
-        ratio: median of B / median of A, also where nothing is known of its error; NaN where it has no meaning.
-        interval: of the ratio; None where it cannot be told.
-        verdict: "faster", "slower" (or "better", "worse", where it is no time or rate), `SAME` or `CANNOT`: of B.
-        reason: why it cannot be told.
+    `ratio` is median of B / median of A, also where its error is unknown; NaN where it has no meaning. Without an
+    `interval` of it, `reason` says why. `verdict` is of B: "faster", "slower" (or "better", "worse" where it is neither
+    a time nor a rate), `SAME` or `CANNOT`.
     """
 
-    metric: Metric
-    definition_b: str
-    medians: tuple[float, float]
-    counts: tuple[int, int]
+    a: Metric
+    b: Metric
     ratio: float
     interval: Interval | None
     verdict: str
     reason: str = ""
+
+    @property
+    def family(self) -> str:
+        """The metric's name without its point: all of one family stand in one table."""
+        return self.a.name.partition("[")[0]
 
 
 def compare(a: Path, b: Path) -> Report:
@@ -96,23 +93,20 @@ def compare_reports(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -
     if not shared:
         raise ResultError(f"{names[0]} and {names[1]} have no metric in common.", "Compare two runs of one command.")
     found = [_compared(a.kind, ours[name], theirs[name]) for name in shared]
-    differing = [*_redefined(found), *_differing(a.conditions, b.conditions)]
-    apart_keys = {key for key, _, _ in differing}
-    same = {key: value for key, value in a.conditions.items() if key not in apart_keys}
-    origin = {
-        f"{letter}": f"{name} ({report.title}, {report.conditions.get('date', 'date unknown')})"
-        for letter, name, report in zip("AB", names, (a, b), strict=True)
-    }
-    sections = [*_sections(found), *_left_out(ours, theirs, shared)]
-    apart = {f"{key} (differs)": f"A: {of_a}; B: {of_b}" for key, of_a, of_b in differing}
-    noise = (f"{letter}: {line}" for letter, report in zip("AB", (a, b), strict=True) for line in report.noise)
+    differing = _differing(a, b, found)
+    conditions, noise = {}, []
+    for letter, name, report in zip("AB", names, (a, b), strict=True):
+        conditions[letter] = f"{name} ({report.title}, {report.conditions.get('date', 'date unknown')})"
+        noise += [f"{letter}: {line}" for line in report.noise]
+    conditions |= {f"{key} (differs)": f"A: {of_a}; B: {of_b}" for key, of_a, of_b in differing}
+    same = a.conditions.keys() - {key for key, _, _ in differing}
     return Report(
         kind="compare",
         title=f"B against A: {b.title}" + (f" against {a.title}" if a.title != b.title else ""),
         verdicts=(*_warnings(a, b, differing), *_findings(found)),
-        conditions={**origin, **apart, **same},
+        conditions=conditions | {key: value for key, value in a.conditions.items() if key in same},
         noise=tuple(noise),
-        sections=tuple(sections),
+        sections=(*_sections(found), *_left_out(ours, theirs, shared)),
         data={"comparisons": found, "seed": SEED, "resamples": RESAMPLES, "confidence": CONFIDENCE},
     )
 
@@ -121,31 +115,30 @@ def _alike(a: Metric, b: Metric) -> bool:
     return (a.unit, a.better) == (b.unit, b.better)
 
 
+def _finite(metric: Metric) -> list[float]:
+    return [value for value in metric.values if math.isfinite(value)]
+
+
 def _compared(kind: str, a: Metric, b: Metric) -> Comparison:
-    values = [[value for value in metric.values if math.isfinite(value)] for metric in (a, b)]
-    counts = (len(values[0]), len(values[1]))
-    medians = tuple(statistics.median(side) if side else math.nan for side in values)
-    ratio = medians[1] / medians[0] if min(map(min, filter(None, values)), default=0.0) > 0 else math.nan
-    reason = ""
-    if min(counts) < FEWEST:
-        reason = _too_few(kind, a.name, counts)
-    elif min(map(min, values)) <= 0:
-        reason = "a ratio needs values above 0"
-    if reason:
-        return Comparison(a, b.definition, (medians[0], medians[1]), counts, ratio, None, CANNOT, reason)
-    interval, verdict = _interval(values[0], values[1]), SAME
+    x, y = _finite(a), _finite(b)
+    positive = min([*x, *y], default=0.0) > 0
+    ratio = statistics.median(y) / statistics.median(x) if x and y and positive else math.nan
+    if min(len(x), len(y)) < FEWEST:
+        return Comparison(a, b, ratio, None, CANNOT, _too_few(kind, a.name, len(x), len(y)))
+    if not positive:
+        return Comparison(a, b, ratio, None, CANNOT, "a ratio needs values above 0")
+    interval, verdict = _interval(x, y), SAME
     if not interval.low <= 1 <= interval.high:
-        good = (ratio < 1) == (a.better == "lower")
         words = ("faster", "slower") if a.unit in SPEEDS else ("better", "worse")
-        verdict = words[0] if good else words[1]
-    return Comparison(a, b.definition, (medians[0], medians[1]), counts, ratio, interval, verdict)
+        verdict = words[0] if (ratio < 1) == (a.better == "lower") else words[1]
+    return Comparison(a, b, ratio, interval, verdict)
 
 
-def _too_few(kind: str, name: str, counts: tuple[int, int]) -> str:
+def _too_few(kind: str, name: str, number_a: int, number_b: int) -> str:
     """How many values there are, how many are needed, and where they would come from."""
     what = "repetitions" if kind == "bench" and not SEARCHED.search(name) else "values"
-    there = f"{counts[0]} {what} each" if counts[0] == counts[1] else f"{counts[0]} and {counts[1]} {what}"
-    return f"{there}, {FEWEST} needed" + (f": --repetitions {FEWEST}" if what == "repetitions" else "")
+    found = f"{number_a} {what} each" if number_a == number_b else f"{number_a} and {number_b} {what}"
+    return f"{found}, {FEWEST} needed" + (f": --repetitions {FEWEST}" if what == "repetitions" else "")
 
 
 def _interval(a: Sequence[float], b: Sequence[float]) -> Interval:
@@ -164,17 +157,14 @@ def _interval(a: Sequence[float], b: Sequence[float]) -> Interval:
     return Interval(float(low), float(high), CONFIDENCE)
 
 
-def _redefined(found: Sequence[Comparison]) -> list[tuple[str, str, str]]:
-    """As `_differing`: what has one name in both results and is not the same thing, which comes before all else."""
-    pairs = {item.metric.name.partition("[")[0]: (item.metric.definition, item.definition_b) for item in found}
-    return [(f"definition of {family}", *pair) for family, pair in pairs.items() if pair[0] != pair[1]]
-
-
-def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(condition, A's, B's), those that matter first."""
-    keys = [key for key in dict.fromkeys([*a, *b]) if not _same(key, a.get(key), b.get(key))]
+def _differing(a: Report, b: Report, found: Sequence[Comparison]) -> list[tuple[str, str, str]]:
+    """(condition, A's, B's): other definitions of a metric first, what differs between any two runs last."""
+    defined = {item.family: (item.a.definition, item.b.definition) for item in found}
+    differing = [(f"definition of {family}", *pair) for family, pair in defined.items() if pair[0] != pair[1]]
+    ours, theirs = a.conditions, b.conditions
+    keys = [key for key in dict.fromkeys([*ours, *theirs]) if not _same(key, ours.get(key), theirs.get(key))]
     keys.sort(key=lambda key: key in INCIDENTAL)
-    return [(key, a.get(key, "not stated"), b.get(key, "not stated")) for key in keys]
+    return differing + [(key, ours.get(key, "not stated"), theirs.get(key, "not stated")) for key in keys]
 
 
 def _same(key: str, a: str | None, b: str | None) -> bool:
@@ -199,57 +189,54 @@ def _warnings(a: Report, b: Report, differing: list[tuple[str, str, str]]) -> It
 
 
 def _findings(found: Sequence[Comparison]) -> Iterable[Verdict]:
-    told = [item for item in found if item.interval is not None]
-    differ = [item for item in told if item.verdict != SAME]
-    for word in ("faster", "slower", "better", "worse"):
-        these = [item for item in differ if item.verdict == word]
+    number = len(found)
+    for word in TONES:
+        these = [item for item in found if item.verdict == word]
         if these:
             extreme = max(these, key=lambda item: abs(math.log(item.ratio)))
             yield Verdict(
                 Status.INFO,
-                f"B is {word} in {len(these)} of {len(found)} metrics, most in {extreme.metric.name}: "
+                f"B is {word} in {len(these)} of {number} metrics, most in {extreme.a.name}: "
                 f"{_factor(extreme.ratio)} ({_span(extreme)}).",
             )
-    if len(told) > len(differ):
-        yield Verdict(Status.INFO, f"No difference is shown in {len(told) - len(differ)} of {len(found)} metrics.")
-    if len(found) > len(told):
-        reasons = Counter(item.reason for item in found if item.interval is None)
+    verdicts = Counter(item.verdict for item in found)
+    if verdicts[SAME]:
+        yield Verdict(Status.INFO, f"No difference is shown in {verdicts[SAME]} of {number} metrics.")
+    if verdicts[CANNOT]:
+        reasons = Counter(item.reason for item in found if item.reason)
         several = len(reasons) > 1
-        why = "; ".join(f"{number} have {reason}" if several else reason for reason, number in reasons.items())
+        why = "; ".join(f"{count} have {reason}" if several else reason for reason, count in reasons.items())
         yield Verdict(
             Status.UNKNOWN,
-            f"{len(found) - len(told)} of {len(found)} metrics cannot be compared: {why}. Their B / A is shown without "
+            f"{verdicts[CANNOT]} of {number} metrics cannot be compared: {why}. Their B / A is shown without "
             "an interval: it may be chance.",
         )
+    told = number - verdicts[CANNOT]
     if told:
-        by_chance = (1 - CONFIDENCE) * len(told)
-        yield Verdict(
-            Status.INFO,
-            f"Of {len(told)} comparisons about {by_chance:.1f} would show a difference by chance alone.",
-        )
+        by_chance = (1 - CONFIDENCE) * told
+        text = f"Of {told} comparisons about {by_chance:.1f} would show a difference by chance alone."
+        yield Verdict(Status.INFO, text)
 
 
 def _sections(found: Sequence[Comparison]) -> Iterable[Section]:
-    families: dict[str, list[Comparison]] = {}
-    for item in found:
-        families.setdefault(item.metric.name.partition("[")[0], []).append(item)
-    for number, (family, items) in enumerate(families.items()):
+    for number, family in enumerate(dict.fromkeys(item.family for item in found)):
+        items = [item for item in found if item.family == family]
         plots = (_plot(f"ratio-{number}", family, items),) if any(item.interval for item in items) else ()
-        yield Section(
-            family, paragraphs=(*_about(items), *_reason(items)), tables=(_table(family, items),), plots=plots
-        )
+        yield Section(family, (), (*_definitions(items), *_common_reason(items)), (_table(family, items),), plots)
 
 
-def _about(items: Sequence[Comparison]) -> tuple[str, ...]:
-    better = dict.fromkeys(f"{item.metric.better} is better" for item in items)
-    ours = "; ".join(dict.fromkeys(item.metric.definition for item in items if item.metric.definition))
-    theirs = "; ".join(dict.fromkeys(item.definition_b for item in items if item.definition_b))
+def _definitions(items: Sequence[Comparison]) -> tuple[str, ...]:
+    better = "; ".join(dict.fromkeys(f"{item.a.better} is better" for item in items))
+    ours, theirs = (
+        "; ".join(dict.fromkeys(metric.definition for metric in metrics if metric.definition))
+        for metrics in ([item.a for item in items], [item.b for item in items])
+    )
     if ours != theirs:
-        return (f"A: {ours or 'not defined'}.", f"B: {theirs or 'not defined'}.", f"{'; '.join(better)}.")
-    return (f"{'; '.join([*filter(None, [ours]), *better])}.",)
+        return f"A: {ours or 'not defined'}.", f"B: {theirs or 'not defined'}.", f"{better}."
+    return (f"{ours}; {better}." if ours else f"{better}.",)
 
 
-def _reason(items: Sequence[Comparison]) -> tuple[str, ...]:
+def _common_reason(items: Sequence[Comparison]) -> tuple[str, ...]:
     """Why none of them can be compared, where that is the same for all."""
     reasons = {item.reason for item in items}
     return tuple(f"Cannot be compared: {reason}." for reason in reasons if reason and len(reasons) == 1)
@@ -262,27 +249,27 @@ def _table(title: str, items: Sequence[Comparison]) -> Table:
         Column("B", "median"),
         Column("n", "finite values of A, of B"),
         Column("B / A", "median of B / median of A"),
-        Column(
-            "95 % interval", "of B / A: both sides' values drawn anew, 9,999 times; supposes that they are independent"
-        ),
+        Column("95 % interval", "of B / A, by 9,999 resamplings of both sides' values, which are taken as independent"),
         Column("B is", "by whether the interval has 1 in it"),
     )
     several = len({item.reason for item in items}) > 1  # one reason for all is above the table
     rows = (
-        (item.metric.name, *(_value(median, item.metric.unit) for median in item.medians))
-        + (f"{item.counts[0]}, {item.counts[1]}", _factor(item.ratio), _span(item))
+        (item.a.name, _median(item.a), _median(item.b), f"{len(_finite(item.a))}, {len(_finite(item.b))}")
+        + (_factor(item.ratio), _span(item))
         + (item.verdict + (f": {item.reason}" if item.reason and several else ""),)
         for item in items
     )
     return Table(title, columns, tuple(rows))
 
 
-def _value(value: float, unit: str) -> str:
-    if not math.isfinite(value):
+def _median(metric: Metric) -> str:
+    values = _finite(metric)
+    if not values:
         return "unknown"
-    if unit == "s" and value < 1:
+    value = statistics.median(values)
+    if metric.unit == "s" and value < 1:
         return f"{value * 1e3:.4g} ms"
-    return f"{value:,.4g} {unit}" if value < 1e4 else f"{value:,.0f} {unit}"
+    return f"{value:,.4g} {metric.unit}" if value < 1e4 else f"{value:,.0f} {metric.unit}"
 
 
 def _factor(ratio: float) -> str:
@@ -294,48 +281,37 @@ def _span(item: Comparison) -> str:
 
 
 def _left_out(a: Mapping[str, Metric], b: Mapping[str, Metric], shared: Sequence[str]) -> Iterable[Section]:
-    names = [name for name in dict.fromkeys([*a, *b]) if name not in shared]
-    if not names:
-        return
-    rows = tuple((name, _stated(a.get(name)), _stated(b.get(name))) for name in names)
-    table = Table("Not compared", (Column("metric"), Column("A"), Column("B")), rows)
-    yield Section("In one result only, or in different units", tables=(table,))
+    def cell(metric: Metric | None) -> str:
+        return f"{_median(metric)}, {metric.better} is better" if metric else "not measured"
 
-
-def _stated(metric: Metric | None) -> str:
-    if metric is None:
-        return "not measured"
-    values = [value for value in metric.values if math.isfinite(value)]
-    return f"{_value(statistics.median(values) if values else math.nan, metric.unit)}, {metric.better} is better"
+    rows = tuple((name, cell(a.get(name)), cell(b.get(name))) for name in dict.fromkeys([*a, *b]) if name not in shared)
+    if rows:
+        table = Table("Not compared", (Column("metric"), Column("A"), Column("B")), rows)
+        yield Section("In one result only, or in different units", tables=(table,))
 
 
 def _plot(name: str, family: str, items: Sequence[Comparison]) -> Plot:
     """Each ratio with its interval, beside 1."""
     rows = [
-        {"metric": re.sub(r"^[^\[]*\[(.*)\]$", r"\1", item.metric.name), "B / A": item.ratio}
+        {"metric": re.sub(r"^[^\[]*\[(.*)\]$", r"\1", item.a.name), "B / A": item.ratio}
         | {"low": item.interval.low, "high": item.interval.high, "B is": item.verdict}
         for item in items
         if item.interval
     ]
-    order = list(dict.fromkeys(row["metric"] for row in rows))
-    verdicts = sorted({str(row["B is"]) for row in rows})
-    tones = colour_scale({verdict: TONES.get(verdict, "neutral") for verdict in verdicts})
-    y_axis = {"field": "metric", "type": "nominal", "title": None, "sort": order}
+    tones = {verdict: TONES.get(verdict, "neutral") for verdict in sorted({item.verdict for item in items})}
     x_axis = {"type": "quantitative", "title": "B / A (95 % interval)", "axis": {"grid": True, **log_labels("x")}}
     x_axis["scale"] = {"type": "log", "nice": False, "padding": 14}
-    colour = {"field": "B is", "type": "nominal", "title": None, "scale": tones}
-    tooltip = [{"field": key} for key in ("metric", "B is")]
-    tooltip += [{"field": key, "type": "quantitative", "format": ".3f"} for key in ("B / A", "low", "high")]
-    places = {"y": y_axis, "color": colour, "tooltip": tooltip}
+    numbers = ({"field": key, "type": "quantitative", "format": ".3f"} for key in ("B / A", "low", "high"))
+    places = {
+        "y": {"field": "metric", "type": "nominal", "title": None, "sort": [row["metric"] for row in rows]},
+        "color": {"field": "B is", "type": "nominal", "title": None, "scale": colour_scale(tones)},
+        "tooltip": [{"field": "metric"}, {"field": "B is"}, *numbers],
+    }
     layers: list[dict[str, Any]] = [
         {"data": {"values": [{"one": 1}]}, "mark": "rule", "encoding": {"x": {**x_axis, "field": "one"}}},
         {"mark": "rule", "encoding": {**places, "x": {**x_axis, "field": "low"}, "x2": {"field": "high"}}},
         {"mark": {"type": "point", "size": 60}, "encoding": {**places, "x": {**x_axis, "field": "B / A"}}},
     ]
-    spec = {"data": {"values": rows}, "height": 26 * len(order), "layer": layers}
-    return Plot(
-        name,
-        f"{family}: B / A",
-        spec,
-        "Left of the line B's figure is smaller. An interval that crosses it shows no difference.",
-    )
+    spec = {"data": {"values": rows}, "height": 26 * len(rows), "layer": layers}
+    caption = "Left of the line B's figure is smaller. An interval that crosses it shows no difference."
+    return Plot(name, f"{family}: B / A", spec, caption)
