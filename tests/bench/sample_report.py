@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+
+from tests.bench.made_target import MadeTarget
 
 from twinphase.bench.client.observation import Observation
 from twinphase.bench.load.plots import timeline_plot
@@ -11,70 +14,20 @@ from twinphase.bench.load.run import ClientHealth, LoadResult
 from twinphase.bench.load.slo import Slos
 from twinphase.bench.report import plots
 from twinphase.bench.report.explanation import waterfall_plot
-from twinphase.bench.report.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
+from twinphase.bench.report.report import Plot, Report, Section, Status, Verdict
 from twinphase.bench.roofline.arithmetic import Roof, Roofline, Slope
 from twinphase.bench.roofline.plots import DrawnPart, roofline_plot
+from twinphase.bench.sweep.plan import make_plan
+from twinphase.bench.sweep.report import sweep_metrics, sweep_sections
+from twinphase.bench.sweep.run import sweep
 from twinphase.bench.targets.target import TargetFacts
 from twinphase.phases.timeline import IntervalKind
 
 HOSTILE = "Smol<script>alert(1)</script>\"'&amp;|`*_"
-PROMPTS = (10, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8000)
 
 
 def prefill_seconds(n: float) -> float:
     return 0.0041 + 5.9e-4 * n + 3.1e-8 * n * n
-
-
-def decode_seconds(position: float, batch: int) -> float:
-    return 0.0127 + 1.1e-3 * (batch - 1) + 1.9e-6 * position * batch
-
-
-def point(median: float, rng: random.Random) -> tuple[dict, tuple[float, ...]]:
-    """Seven repetitions, as a row of a chart in ms and as they are."""
-    values = tuple(sorted(median * rng.lognormvariate(0, 0.015) for _ in range(7)))
-    return {"ms": values[3] * 1e3, "low": values[0] * 1e3, "high": values[6] * 1e3}, values
-
-
-def sweep_section(rng: random.Random, slower: float) -> tuple[Section, list[Metric]]:
-    prefill, decode, metrics = [], [], []
-    for n in PROMPTS:
-        row, values = point(prefill_seconds(n) * slower, rng)
-        prefill.append({"prompt tokens": n, **row})
-        metrics.append(Metric(f"prefill_seconds[n={n}]", "s", "lower", values, "one prefill of n tokens"))
-    for batch in (1, 4, 8):
-        for position in PROMPTS:
-            row, values = point(decode_seconds(position, batch), rng)
-            decode.append({"series": f"decode, batch {batch}", "position": position, **row})
-            name = f"decode_seconds[position={position},batch={batch}]"
-            metrics.append(Metric(name, "s", "lower", values, "one decode step"))
-    curve = [(n, prefill_seconds(n) * slower * 1e3) for n in (10 * (800 ** (i / 60)) for i in range(61))]
-    fit = [{"prompt tokens": n, "ms": ms, "low": ms * 0.97, "high": ms * 1.03} for n, ms in curve]
-    columns = (
-        Column("prompt tokens", "as the target counted them"),
-        Column("95 % interval, ms", "of the median, between values that occurred"),
-        Column("tok/s", "prompt tokens / prefill time"),
-        Column("MFU", "FLOP the algorithm needs / (time x measured peak)"),
-    )
-    rows = tuple(
-        (f"{row['prompt tokens']:,}", f"{row['low']:,.1f} .. {row['high']:,.1f}")
-        + (f"{row['prompt tokens'] / row['ms'] * 1e3:,.0f}", f"{61 - 200 / row['prompt tokens']:.0f} %")
-        for row in prefill
-    )
-    x, ms = ("prompt tokens", "prompt tokens"), ("ms", "time (ms)")
-    fails = Verdict(Status.FAILS, "Decode time per token does not depend on position.", "It rises by 120 %.")
-    section = Section(
-        "Phase sweep",
-        (Verdict(Status.HOLDS, "Prefill grows linearly up to about 3,000 tokens."), fails),
-        ("Each point is the median of seven repetitions in random order.",),
-        (Table("Prefill by prompt length", columns, rows),),
-        (
-            plots.lines(
-                "prefill", "Prefill time", prefill, x, ms, fitted=fit, log_x=True, log_y=True, caption="Medians."
-            ),
-            plots.lines("decode", "Time per step", decode, ("position", "tokens before"), ms, series="series"),
-        ),
-    )
-    return section, metrics
 
 
 def load_section(rng: random.Random) -> Section:
@@ -153,9 +106,9 @@ def machine_section() -> Section:
     return Section("Where the time goes", plots=charts)
 
 
+@functools.cache
 def sample_report(seed: int = 1, slower: float = 1.0, model: str = HOSTILE) -> Report:
-    rng = random.Random(seed)
-    sweep, metrics = sweep_section(rng, slower)
+    found = sweep(MadeTarget(0.015, seed, slower), make_plan(8192, repetitions=7), watch_others=False)
     verdicts = (
         Verdict(Status.HOLDS, "Prefill time is a + b n + c n^2 in prompt length n, to 2.1 % on held-out lengths."),
         Verdict(Status.FAILS, "Decode is flat per token.", "It rises by 1.2 µs for each token before it."),
@@ -179,8 +132,8 @@ def sample_report(seed: int = 1, slower: float = 1.0, model: str = HOSTILE) -> R
         verdicts,
         conditions,
         noise,
-        (sweep, load_section(rng), machine_section()),
-        tuple(metrics),
+        (*sweep_sections(found), load_section(random.Random(seed)), machine_section()),
+        tuple(sweep_metrics(found)),
         {"observations": [observation]},
     )
 

@@ -82,7 +82,7 @@ def test_the_charts_follow_the_window_and_the_theme(browser: Browser, page):
     browser.evaluate("document.getElementById('theme').click()")
     browser.wait(f"document.documentElement.style.colorScheme === 'dark' && {DRAWN}")
     dark = COLOURS["prefill"][THEMES.index("dark")]
-    browser.wait(f"document.querySelector('[data-plot=prefill] svg').outerHTML.includes('{dark}')")
+    browser.wait(f"document.querySelector('[data-plot=prefill-time] svg').outerHTML.includes('{dark}')")
     assert browser.complaints() == []
     browser.open(page, DRAWN)  # in its first theme, for the tests below
 
@@ -102,7 +102,7 @@ SYMBOL, BAR = ".mark-symbol.role-mark path", ".mark-rect.role-mark path"
 @pytest.mark.parametrize(
     ("chart", "mark", "told"),
     [
-        ("prefill", SYMBOL, r"prompt tokens\s+\d+"),
+        ("prefill-time", SYMBOL, r"prompt tokens\s+\d+"),
         ("roofline", SYMBOL, r"balance point, FLOP/byte\s+\d+"),
         ("targets", BAR, r"<script>alert\(1\)</script>"),
     ],

@@ -120,7 +120,7 @@ def test_the_page_says_verdict_conditions_noise_numbers_in_that_order(written):
     assert places == sorted(places)
     for verdict in sample_report().verdicts:
         assert html.escape(verdict.text) in text and html.escape(verdict.reason) in text
-    assert "FLOP the algorithm needs / (time x measured peak)" in text
+    assert "prefill: prompt tokens / time." in text
 
 
 def test_a_table_has_heads_and_numbers_to_the_right():
