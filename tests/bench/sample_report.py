@@ -17,7 +17,7 @@ from twinphase.bench.report.explanation import waterfall_plot
 from twinphase.bench.report.report import Plot, Report, Section, Status, Verdict
 from twinphase.bench.roofline.arithmetic import Roof, Roofline, Slope
 from twinphase.bench.roofline.plots import DrawnPart, roofline_plot
-from twinphase.bench.sweep.plan import make_plan
+from twinphase.bench.sweep.plan import SweepOptions, make_plan
 from twinphase.bench.sweep.report import sweep_metrics, sweep_sections
 from twinphase.bench.sweep.run import sweep
 from twinphase.bench.targets.target import TargetFacts
@@ -26,16 +26,8 @@ from twinphase.phases.timeline import IntervalKind
 HOSTILE = "Smol<script>alert(1)</script>\"'&amp;|`*_"
 
 
-def prefill_seconds(n: float) -> float:
-    return 0.0041 + 5.9e-4 * n + 3.1e-8 * n * n
-
-
 def load_section(rng: random.Random) -> Section:
     ttft = {f"{rate} req/s": [rng.lognormvariate(math.log(0.08 * rate), 0.5) for _ in range(900)] for rate in (1, 2, 4)}
-    lengths = [rng.randint(10, 4000) for _ in range(300)]
-    points = [{"prompt": n, "ttft": prefill_seconds(n) * rng.lognormvariate(0.1, 0.1)} for n in lengths]
-    seconds = [(n, prefill_seconds(n)) for n in range(10, 4001, 190)]
-    band = [{"prompt": n, "low": value * 0.9, "high": value * 1.3} for n, value in seconds]
     ends = [
         {"target": name, "ms": ms, "low": ms * 0.93, "high": ms * 1.08}
         for name, ms in (("twinphase", 81.0), ("llama.cpp", 104.5), (HOSTILE, 163.2))
@@ -45,13 +37,11 @@ def load_section(rng: random.Random) -> Section:
         for load in ("one request alone", "a burst, all run at once")
         for kind in list(IntervalKind)[:6]
     ]
-    x, y = ("prompt", "prompt tokens"), ("ttft", "TTFT (s)")
     return Section(
         "Load",
         (Verdict(Status.UNKNOWN, "Whether 5 req/s can be held.", "Only one repetition was left."),),
         plots=(
             plots.distribution("ttft", "Client TTFT by offered rate", ttft, "TTFT (s)", limit=0.5, log_x=True),
-            plots.scatter("server", "TTFT against prompt length", points, x, y, band=band),
             plots.bars("ledger", "Where a request's time goes", ledger, ("load", ""), ("ms", "ms"), part="interval"),
             plots.bars("targets", "TTFT of three targets", ends, ("target", ""), ("ms", "TTFT (ms)")),
         ),
@@ -108,7 +98,7 @@ def machine_section() -> Section:
 
 @functools.cache
 def sample_report(seed: int = 1, slower: float = 1.0, model: str = HOSTILE) -> Report:
-    found = sweep(MadeTarget(0.015, seed, slower), make_plan(8192, repetitions=7), watch_others=False)
+    found = sweep(MadeTarget(0.015, seed, slower), make_plan(8192, SweepOptions(repetitions=7)), watch_others=False)
     verdicts = (
         Verdict(Status.HOLDS, "Prefill time is a + b n + c n^2 in prompt length n, to 2.1 % on held-out lengths."),
         Verdict(Status.FAILS, "Decode is flat per token.", "It rises by 1.2 µs for each token before it."),

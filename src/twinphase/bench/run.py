@@ -1,18 +1,18 @@
 """`twinphase bench` from a target to a report: runs what was asked for, and puts its parts together.
 
-Not for options (`commands/bench.py`), nor for what a sweep (`sweep_report.py`) or a load (`load_report.py`) found.
+Not for options (`commands/bench.py`), nor for what a sweep (`sweep/report.py`) or a load (`load/report.py`) found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from twinphase.bench.conditions import conditions
 from twinphase.bench.report.report import Metric, Report, Section, Status, Verdict
-from twinphase.bench.sweep.plan import UNKNOWN_CONTEXT, make_plan
+from twinphase.bench.sweep.plan import UNKNOWN_CONTEXT, SweepOptions, make_plan
 from twinphase.bench.sweep.report import sweep_data, sweep_metrics, sweep_noise, sweep_sections
 from twinphase.bench.sweep.run import PhaseSweep, Progress, calibrate, sweep
 from twinphase.bench.sweep.verdicts import sweep_verdicts
@@ -20,31 +20,10 @@ from twinphase.bench.targets.claims import claims_section
 from twinphase.bench.targets.phases_of_url import PhasesOfUrl
 from twinphase.bench.targets.target import Target, TargetFacts
 
-__all__ = ["Parts", "SweepOptions", "bench_report", "claims_parts", "run_sweep", "sweep_parts"]
+__all__ = ["Parts", "bench_report", "claims_parts", "run_sweep", "sweep_parts"]
 
 CLAIMS = "claims"
 TEXT_LENGTHS_OFF = 0.95  # of the context is planned for where prompts are text, whose length is about right only
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """Of the phase sweep.
-
-    Attributes:
-        batches: sequences at once; only those the target can hold are measured.
-        quick: a look in about a minute.
-        repetitions: None: five, or three if quick.
-        max_seconds: limit of the sweep.
-        max_length: longest prompt + output; None is the context's end.
-        seed: of prompts and order.
-    """
-
-    batches: tuple[int, ...] = (1, 2, 4, 8)
-    quick: bool = False
-    repetitions: int | None = None
-    max_seconds: float | None = 300.0
-    max_length: int | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,16 +49,7 @@ def run_sweep(target: Target, options: SweepOptions, progress: Progress) -> Phas
     pace = calibrate(target, progress)
     if isinstance(target, PhasesOfUrl):
         target.begin_claims()
-    plan = make_plan(
-        context,
-        batches=options.batches,
-        quick=options.quick,
-        repetitions=options.repetitions,
-        max_seconds=options.max_seconds,
-        max_length=options.max_length,
-        pace=pace,
-        seed=options.seed,
-    )
+    plan = make_plan(context, options, pace)
     # A server on this machine is one of the others; and what it did elsewhere cannot be seen.
     return sweep(target, plan, progress, watch_others=not server)
 
@@ -116,7 +86,7 @@ def claims_parts(target: Target) -> list[Parts]:
     if fault:
         verdicts = [Verdict(Status.VOID, "The client was the limit: this sweep is void.", fault)]
     noise = [f"The client was late in {len(target.late)} of {target.num_measured} measurements, repetitions included."]
-    data = {"requests": [asdict(one) for one in target.observations], "client late": list(target.late)}
+    data = {"requests": target.observations, "client late": list(target.late)}
     return [Parts(CLAIMS, verdicts, [claims_section(target.as_load())], noise=noise, data=data)]
 
 
@@ -149,5 +119,5 @@ def bench_report(
         noise=tuple(line for part in parts for line in part.noise),
         sections=tuple(section for part in parts for section in part.sections),
         metrics=tuple(metric for part in parts for metric in part.metrics),
-        data={"target": vars(facts) | {"details": dict(facts.details)}, **{part.name: part.data for part in parts}},
+        data={"target": facts, **{part.name: part.data for part in parts}},
     )

@@ -15,7 +15,8 @@ from twinphase.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from twinphase.bench.report.report import Report
-    from twinphase.bench.run import Parts, SweepOptions
+    from twinphase.bench.run import Parts
+    from twinphase.bench.sweep.plan import SweepOptions
 
 __all__ = ["bench"]
 
@@ -163,7 +164,7 @@ def _measured(given: dict[str, Any]) -> Report:
     """Check everything, then load and measure."""
     from twinphase.bench.extras import require
     from twinphase.bench.load.plan import LoadOptions
-    from twinphase.bench.run import SweepOptions
+    from twinphase.bench.sweep.plan import SweepOptions
     from twinphase.bench.targets.kinds import TargetOptions, kind_of
 
     kind = kind_of(given["target"], is_model_name)

@@ -97,11 +97,11 @@ def test_colours_can_be_seen_and_told_apart(theme):
             assert contrast(shown, surface) >= (2.3 if role[-1] in "234" else 3), role
 
 
-def test_lines_draws_a_point_a_row_an_interval_and_a_band():
+def test_lines_draws_a_point_and_an_interval_per_row_and_a_line_per_series():
     rows = [{**row, "low": row["ms"] * 0.9, "high": row["ms"] * 1.1} for row in ROWS]
     plot = plots.lines("x", "t", rows, ("n", "n"), ("ms", "ms"), series="phase", fitted=rows, log_x=True, log_y=True)
     assert [len(marks(plot, kind)) for kind in ("symbol", "rule")] == [6, 6]
-    assert len({item["stroke"] for item in marks(plot, "line")}) == 2 and len(marks(plot, "area")) == 6
+    assert len({item["stroke"] for item in marks(plot, "line")}) == 2
     assert {item["fill"] for item in marks(plot, "symbol")} == {LIGHT["prefill"], LIGHT["decode"]}
     alone = plots.lines("decode-x", "t", rows[:1], ("n", "n"), ("ms", "ms"))
     assert marks(alone, "symbol")[0]["fill"] == LIGHT["decode"]
@@ -117,7 +117,6 @@ def test_a_logarithmic_axis_is_labelled_at_1_2_and_5():
 def test_no_rows_draw_nothing_and_break_nothing():
     for plot in (
         plots.lines("x", "t", [], ("n", "n"), ("ms", "ms"), series="phase"),
-        plots.scatter("x", "t", [], ("n", "n"), ("ms", "ms")),
         plots.distribution("x", "t", {}, "ms"),
         plots.bars("x", "t", [], ("a", "a"), ("ms", "ms")),
     ):
@@ -180,7 +179,7 @@ def test_a_timeline_has_one_lane_per_request_and_each_part_its_colour():
 
 def test_tooltips_show_every_key_and_numbers_as_numbers():
     rows = [{"n": 1000, "s": 0.123456, "name": "x"}, {"n": 1, "s": 1, "more": None}]
-    spec = plots.scatter("x", "t", rows, ("n", "n"), ("s", "s")).spec
+    spec = plots.lines("x", "t", rows, ("n", "n"), ("s", "s")).spec
     found = {item["field"]: item for item in spec["layer"][-1]["encoding"]["tooltip"]}
     assert found["n"]["format"] == "," and found["s"]["format"] == ".4~g"
     assert found["name"]["type"] == "nominal" and "more" in found

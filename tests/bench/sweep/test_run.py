@@ -9,8 +9,8 @@ from tests.bench.made_target import MadeTarget
 from twinphase.bench.report.markdown import markdown
 from twinphase.bench.report.report import Status
 from twinphase.bench.report.result import result_json
-from twinphase.bench.run import SweepOptions, bench_report, run_sweep, sweep_parts
-from twinphase.bench.sweep.plan import Pace, Place, Plan, make_plan
+from twinphase.bench.run import bench_report, run_sweep, sweep_parts
+from twinphase.bench.sweep.plan import Pace, Place, Plan, SweepOptions, make_plan
 from twinphase.bench.sweep.report import sweep_metrics, sweep_noise
 from twinphase.bench.sweep.run import SweepError, calibrate, sweep
 from twinphase.bench.sweep.verdicts import sweep_verdicts
@@ -18,6 +18,10 @@ from twinphase.bench.targets.target import DecodeSample, PrefillSample
 from twinphase.errors import TwinphaseError
 
 PHASES = ("prefill", "decode")
+
+
+def plan_for(context, pace=None, max_seconds=None, **options):
+    return make_plan(context, SweepOptions(max_seconds=max_seconds, **options), pace)
 
 
 def swept(target=None, **options):
@@ -52,7 +56,7 @@ def ticking():
 
 
 def test_plan_reaches_from_ten_tokens_to_the_end_of_the_context():
-    plan = make_plan(8192)
+    plan = plan_for(8192)
     prefill, decode = ([place for place in plan.places if place.phase == phase] for phase in PHASES)
     assert prefill[0].length == 10 and 8100 < prefill[-1].length < 8192
     assert max(place.length for place in decode) + plan.decode_tokens < 8192
@@ -65,7 +69,7 @@ def test_plan_reaches_from_ten_tokens_to_the_end_of_the_context():
 @pytest.mark.parametrize("context", [64, 512, 2048, None, 131072])
 @pytest.mark.parametrize("quick", [False, True])
 def test_held_out_places_lie_within_and_enough_are_left_for_a_fit(context, quick):
-    plan = make_plan(context, quick=quick)
+    plan = plan_for(context, quick=quick)
     for phase in PHASES:
         given, out = ([p for p in plan.places if (p.phase, p.held_out) == (phase, held)] for held in (False, True))
         assert len(given) >= 5 and out
@@ -77,15 +81,15 @@ def test_held_out_places_lie_within_and_enough_are_left_for_a_fit(context, quick
 
 def test_sweeps_of_other_lengths_share_places():
     """So that engines of other paces can be compared."""
-    one, other = ({(p.phase, p.length, p.batch) for p in make_plan(n).places} for n in (8192, 3000))
+    one, other = ({(p.phase, p.length, p.batch) for p in plan_for(n).places} for n in (8192, 3000))
     assert len(one & other) >= 0.6 * len(other)
-    quick = {(p.phase, p.length, p.batch) for p in make_plan(8192, quick=True).places}
+    quick = {(p.phase, p.length, p.batch) for p in plan_for(8192, quick=True).places}
     assert len(quick & one) >= 0.6 * len(quick)
 
 
 def test_time_limit_shortens_prompts_and_says_so():
     pace = Pace(token=1e-3, step=0.01)
-    long, short = make_plan(8192, pace=pace), make_plan(8192, pace=pace, max_seconds=60)
+    long, short = plan_for(8192, pace), plan_for(8192, pace, max_seconds=60)
     assert short.longest < long.longest
     assert pace.estimate(short) <= 60 < pace.estimate(long)
     assert len(short.places) > 0.6 * len(long.places)
@@ -94,7 +98,7 @@ def test_time_limit_shortens_prompts_and_says_so():
 
 
 def test_every_place_is_measured_in_every_round_in_another_order():
-    plan = make_plan(512, repetitions=3)
+    plan = plan_for(512, repetitions=3)
     result = sweep(MadeTarget(), plan, watch_others=False)
     orders = [[one.place for one in result.visits if one.round == number] for number in range(3)]
     assert all(sorted(order, key=str) == sorted(plan.places, key=str) for order in orders)
@@ -197,7 +201,7 @@ def test_a_refused_place_is_a_failure_with_its_reason_and_the_rest_goes_on():
 def test_nothing_measured_is_an_error():
     target = MadeTarget(refuse=lambda *_: True)
     with pytest.raises(SweepError, match="too many"):
-        sweep(target, make_plan(512), watch_others=False)
+        sweep(target, plan_for(512), watch_others=False)
     with pytest.raises(TwinphaseError):
         calibrate(target)
 
@@ -211,13 +215,13 @@ def test_interrupted_sweep_keeps_what_it_has():
         return False
 
     target.refuse = refuse
-    result = sweep(target, make_plan(512), watch_others=False)
+    result = sweep(target, plan_for(512), watch_others=False)
     assert result.stopped == "interrupted" and result.visits
     assert any("interrupted" in line for line in sweep_noise(result))
 
 
 def test_time_limit_ends_the_rounds():
-    plan = Plan(make_plan(512).places, 5, 8, max_seconds=30.0)
+    plan = Plan(plan_for(512).places, 5, 8, max_seconds=30.0)
     result = sweep(MadeTarget(), plan, watch_others=False, clock=ticking())
     assert "limit of 30 s" in result.stopped
     assert 0 < len(result.visits) < 5 * len(plan.places)
@@ -238,7 +242,7 @@ def test_disturbed_measurements_are_repeated_and_the_quietest_kept(watch):
 
 def test_retries_end_where_the_machine_is_always_busy(watch):
     watch[:] = [1.0]
-    plan = make_plan(512, repetitions=2)
+    plan = plan_for(512, repetitions=2)
     result = sweep(MadeTarget(), plan, clock=ticking())
     assert len(result.visits) == 10 * 3 + 2 * len(plan.places) - 10
     assert result.disturbed_share == 1.0

@@ -17,7 +17,7 @@ from twinphase.bench.extras import OnFirstUse
 from twinphase.bench.report.report import Plot
 from twinphase.bench.report.theme import colour, colour_scale, colours_of, phase_of_name
 
-__all__ = ["ROW_HEIGHT", "Row", "bars", "distribution", "lines", "log_labels", "scatter", "spans"]
+__all__ = ["ROW_HEIGHT", "Row", "bars", "distribution", "lines", "log_labels", "spans"]
 
 alt: Any = OnFirstUse("altair")
 Row = Mapping[str, Any]
@@ -38,52 +38,19 @@ def lines(
     log_y: bool = False,
     caption: str = "",
 ) -> Plot:
-    """Measured points with error bars, and lines through them.
-
-    With `fitted` the lines go through these rows instead, each with a band where they have "low" and "high".
-    """
+    """Measured points with error bars, and lines through them, or through the rows `fitted` if there are any."""
     names = _names([*rows, *fitted], series)
     base = alt.Chart().encode(x=_axis(alt.X, *x, log_x), color=_colour(series, names, name))
-    at, low = _axis(alt.Y, *y, log_y, zero=True), _axis(alt.Y, "low", y[1], log_y, zero=True)
+    at = _axis(alt.Y, *y, log_y, zero=True)
     layers = []
-    if any("low" in row for row in fitted):
-        band = base.mark_area().encode(y=low, y2="high", opacity=_faded(series, 0.18))
-        layers.append(band.properties(data=_data(fitted)))
     if any("low" in row for row in rows):
+        low = _axis(alt.Y, "low", y[1], log_y, zero=True)
         layers.append(base.mark_rule().encode(y=low, y2="high", opacity=_faded(series)))
     line = base.mark_line(clip=True).encode(y=at, opacity=_faded(series, 0.75))
     layers.append(line.properties(data=_data(fitted)) if fitted else line)
     points = base.mark_point().encode(y=at, opacity=_faded(series), tooltip=_tooltips(rows))
     if series:  # shape as well as colour, so that neither is needed alone
         points = points.encode(shape=alt.Shape(field=series, type="nominal", title=None).scale(domain=names))
-    return _plot(name, title, [*layers, points], rows, caption, _zoom(), *_highlight(series))
-
-
-def scatter(
-    name: str,
-    title: str,
-    rows: Sequence[Row],
-    x: tuple[str, str],
-    y: tuple[str, str],
-    *,
-    series: str | None = None,
-    band: Sequence[Row] = (),
-    log_x: bool = False,
-    caption: str = "",
-) -> Plot:
-    """Points alone, over a `band` (rows with x's key, "low" and "high") that says where they ought to lie."""
-    base = alt.Chart().encode(x=_axis(alt.X, *x, log_x))
-    layers = []
-    if band:
-        area = base.mark_area(color=colour("neutral"), opacity=0.22)
-        area = area.encode(y=_axis(alt.Y, "low", y[1], zero=True), y2="high")
-        layers.append(area.properties(data=_data(band)))
-    points = base.mark_point(size=30).encode(
-        y=_axis(alt.Y, *y, zero=True),
-        color=_colour(series, _names(rows, series), name),
-        opacity=_faded(series, 0.7),
-        tooltip=_tooltips(rows),
-    )
     return _plot(name, title, [*layers, points], rows, caption, _zoom(), *_highlight(series))
 
 

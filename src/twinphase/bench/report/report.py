@@ -96,24 +96,13 @@ class Metric:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a reader needs to judge a measurement, and to repeat it.
+    """Everything a reader needs to judge a measurement, and to repeat it."""
 
-    Attributes:
-        kind: the command: "bench", "lab", "roofline", "explain", "compare".
-        title: one line.
-        verdicts: the findings, most important first.
-        conditions: machine, model and its hash, versions, flags, date (`conditions.py`).
-        noise: how steady the machine was, and what was repeated or left out because it was not.
-        sections: the numbers.
-        metrics: what `bench compare` compares.
-        data: everything raw, for `result.json`: timestamps of every token among them.
-    """
-
-    kind: str
+    kind: str  # the command: "bench", "lab", "roofline", "explain", "compare"
     title: str
-    verdicts: tuple[Verdict, ...]
-    conditions: Mapping[str, str]
-    noise: tuple[str, ...] = ()
-    sections: tuple[Section, ...] = ()
-    metrics: tuple[Metric, ...] = ()
-    data: Mapping[str, Any] = field(default_factory=dict)
+    verdicts: tuple[Verdict, ...]  # the findings, most important first
+    conditions: Mapping[str, str]  # machine, model and its hash, versions, flags, date (`conditions.py`)
+    noise: tuple[str, ...] = ()  # how steady the machine was, and what was repeated or left out because it was not
+    sections: tuple[Section, ...] = ()  # the numbers
+    metrics: tuple[Metric, ...] = ()  # what `bench compare` compares
+    data: Mapping[str, Any] = field(default_factory=dict)  # everything raw: timestamps of every token among them

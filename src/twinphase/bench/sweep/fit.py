@@ -34,18 +34,11 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Law:
-    """A sum of terms, each a coefficient times a function of the point.
+    """A sum of terms, each a coefficient times a function of the point."""
 
-    Attributes:
-        formula: as printed.
-        units: of the coefficients a, b, c.
-        symbols: what each coefficient is multiplied by, as printed.
-        terms: the functions.
-    """
-
-    formula: str
-    units: tuple[str, ...]
-    symbols: tuple[str, ...]
+    formula: str  # as printed
+    units: tuple[str, ...]  # of the coefficients a, b, c
+    symbols: tuple[str, ...]  # what each coefficient is multiplied by, as printed
     terms: tuple[Callable[[float, float], float], ...]
 
 
@@ -72,17 +65,11 @@ LONE_DECODE_LAW = Law(
 
 @dataclass(frozen=True)
 class Fit:
-    """A law with its numbers.
-
-    Attributes:
-        law: what was fitted.
-        points: to what; the held-out ones are not among them.
-        coefficients: in the law's order; never negative, since no machine gets faster with more work.
-    """
+    """A law with its numbers."""
 
     law: Law
-    points: tuple[SweepPoint, ...]
-    coefficients: tuple[float, ...]
+    points: tuple[SweepPoint, ...]  # that it was fitted to; the held-out ones are not among them
+    coefficients: tuple[float, ...]  # in the law's order; never negative: no machine gets faster with more work
 
     def seconds(self, x: tuple[float, float]) -> float:
         """The law's value at a point."""

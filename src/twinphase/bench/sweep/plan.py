@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ENOUGH_SECONDS", "UNKNOWN_CONTEXT", "Pace", "Place", "Plan", "make_plan"]
+__all__ = ["ENOUGH_SECONDS", "UNKNOWN_CONTEXT", "Pace", "Place", "Plan", "SweepOptions", "make_plan"]
 
 ENOUGH_SECONDS = 0.06  # a prefill shorter than this is measured several times in a row, and their median taken
 SHORTEST_PROMPT = 10
@@ -22,20 +22,25 @@ FEWEST_TOKENS = 128  # a plan is not shortened below
 
 
 @dataclass(frozen=True)
+class SweepOptions:
+    """What a user may choose of a sweep."""
+
+    batches: tuple[int, ...] = (1, 2, 4, 8)  # sequences at once; only those that the target can hold are measured
+    quick: bool = False  # a look in about a minute, not a result: fewer places, shorter prompts
+    repetitions: int | None = None  # five unless given, three if `quick`
+    max_seconds: float | None = 300.0  # limit of the sweep
+    max_length: int | None = None  # longest prompt + output; the end of the context unless given
+    seed: int = 0  # of prompts and order
+
+
+@dataclass(frozen=True)
 class Place:
-    """A point of the sweep.
+    """A point of the sweep."""
 
-    Attributes:
-        phase: "prefill" or "decode".
-        length: prompt tokens; in decode, those before the first decoded one.
-        batch: sequences that decode together; 1 in prefill.
-        held_out: not given to the fit, which must predict it.
-    """
-
-    phase: str
-    length: int
-    batch: int = 1
-    held_out: bool = False
+    phase: str  # "prefill" or "decode"
+    length: int  # prompt tokens; in decode, those before the first decoded one
+    batch: int = 1  # sequences that decode together
+    held_out: bool = False  # not given to the fit, which must predict it
 
     def __str__(self) -> str:
         at = f"{self.length:,} tokens"
@@ -44,23 +49,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        places: prefill first, from short to long.
-        repetitions: rounds over all of them.
-        decode_tokens: steps of one decode measurement.
-        max_seconds: limit of the rounds; None for no limit.
-        seed: of the order.
-        wanted_length: the longest prompt + output that was to be measured; the time limit may have allowed less.
-    """
-
-    places: tuple[Place, ...]
-    repetitions: int = 5
-    decode_tokens: int = DECODE_TOKENS
-    max_seconds: float | None = None
-    seed: int = 0
-    wanted_length: int = 0
+    places: tuple[Place, ...]  # prefill first, from short to long
+    repetitions: int = 5  # rounds over all of them
+    decode_tokens: int = DECODE_TOKENS  # steps of one decode measurement
+    max_seconds: float | None = None  # limit of the rounds
+    seed: int = 0  # of the order
+    wanted_length: int = 0  # longest prompt + output to be measured; the time limit may have allowed less
 
     @property
     def longest(self) -> int:
@@ -77,44 +73,31 @@ class Pace:
 
     def estimate(self, plan: Plan) -> float:
         """Seconds that a plan takes, roughly."""
-        return MARGIN * plan.repetitions * sum(self._visit(plan, place) for place in plan.places)
-
-    def _visit(self, plan: Plan, place: Place) -> float:
+        decode = plan.decode_tokens * self.step
+        prompts = sum(place.length * place.batch for place in plan.places) * self.token
         # A short prefill is repeated in a row.
-        more = plan.decode_tokens * self.step if place.phase == "decode" else ENOUGH_SECONDS
-        return place.length * place.batch * self.token + more
+        more = sum(decode if place.phase == "decode" else ENOUGH_SECONDS for place in plan.places)
+        return MARGIN * plan.repetitions * (prompts + more)
 
 
-def make_plan(
-    context_length: int | None,
-    *,
-    batches: Sequence[int] = (1, 2, 4, 8),
-    quick: bool = False,
-    repetitions: int | None = None,
-    max_seconds: float | None = None,
-    max_length: int | None = None,
-    pace: Pace | None = None,
-    seed: int = 0,
-) -> Plan:
+def make_plan(context_length: int | None, options: SweepOptions, pace: Pace | None = None) -> Plan:
     """Places for a context: prompt lengths by ratio, some held out; decode on a grid of positions and batches.
+
+    Between neighbouring batch sizes with room between them one size is held out.
 
     Args:
         context_length: longest prompt + output; None (unknown) plans up to `UNKNOWN_CONTEXT`.
-        batches: sequences at once; between neighbouring sizes with room between them one size is held out.
-        quick: fewer places, three repetitions, shorter prompts: a look in about a minute, not a result.
-        repetitions: five unless given; three if `quick`.
-        max_seconds: limit of the sweep.
-        max_length: longest prompt + output to measure; the end of the context unless given.
+        options: what was asked for.
         pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`.
-        seed: of the order.
     """
-    wanted = min(context_length or UNKNOWN_CONTEXT, max_length or (QUICK_LENGTH if quick else 1 << 40))
-    rounds = repetitions or (3 if quick else 5)
+    quick, limit = options.quick, options.max_seconds
+    wanted = min(context_length or UNKNOWN_CONTEXT, options.max_length or (QUICK_LENGTH if quick else 1 << 40))
+    rounds = options.repetitions or (3 if quick else 5)
     length = wanted
     while True:
-        places, tokens = _places(length, batches, quick)
-        plan = Plan(places, rounds, tokens, max_seconds, seed, wanted)
-        fits = pace is None or max_seconds is None or pace.estimate(plan) <= BUDGET_SHARE * max_seconds
+        places, tokens = _places(length, options.batches, quick)
+        plan = Plan(places, rounds, tokens, limit, options.seed, wanted)
+        fits = pace is None or limit is None or pace.estimate(plan) <= BUDGET_SHARE * limit
         if fits or length <= FEWEST_TOKENS:
             return plan
         length = max(FEWEST_TOKENS, length * 9 // 10)

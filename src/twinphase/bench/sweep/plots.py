@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twinphase.bench.report.plots import Row, lines, scatter
+from twinphase.bench.report.plots import Row, lines
 from twinphase.bench.report.report import Plot
 from twinphase.bench.statistics import median_interval
 from twinphase.bench.sweep.fit import Fit, SweepPoint
@@ -20,14 +20,13 @@ def prefill_plots(result: PhaseSweep, found: Fit) -> list[Plot]:
     """Time and rate by prompt length, and residuals."""
     points = result.points("prefill")
     x = ("prompt tokens", "prompt tokens")
-    series = [HELD_OUT if place.held_out else "prefill" for place, _ in points]
     times, rates = [], []
-    for name, (_, point) in zip(series, points, strict=True):
-        interval = median_interval(point.values)
-        at: Row = {"series": name, x[0]: point.x[0]}
-        times.append({**at, **_milliseconds(point)})
-        rate = point.x[0] / point.median
-        rates.append({**at, "tok/s": rate, "low": point.x[0] / interval.high, "high": point.x[0] / interval.low})
+    for place, point in points:
+        time = _milliseconds(point)
+        at: Row = {"series": HELD_OUT if place.held_out else "prefill", x[0]: point.x[0]}
+        times.append({**at, **time})
+        per_second = {"tok/s": time["ms"], "low": time["high"], "high": time["low"]}
+        rates.append({**at, **{key: point.x[0] / ms * 1000 for key, ms in per_second.items()}})
     low, high = min(point.x[0] for _, point in points), max(point.x[0] for _, point in points)
     curve = [low * (high / low) ** (index / STEPS) for index in range(STEPS + 1)]
     law = {n: found.seconds((n, 1)) for n in curve}
@@ -116,24 +115,27 @@ def _by_batch(points: Points, found: Fit) -> Plot:
     )
 
 
-def _residuals(phase: str, points: Points, found: Fit, x_title: str, log_x: bool = False) -> Plot:
-    """How far each point lies from the law."""
+def _residuals(phase: str, points: Points, found: Fit, x: str, log_x: bool = False) -> Plot:
+    """How far each point lies from the law, which is the line at zero."""
+    y = "residual (%)"
     rows = [
         {
             "series": HELD_OUT if place.held_out else phase,
-            x_title: point.x[0] if phase == "prefill" else found.seconds(point.x) * 1000,
-            "residual (%)": (point.median / found.seconds(point.x) - 1) * 100,
+            x: point.x[0] if phase == "prefill" else found.seconds(point.x) * 1000,
+            y: (point.median / found.seconds(point.x) - 1) * 100,
             "at": str(place),
         }
         for place, point in points
     ]
-    return scatter(
+    ends = (pick(row[x] for row in rows) for pick in (min, max))
+    return lines(
         f"{phase}-residuals",
         f"{phase.capitalize()}: measured against the law",
         rows,
-        (x_title, x_title),
-        ("residual (%)", "(measured - law) / law (%)"),
+        (x, x),
+        (y, "(measured - law) / law (%)"),
         series="series",
+        fitted=[{"series": phase, x: end, y: 0.0} for end in ends],
         log_x=log_x,
         caption="Points along a curve: the law lacks a term.",
     )
@@ -146,6 +148,6 @@ def _points_text(points: Points) -> str:
     return f"{text}; bars: {min(levels):.0%} interval of the median" if levels else text
 
 
-def _milliseconds(point: SweepPoint) -> Row:
+def _milliseconds(point: SweepPoint) -> dict[str, float]:
     interval = median_interval(point.values)
     return {"ms": point.median * 1000, "low": interval.low * 1000, "high": interval.high * 1000}

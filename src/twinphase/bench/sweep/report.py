@@ -91,11 +91,7 @@ def _phase(result: PhaseSweep, phase: str) -> Section:
         f"Residuals ±{percent(found.spread)} (standard deviation). Least squares of the relative error; coefficients "
         "are not below zero."
     )
-    tables = (
-        _coefficients(phase, found),
-        _held_out_table(phase, result.held_out(phase, found)),
-        points,
-    )
+    tables = (_coefficients(phase, found), _held_out_table(phase, result.held_out(phase, found)), points)
     plots = prefill_plots(result, found) if phase == "prefill" else decode_plots(result, found)
     return Section(phase.capitalize(), (), (law, *failed), tables, tuple(plots))
 
@@ -195,16 +191,13 @@ def sweep_noise(result: PhaseSweep) -> list[str]:
 
 
 def sweep_data(result: PhaseSweep) -> dict[str, Any]:
-    """Everything raw, as plain values."""
+    """Everything raw."""
     return {
-        "plan": vars(result.plan) | {"places": [vars(place) for place in result.plan.places]},
+        "plan": result.plan,
         "seconds": result.seconds,
         "stopped": result.stopped,
-        "failures": [{"place": vars(place), "why": why} for place, why in result.failures.items()],
-        "measurements": [
-            vars(one) | {"place": vars(one.place), "samples": [vars(sample) for sample in one.samples]}
-            for one in result.visits
-        ],
+        "failures": [{"place": place, "why": why} for place, why in result.failures.items()],
+        "measurements": result.visits,
         "fits": {phase: _fit_data(result, phase) for phase in ("prefill", "decode")},
     }
 
@@ -213,13 +206,10 @@ def _fit_data(result: PhaseSweep, phase: str) -> dict[str, Any] | None:
     found = result.fit(phase)
     if found is None:
         return None
+    residuals = zip(found.points, found.residuals, strict=True)
     return {
         "formula": found.law.formula,
         "coefficients": found.coefficients,
-        "residuals": [
-            {"x": point.x, "relative": value} for point, value in zip(found.points, found.residuals, strict=True)
-        ],
-        "held_out": [
-            {"x": one.x, "predicted": one.predicted, "measured": one.measured} for one in result.held_out(phase, found)
-        ],
+        "residuals": [{"x": point.x, "relative": value} for point, value in residuals],
+        "held_out": result.held_out(phase, found),
     }

@@ -39,25 +39,15 @@ class SweepError(TwinphaseError):
 
 @dataclass(frozen=True)
 class Visit:
-    """One measurement of one place.
-
-    Attributes:
-        place: where.
-        round: which, from 0.
-        began: seconds since the sweep began.
-        samples: what the target gave: several for a short prefill.
-        foreign_cores: cores' worth of CPU time that others used meanwhile; None where it cannot be told.
-        disturbed: others used so much that it was measured again, or would have been.
-        kept: False for one that a less disturbed repetition replaced.
-    """
+    """One measurement of one place."""
 
     place: Place
-    round: int
-    began: float
-    samples: tuple[PrefillSample | DecodeSample, ...]
-    foreign_cores: float | None
-    disturbed: bool
-    kept: bool
+    round: int  # from 0
+    began: float  # seconds since the sweep began
+    samples: tuple[PrefillSample | DecodeSample, ...]  # what the target gave: several for a short prefill
+    foreign_cores: float | None  # cores' worth of CPU time that others used meanwhile; None where it cannot be told
+    disturbed: bool  # others used so much that it was measured again, or would have been
+    kept: bool  # False for one that a less disturbed repetition replaced
 
     @property
     def x(self) -> tuple[float, float]:
@@ -93,23 +83,14 @@ class HeldOut:
 
 @dataclass
 class PhaseSweep:
-    """Everything that a sweep measured, and the fits.
-
-    Attributes:
-        facts: of the target.
-        plan: what was to be measured.
-        visits: all, replaced ones too, in the order in which they were made.
-        failures: why a place could not be measured.
-        seconds: the sweep took.
-        stopped: why it ended before all rounds were done; "" if it did not.
-    """
+    """Everything that a sweep measured, and the fits."""
 
     facts: TargetFacts
     plan: Plan
-    visits: list[Visit] = field(default_factory=list)
-    failures: dict[Place, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    stopped: str = ""
+    visits: list[Visit] = field(default_factory=list)  # replaced ones too, in the order in which they were made
+    failures: dict[Place, str] = field(default_factory=dict)  # why a place could not be measured
+    seconds: float = 0.0  # that the sweep took
+    stopped: str = ""  # why it ended before all rounds were done
 
     def kept(self, place: Place | None = None) -> list[Visit]:
         """The measurements that count, of one place or of all."""
