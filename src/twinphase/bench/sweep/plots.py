@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from twinphase.bench.report.plots import Row, lines
 from twinphase.bench.report.report import Plot
 from twinphase.bench.statistics import median_interval
@@ -118,7 +120,7 @@ def _by_batch(points: Points, found: Fit) -> Plot:
 def _residuals(phase: str, points: Points, found: Fit, x: str, log_x: bool = False) -> Plot:
     """How far each point lies from the law, which is the line at zero."""
     y = "residual (%)"
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "series": HELD_OUT if place.held_out else phase,
             x: point.x[0] if phase == "prefill" else found.seconds(point.x) * 1000,
