@@ -18,7 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "server"))  # the server that tests start
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # the server that tests start
 from serving import drain, kill, overhead, overload, soak  # noqa: E402
 
 from twinphase.bench.conditions import Bystanders, conditions  # noqa: E402
