@@ -50,10 +50,13 @@ def call_kernel(address: int, args: Sequence[int], tiles: int) -> None:
         KERNEL(address)(place, place, numbers.ctypes.data, tile, 0)
 
 
-def random_blocks(rng: np.random.Generator, outputs: int, inputs: int, name: str) -> NDArray[np.uint8]:
-    """Random blocks of a format: every pattern of codes and small scales, float16 parameters of about 0.05."""
+def random_blocks(
+    rng: np.random.Generator, outputs: int, inputs: int, name: str, fill: int | None = None
+) -> NDArray[np.uint8]:
+    """Blocks of a format: bytes of codes and small scales random or all `fill`, float16 parameters of about 0.05."""
     size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
-    raw = rng.integers(0, 256, (outputs, inputs // size, nbytes), dtype=np.uint8)
+    low, high = (0, 256) if fill is None else (fill, fill + 1)
+    raw = rng.integers(low, high, (outputs, inputs // size, nbytes), dtype=np.uint8)
     for at in _HALVES.get(name, (0, 2)):
         halves = (rng.random((outputs, inputs // size, 1)) * 0.1 - 0.03).astype(np.float16)
         raw[:, :, at : at + 2] = halves.view(np.uint8)

@@ -8,21 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from steps import Piece, compile_together, own_cache, per_isa, step_inputs
+from steps import Piece, Steps, compile_together, own_cache, per_isa, step_inputs
 from tiny_gguf import write_tiny_gguf
-from twinphase.backends.base import Array, Backend, KVCacheSpec, ModelShape, RopeSpec, StepInputs
+from twinphase.backends.base import Array, Backend, StepInputs
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.kv_layout import KV_CACHE_DTYPES
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.errors import InvalidRequestError
-from twinphase.weights.checkpoint import Checkpoint
-from twinphase.weights.gguf import open_gguf
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a path compiles all its kernels
 
@@ -37,48 +34,33 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class Heads:
-    """A model that is one attention: its rows are the embeddings, multiplied by the matrix that gives Q, K and V."""
+    """The attention of a model whose matrices are float32, so that linear layers add no error."""
 
     heads: int
     kv_heads: int
     head_dim: int
 
-    @property
-    def hidden(self) -> int:
-        """Width of the rows."""
-        return self.heads * self.head_dim
-
-    def write(self, folder: Path) -> Checkpoint:
-        """A file with float32 matrices, so that linear layers add no error."""
-        sizes: dict[str, Any] = {"hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads}
-        name = f"{self.heads}-{self.kv_heads}-{self.head_dim}.gguf"
-        if not (folder / name).exists():
-            write_tiny_gguf(folder / name, **sizes, layers=1, tensor_type="F32", context=512, vocab=320)
-        return open_gguf(folder / name)
+    def on(self, backend: Backend, folder: Path) -> Attention:
+        path = folder / f"{self.heads}-{self.kv_heads}-{self.head_dim}.gguf"
+        if not path.exists():
+            hidden = self.heads * self.head_dim
+            write_tiny_gguf(
+                path, hidden=hidden, heads=self.heads, kv_heads=self.kv_heads, layers=1, tensor_type="F32", context=512
+            )
+        return Attention(path, backend, num_blocks=BLOCKS)
 
 
-class Attention:
-    """The attention of layer 0 on one backend."""
-
-    def __init__(self, checkpoint: Checkpoint, heads: Heads, backend: Backend) -> None:
-        self.heads, self.backend = heads, backend
-        rope = RopeSpec(10000.0, heads.head_dim, interleaved=True)
-        backend.prepare(checkpoint, ModelShape(heads.heads, heads.kv_heads, heads.head_dim, rope))
-        self.rope = backend.rope(checkpoint, rope, 512)
-        self.table = backend.embedding(checkpoint, "token_embd.weight")
-        self.qkv = backend.matrix(checkpoint, [f"blk.0.attn_{part}.weight" for part in "qkv"])
-        self.norm = backend.vector(checkpoint, "blk.0.attn_norm.weight")
-        self.output = backend.matrix(checkpoint, ["blk.0.attn_output.weight"])
-        backend.allocate_kv_cache(KVCacheSpec(1, heads.kv_heads, heads.head_dim, BLOCKS))
+class Attention(Steps):
+    """The attention of layer 0 alone: rows are embeddings, normed and multiplied by the matrix that gives Q, K and V."""
 
     def forward(self, backend: Backend) -> Array:
         """Rows of the attention's output, through the output matrix as in a model."""
-        x = backend.rms_norm(backend.embed(self.table), self.norm, 1e-5)
-        q = backend.rope_kv_write(backend.linear(x, self.qkv), self.rope, 0, self.heads.heads)
-        return backend.linear(backend.attention(q, 0, self.heads.heads), self.output)
+        model, layer = self.model, self.model.layers[0]
+        x = backend.rms_norm(backend.embed(model.embedding), layer.attn_norm, 1e-5)
+        q = backend.rope_kv_write(backend.linear(x, layer.qkv), model.rope, 0, model.config.num_heads)
+        return backend.linear(backend.attention(q, 0, model.config.num_heads), layer.output)
 
     def __call__(self, inputs: StepInputs) -> F32:
-        """Run a step."""
         return self.backend.execute(self.forward, inputs).copy()
 
 
@@ -97,13 +79,12 @@ per_shape = pytest.mark.parametrize("heads", SHAPES, ids=lambda h: f"d{h.head_di
 def pair(folder: Path, heads: Heads, isa: str, dtype: str = "auto") -> tuple[Attention, Attention]:
     """The cpu's attention and the reference's."""
     compiled(folder, isa)
-    return cpu_attention(folder, heads, isa, dtype), Attention(heads.write(folder), heads, ReferenceBackend())
+    return cpu_attention(folder, heads, isa, dtype), heads.on(ReferenceBackend(), folder)
 
 
 def cpu_attention(folder: Path, heads: Heads, isa: str, dtype: str) -> Attention:
-    """The cpu's alone."""
-    cpu = CpuBackend(threads=2, isa=isa, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_dtype=dtype)
-    return Attention(heads.write(folder), heads, cpu)
+    backend = CpuBackend(threads=2, isa=isa, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_dtype=dtype)
+    return heads.on(backend, folder)
 
 
 @cache
@@ -160,20 +141,6 @@ def test_both_phases_in_a_step(folder: Path, isa: str) -> None:
     inputs = step_inputs(decodes + prefills)
     assert inputs.num_decodes == 2
     assert_close(cpu(inputs), reference(inputs))
-
-
-@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
-@per_isa
-def test_what_is_masked_or_not_in_the_table_does_not_count(folder: Path, isa: str, dtype: str) -> None:
-    # Fill the cache with other sequences first: stale rows behind a context must not be seen.
-    piece = sequences(2)[3]
-    tail = Piece(piece.tokens[:30], 0, piece.blocks)
-    inputs = step_inputs([tail])
-    fresh, _ = pair(folder, SHAPES[0], isa, dtype)
-    used, _ = pair(folder, SHAPES[0], isa, dtype)
-    for other in sequences(3):
-        used(step_inputs([other]))
-    np.testing.assert_array_equal(used(inputs), fresh(inputs))
 
 
 def test_bytes_of_a_token(folder: Path) -> None:
