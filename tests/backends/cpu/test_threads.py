@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -79,28 +80,20 @@ class Log:
 
 
 @per_count
-@pytest.mark.parametrize("options", ({}, SLEEPY), ids=("spinning", "sleeping"))
+@pytest.mark.parametrize(
+    ("options", "dawdle", "steps"),
+    (({}, 0, 200), (SLEEPY, 0, 200), (SLEEPY, 0.002, 60)),
+    ids=("spinning", "sleeping", "waiting for slow threads"),
+)
 def test_every_tile_once_and_in_order(
-    make_pool: Callable[..., ThreadPool], threads: int, options: dict[str, int]
+    make_pool: Callable[..., ThreadPool], threads: int, options: dict[str, int], dawdle: float, steps: int
 ) -> None:
     rng = np.random.default_rng(threads)
-    log = Log([False, True, False, True, True, False])
+    log = Log([False, True, False, True, True, False], dawdle)
     pool = make_pool(threads, **options)
     pool.load(log.commands)
-    for _ in range(200):
-        log.tiles[:] = rng.choice([0, 1, 2, 3, 7, 20], len(log.tiles))
-        pool.run()
-        log.check()
-
-
-@pytest.mark.parametrize("threads", (2, 4))
-def test_slow_threads_are_waited_for(make_pool: Callable[..., ThreadPool], threads: int) -> None:
-    rng = np.random.default_rng(threads)
-    log = Log([False, True, False, True], dawdle=0.002)
-    pool = make_pool(threads, **SLEEPY)
-    pool.load(log.commands)
-    for _ in range(60):
-        log.tiles[:] = rng.integers(0, 6, len(log.tiles))
+    for _ in range(steps):
+        log.tiles[:] = rng.choice([0, 1, 2, 3, 7, 20] if not dawdle else range(6), len(log.tiles))
         pool.run()
         log.check()
 
@@ -110,9 +103,8 @@ class Chain:
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self.counts = aligned(
-            5, np.int64
-        )  # rows, strips a tile takes, tiles of quantize and of linear, rows a tile takes
+        # Rows, strips a tile takes, tiles of quantize and of linear, rows a tile takes.
+        self.counts = aligned(5, np.int64)
         self.x = aligned(ROWS * INPUTS, np.float32).reshape(ROWS, INPUTS)
         self.x[:] = rng.standard_normal(self.x.shape)
         self.middle, self.end = (aligned(ROWS * OUTPUTS, np.float32).reshape(ROWS, OUTPUTS) for _ in range(2))
@@ -134,93 +126,71 @@ class Chain:
         args += [out.ctypes.data, out.strides[0], zeros.ctypes.data, 0, rows, rows + 8, rows + 32]
         self.calls.append((kernel(BEST, "quantized_linear:Q4_1"), args, rows + 24))
 
-    @property
-    def commands(self) -> list[Command]:
-        """The program; every command reads what the last one wrote."""
-        return [Command(fn, tiles, True, args) for fn, args, tiles in self.calls]
+    def load(self, pool: ThreadPool) -> None:
+        """Make the calls the pool's program; what they should give is computed first, in order by this thread."""
+        self._set_rows(ROWS, 1)
+        for fn, args, tiles in self.calls:
+            call_kernel(fn, args, int(self.counts[(tiles - self.counts.ctypes.data) // 8]))
+        self.expected, self.pool = self.end.copy(), pool
+        pool.load([Command(fn, tiles, True, args) for fn, args, tiles in self.calls])
 
-    def set_rows(self, rows: int, per_tile: int) -> None:
+    def _set_rows(self, rows: int, per_tile: int) -> None:
         """The next step's counts; what it should write is spoilt first."""
         self.counts[:] = rows, per_tile, -(-rows // 4), -(-OUTPUTS // 32 // per_tile) if rows else 0, ROWS
         self.middle[:] = self.end[:] = np.nan
 
-    def expected(self) -> np.ndarray:
-        """The result, computed in order by this thread."""
-        self.set_rows(ROWS, 1)
-        for fn, args, tiles in self.calls:
-            call_kernel(fn, args, int(self.counts[(tiles - self.counts.ctypes.data) // 8]))
-        return self.end.copy()
+    def step(self, rows: int, per_tile: int = 1) -> None:
+        """A step gives the rows it should, and no others."""
+        self._set_rows(rows, per_tile)
+        self.pool.run()
+        np.testing.assert_array_equal(self.end[:rows], self.expected[:rows])
+        assert np.isnan(self.end[rows:]).all()
 
 
 @per_count
 @pytest.mark.parametrize("options", ({}, SLEEPY), ids=("spinning", "sleeping"))
 def test_many_tiny_steps(make_pool: Callable[..., ThreadPool], threads: int, options: dict[str, int]) -> None:
-    chain, rng, pool = Chain(0), np.random.default_rng(1), make_pool(threads, **options)
-    expected = chain.expected()
-    pool.load(chain.commands)
+    chain, rng = Chain(0), np.random.default_rng(1)
+    chain.load(make_pool(threads, **options))
     for _ in range(1500):
-        rows = int(rng.integers(0, 9))
-        chain.set_rows(rows, int(rng.integers(1, 4)))
-        pool.run()
-        np.testing.assert_array_equal(chain.end[:rows], expected[:rows])
-        assert np.isnan(chain.end[rows:]).all()
+        chain.step(int(rng.integers(0, 9)), int(rng.integers(1, 4)))
 
 
 def test_the_epoch_wraps(make_pool: Callable[..., ThreadPool]) -> None:
     # Days of steps: the epoch must not run into the sign bit of a claim word, where nothing could be claimed.
-    chain, pool = Chain(3), make_pool(2)
-    expected = chain.expected()
-    pool.load(chain.commands)
-    pool._set(CTL_EPOCH, EPOCH_MASK - 5)
+    chain = Chain(3)
+    chain.load(make_pool(2))
+    chain.pool._set(CTL_EPOCH, EPOCH_MASK - 5)
     for _ in range(20):
-        chain.set_rows(ROWS, 1)
-        pool.run()
-        np.testing.assert_array_equal(chain.end, expected)
+        chain.step(ROWS)
 
 
 def test_with_a_busy_competitor(make_pool: Callable[..., ThreadPool]) -> None:
     # More threads than cores, and one that never rests: the pool's are put aside in the middle of steps.
-    chain, pool, stop = Chain(2), make_pool(4), threading.Event()
-    expected = chain.expected()
-    pool.load(chain.commands)
+    chain, stop = Chain(2), threading.Event()
+    chain.load(make_pool(4))
     competitor = threading.Thread(target=lambda: [sum(range(50_000)) for _ in iter(stop.is_set, True)])
     competitor.start()
     try:
         for step in range(300):
-            rows = 1 + step % ROWS
-            chain.set_rows(rows, 1)
-            pool.run()
-            np.testing.assert_array_equal(chain.end[:rows], expected[:rows])
+            chain.step(1 + step % ROWS)
     finally:
         stop.set()
         competitor.join()
 
 
 def test_two_pools_at_once(make_pool: Callable[..., ThreadPool]) -> None:
-    chains, failures = [Chain(3), Chain(4)], []
-
-    def work(chain: Chain, pool: ThreadPool, expected: np.ndarray) -> None:
-        for step in range(300):
-            rows = 1 + step % 16
-            chain.set_rows(rows, 1)
-            pool.run()
-            if not np.array_equal(chain.end[:rows], expected[:rows]):
-                failures.append(step)
-
-    callers = []
+    chains = [Chain(3), Chain(4)]
     for chain in chains:
-        expected, pool = chain.expected(), make_pool(3)
-        pool.load(chain.commands)
-        callers.append(threading.Thread(target=work, args=(chain, pool, expected)))
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert not failures
+        chain.load(make_pool(3))
+    with ThreadPoolExecutor() as callers:
+        for work in [callers.submit(lambda c=chain: [c.step(1 + n % 16) for n in range(300)]) for chain in chains]:
+            work.result()
 
 
 @pytest.mark.parametrize("steps", (0, 1, 5))
-def test_close_ends_the_threads(steps: int) -> None:
+@pytest.mark.parametrize("closed", (True, False), ids=("closed", "forgotten"))
+def test_a_pool_ends_its_threads(steps: int, closed: bool) -> None:
     before = set(threading.enumerate())
     pool, log = ThreadPool(kernel(BEST, "run_program"), 3, 64), Log([True])
     pool.load(log.commands)
@@ -229,16 +199,10 @@ def test_close_ends_the_threads(steps: int) -> None:
     for _ in range(steps):
         pool.run()
         log.check()
-    pool.close()
-    assert set(threading.enumerate()) <= before
-    pool.close()  # again, without harm
-
-
-def test_a_forgotten_pool_ends_its_threads() -> None:
-    before = set(threading.enumerate())
-    pool, log = ThreadPool(kernel(BEST, "run_program"), 3, 64), Log([True])
-    pool.load(log.commands)
-    pool.run()
+    if closed:
+        pool.close()
+        assert set(threading.enumerate()) <= before
+        pool.close()  # again, without harm
     del pool
     assert set(threading.enumerate()) <= before
 
