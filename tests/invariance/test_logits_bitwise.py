@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -46,16 +47,8 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Format, head size, query heads on a KV head, form of the cache."""
         heads = f"d{self.hidden // self.heads}-g{self.heads // self.kv_heads}x{self.kv_heads}"
         return f"{self.tensor_type}-{heads}-{self.kv_cache_dtype}"
-
-    def write(self, folder: Path) -> Path:
-        """The model's file."""
-        ffn = 256 if self.hidden == 256 else 160
-        shape = {"hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads, "ffn": ffn, "vocab": VOCAB}
-        kinds = {"tensor_type": self.tensor_type, "embedding_type": self.embedding_type, "tied": self.tied}
-        return write_tiny_gguf(folder / f"{self.id}.gguf", **shape, **kinds, context=1024)
 
 
 CASES = (
@@ -105,7 +98,9 @@ def load(folder: Path, case: Case, isa: str, threads: int = 2, block_size: int =
     """The same where its kernels may have to be compiled."""
     path = folder / f"{case.id}.gguf"
     if not path.exists():
-        case.write(folder)
+        write_tiny_gguf(path, hidden=case.hidden, heads=case.heads, kv_heads=case.kv_heads, tied=case.tied,
+                        ffn=256 if case.hidden == 256 else 160, vocab=VOCAB, context=1024,
+                        tensor_type=case.tensor_type, embedding_type=case.embedding_type)  # fmt: skip
     backend = CpuBackend(threads=threads, isa=isa, max_num_batched_tokens=640, max_num_seqs=64,
                          kv_cache_dtype=case.kv_cache_dtype)  # fmt: skip
     return Steps(path, backend, num_blocks=1600 // block_size, block_size=block_size)
@@ -121,7 +116,6 @@ def one_pass(folder: Path, case: Case, isa: str) -> Logits:
 
 
 def tokens(seed: int = 0, length: int = LENGTH) -> Tokens:
-    """A sequence."""
     return np.random.default_rng(seed).integers(0, VOCAB, length, dtype=np.int32)
 
 
@@ -132,18 +126,25 @@ def assert_same_bits(logits: Logits, expected: Logits) -> None:
     assert not differs.any(), f"{differs.sum()} rows differ, the first is {differs.argmax()}; by up to {error:.2e}"
 
 
-per_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def per_case(cases: Sequence[Case], quick: int) -> pytest.MarkDecorator:
+    """All of `cases`; those behind the first `quick` are among the long proofs."""
+    marked = [pytest.param(case, marks=pytest.mark.slow, id=case.id) for case in cases[quick:]]
+    return pytest.mark.parametrize("case", [*(pytest.param(case, id=case.id) for case in cases[:quick]), *marked])
+
+
+per_format = per_case(CASES, len(CASES))
+per_cache = per_case(CASES, 6)  # quick: every form of the cache and kind of layer
 
 
 @per_isa
-@per_case
+@per_format
 def test_chunks(folder: Path, case: Case, isa: str) -> None:
     for size in SIZES:
         assert_same_bits(model(folder, case, isa).chunked(tokens(), [size]), one_pass(folder, case, isa))
 
 
 @per_isa
-@per_case
+@per_cache
 def test_threads(folder: Path, case: Case, isa: str) -> None:
     for threads in (1, 3):
         for sizes in ([LENGTH], [130, 1, 1, 5]):
@@ -152,7 +153,7 @@ def test_threads(folder: Path, case: Case, isa: str) -> None:
 
 
 @per_isa
-@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.id)
+@per_case(CASES[:3], 2)
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 512), min_size=1, max_size=12))
 @example(sizes=[127, 1, 1, 128])
@@ -161,63 +162,49 @@ def test_random_chunks(folder: Path, case: Case, isa: str, sizes: list[int]) -> 
     assert_same_bits(model(folder, case, isa).chunked(tokens(), sizes), one_pass(folder, case, isa))
 
 
-@dataclass
-class Sequence_:
-    """A sequence that advances by a plan of row counts, in blocks of its own."""
-
-    tokens: Tokens
-    blocks: NDArray[np.int32]
-    sizes: Sequence[int]
-    start: int = 0
-    steps: int = 0
-
-    def next_piece(self) -> Piece | None:
-        """Its rows in the next step, None at its end."""
-        size = self.sizes[self.steps % len(self.sizes)]
-        piece = Piece(self.tokens[self.start : self.start + size], self.start, self.blocks)
-        self.start += len(piece.tokens)
-        self.steps += 1
-        return piece if len(piece.tokens) else None
-
-
-def crowd(steps: Steps, seed: int, sizes: Sequence[int]) -> list[Sequence_]:
-    """The sequence under test and four others; all blocks are shuffled, so that no two of a sequence adjoin."""
-    rng = np.random.default_rng(seed)
-    lengths = (LENGTH, 200, 300, 40, 129)
-    plans = (sizes, [131, *[1] * 200], [60, 100, 20], [1], [128, 1])
-    blocks = rng.permutation(steps.blocks).astype(np.int32)
-    sequences = []
-    for index, (length, plan) in enumerate(zip(lengths, plans, strict=True)):
-        count = -(-length // steps.block_size)
-        mine, blocks = blocks[:count], blocks[count:]
-        sequences.append(Sequence_(tokens(index, length), mine, plan))
-    return sequences
+def pieces(tokens: Tokens, blocks: NDArray[np.int32], sizes: Sequence[int]) -> Iterator[Piece]:
+    """A sequence's rows, step by step, by a plan of row counts that repeats."""
+    start = 0
+    for size in cycle(sizes):
+        if start >= len(tokens):
+            return
+        yield Piece(tokens[start : start + size], start, blocks)
+        start += size
 
 
 def run_crowd(steps: Steps, seed: int, sizes: Sequence[int]) -> Logits:
-    """All positions' logits of the first sequence, stepped with the others, in a new order every step."""
+    """All positions' logits of a sequence, stepped with four others, in a new order every step.
+
+    Blocks are shuffled, so that no two of a sequence adjoin.
+    """
     rng = np.random.default_rng(seed)
-    sequences = crowd(steps, seed, sizes)
+    blocks = rng.permutation(steps.blocks).astype(np.int32)
+    plans = {LENGTH: sizes, 200: [131, *[1] * 200], 300: [60, 100, 20], 40: [1], 129: [128, 1]}
+    crowd = []
+    for index, (length, plan) in enumerate(plans.items()):
+        count = -(-length // steps.block_size)
+        mine, blocks = blocks[:count], blocks[count:]
+        crowd.append(pieces(tokens(index, length), mine, plan))
     logits = []
-    while sequences[0].start < LENGTH:
-        pieces = [(index, piece) for index, s in enumerate(sequences) if (piece := s.next_piece()) is not None]
-        rng.shuffle(pieces)
-        pieces.sort(key=lambda pair: len(pair[1].tokens) > 1)  # decodes come first; the sort keeps their order
-        at = [index for index, _ in pieces].index(0)
-        starts = np.cumsum([0, *(len(piece.tokens) for _, piece in pieces)])
-        logits.append(steps.run([piece for _, piece in pieces])[starts[at] : starts[at + 1]])
+    while (ours := next(crowd[0], None)) is not None:
+        batch = [ours, *filter(None, (next(other, None) for other in crowd[1:]))]
+        order = rng.permutation(len(batch)).tolist()
+        order.sort(key=lambda index: len(batch[index].tokens) > 1)  # decodes come first; the sort keeps their order
+        starts = np.cumsum([0, *(len(batch[index].tokens) for index in order)])
+        at = order.index(0)
+        logits.append(steps.run([batch[index] for index in order])[starts[at] : starts[at + 1]])
     return np.concatenate(logits)
 
 
 @per_isa
-@per_case
+@per_cache
 def test_with_other_requests(folder: Path, case: Case, isa: str) -> None:
     for seed, sizes in enumerate(([300, 1, 1, 1], [50, 3], [1])):
         assert_same_bits(run_crowd(model(folder, case, isa), seed, sizes), one_pass(folder, case, isa))
 
 
 @per_isa
-@per_case
+@per_cache
 def test_many_decodes(folder: Path, case: Case, isa: str) -> None:
     """Steps of 2 to 64 decodes, which share the blocks of one sequence as requests with a common prefix do."""
     steps, expected = model(folder, case, isa), one_pass(folder, case, isa)

@@ -110,14 +110,6 @@ class Alone:
         return self._known[key]
 
 
-class Tally:
-    """What happened in all mixes together, so that the proof is not an empty one."""
-
-    def __init__(self) -> None:
-        self.count = Counter()
-        self.unattributed = []
-
-
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
     return SamplingParams(
@@ -149,9 +141,9 @@ def new_requests(draw: st.DrawFn) -> dict[str, Any]:
 class Mixes(RuleBasedStateMachine):
     """One mix."""
 
-    def __init__(self, mixed: LoadedEngine, alone: Alone, tally: Tally) -> None:
+    def __init__(self, mixed: LoadedEngine, alone: Alone, tally: Counter[str], unattributed: list[float]) -> None:
         super().__init__()
-        self.mixed, self.alone, self.tally = mixed, alone, tally
+        self.mixed, self.alone, self.tally, self.unattributed = mixed, alone, tally, unattributed
         self.clock = Clock()
         self.requests: dict[str, Request] = {}
         self.timelines: dict[str, RequestTimeline] = {}
@@ -195,10 +187,10 @@ class Mixes(RuleBasedStateMachine):
         for name, entries in result.output.logprobs.items():
             self.logprobs[name] += entries
         self.ends |= {request.request_id: result.record.end for request in result.finished}
-        self.tally.count["failures"] += len(result.output.errors)
-        self.tally.count["natural preemptions"] += len(result.batch.preempted)
-        self.tally.count["mixed steps"] += bool(result.batch.decodes and result.batch.prefills)
-        self.tally.count["steps"] += 1
+        self.tally["failures"] += len(result.output.errors)
+        self.tally["natural preemptions"] += len(result.batch.preempted)
+        self.tally["mixed steps"] += bool(result.batch.decodes and result.batch.prefills)
+        self.tally["steps"] += 1
 
     def unfinished(self) -> list[str]:
         return [name for name, request in self.requests.items() if request.finish_reason is None]
@@ -218,13 +210,13 @@ class Mixes(RuleBasedStateMachine):
             request = running[which % len(running)]
             self.scheduler._preempt(request)
             self.engine.ledger._running.pop(request.request_id)  # as where a batch says so
-            self.tally.count["forced preemptions"] += 1
+            self.tally["forced preemptions"] += 1
 
     @rule()
     def evict(self) -> None:
         """Others need all free blocks for a moment."""
         pool = self.scheduler.kv_cache.pool
-        self.tally.count["evicted blocks"] += pool.num_cached
+        self.tally["evicted blocks"] += pool.num_cached
         pool.release(pool.allocate(pool.num_available))
 
     @rule(num_tokens=st.sampled_from([MOST_SEQS, 16, 17, 33, 64, 256]))
@@ -249,7 +241,7 @@ class Mixes(RuleBasedStateMachine):
             self.one_step()
         assert self.scheduler.kv_cache.pool.num_held == 0
         assert not self.engine.timelines
-        self.tally.count["recomputed tokens"] += self.scheduler.num_recomputed_tokens
+        self.tally["recomputed tokens"] += self.scheduler.num_recomputed_tokens
         for name, request in self.requests.items():
             self.check_time(name)
             self.check_bits(name, request)
@@ -264,7 +256,7 @@ class Mixes(RuleBasedStateMachine):
         assert at == timeline.end == self.ends.get(name, timeline.end)
         assert total == Fraction(timeline.end) - Fraction(timeline.arrival)
         if name in self.ends:
-            self.tally.unattributed.append(timeline.seconds(IntervalKind.UNATTRIBUTED) / (at - timeline.arrival))
+            self.unattributed.append(timeline.seconds(IntervalKind.UNATTRIBUTED) / (at - timeline.arrival))
 
     def check_bits(self, name: str, request: Request) -> None:
         tokens, logprobs, reason = self.alone(request.prompt_token_ids, request.sampling_params)
@@ -273,9 +265,9 @@ class Mixes(RuleBasedStateMachine):
             return
         assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
         assert repr(self.logprobs[name]) == logprobs
-        self.tally.count["compared"] += 1
-        self.tally.count["compared after a hit"] += request.num_cached_tokens > 0
-        self.tally.count["compared after preemption"] += request.num_preemptions > 0
+        self.tally["compared"] += 1
+        self.tally["compared after a hit"] += request.num_cached_tokens > 0
+        self.tally["compared after preemption"] += request.num_preemptions > 0
 
 
 @pytest.fixture(scope="module")
@@ -285,11 +277,28 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield write_tiny_gguf(folder / "tiny.gguf", vocab=VOCAB)
 
 
-def check_mixes(path: Path, kv_cache_dtype: str, num_mixes: int) -> Tally:
+COMPARED = {"compared": 101}
+QUICK = {"compared": 100, "compared after a hit": 10, "mixed steps": 100, "forced preemptions": 1, "failures": 1}
+# Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
+LONG = {"compared": 1000, "compared after a hit": 300, "compared after preemption": 50, "mixed steps": 1000}
+LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5, "failures": 5}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("num_mixes", "kv_cache_dtype", "least"),
+    (
+        (20, "auto", QUICK),
+        pytest.param(200, "auto", LONG, marks=pytest.mark.slow),
+        pytest.param(40, "int8", COMPARED, marks=pytest.mark.slow),
+    ),
+)
+def test_mixes(path: Path, num_mixes: int, kv_cache_dtype: str, least: dict[str, int]) -> None:
+    """`least` is what must have happened in all mixes together, so that the proof is not an empty one."""
     config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "kv_cache_dtype": kv_cache_dtype}
-    tally = Tally()
+    tally, unattributed = Counter(), []
     alone = Alone(LoadedEngine(path, threads=1, **config))
-    machine = partial(Mixes, LoadedEngine(path, threads=2, **config), alone, tally)
+    machine = partial(Mixes, LoadedEngine(path, threads=2, **config), alone, tally, unattributed)
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -303,28 +312,7 @@ def check_mixes(path: Path, kv_cache_dtype: str, num_mixes: int) -> Tally:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    print(dict(tally.count), f"unattributed: median {median(tally.unattributed):.3%} of {len(tally.unattributed)}")
-    return tally
-
-
-def test_20_mixes(path: Path) -> None:
-    tally = check_mixes(path, "auto", 20)
-    least = {"compared": 100, "compared after a hit": 10, "mixed steps": 100, "forced preemptions": 1, "failures": 1}
-    assert all(tally.count[name] >= number for name, number in least.items()), tally.count
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_200_mixes(path: Path) -> None:
-    tally = check_mixes(path, "auto", 200)
-    assert median(tally.unattributed) < 0.01
-    least = {"compared": 1000, "compared after a hit": 300, "compared after preemption": 50, "mixed steps": 1000}
-    # Most natural ones are of the four that each mix of 12 blocks begins with.
-    least |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5, "failures": 5}
-    assert all(tally.count[name] >= number for name, number in least.items()), tally.count
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_mixes_with_an_int8_cache(path: Path) -> None:
-    assert check_mixes(path, "int8", 40).count["compared"] > 100
+    print(dict(tally), f"unattributed: median {median(unattributed):.3%} of {len(unattributed)}")
+    assert all(tally[name] >= number for name, number in least.items()), tally
+    if least is LONG:
+        assert median(unattributed) < 0.01

@@ -51,10 +51,9 @@ class Heads:
 
 
 class Attention(Steps):
-    """The attention of layer 0 alone: rows are embeddings, normed and multiplied by the matrix that gives Q, K and V."""
+    """The attention of layer 0 alone, between its norm of the embeddings and its output matrix."""
 
     def forward(self, backend: Backend) -> Array:
-        """Rows of the attention's output, through the output matrix as in a model."""
         model, layer = self.model, self.model.layers[0]
         x = backend.rms_norm(backend.embed(model.embedding), layer.attn_norm, 1e-5)
         q = backend.rope_kv_write(backend.linear(x, layer.qkv), model.rope, 0, model.config.num_heads)
