@@ -28,7 +28,7 @@ PAUSE = 0.01  # seconds between looks whether it serves again
 LOAD_ALONE = """
 import sys
 from twinphase.engine.child import WARM_UP_PROMPT, WARM_UP_TOKENS
-from twinphase.engine.load import LoadedEngine
+from twinphase.engine.loading import LoadedEngine
 LoadedEngine(sys.argv[1], threads=int(sys.argv[2])).warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)
 """
 

@@ -33,7 +33,7 @@ __all__ = [
     "transient",
 ]
 
-BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
+BOLD, DIM, RED, YELLOW = "1", "2", "31", "33"
 BAR_WIDTH = 28
 REDRAW_SECONDS = 0.1
 PLAIN_WIDTH = 120  # columns where no terminal says

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from provoked import Script
 from twinphase.batch import Phase
-from twinphase.engine.load import model_shape
+from twinphase.engine.loading import model_shape
 from twinphase.engine.progress import GenerateProgress
 from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError
 from twinphase.phases.timeline import IntervalKind

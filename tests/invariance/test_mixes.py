@@ -28,7 +28,7 @@ from twinphase.batch import Batch, StepOutput, TokenLogprobs
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.executor import Executor
-from twinphase.engine.load import LoadedEngine
+from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.recorder import StepRecorder
 from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.timeline import IntervalKind, RequestTimeline

@@ -16,8 +16,8 @@ from twinphase.bench.sweep.plan import UNKNOWN_CONTEXT, SweepOptions, make_plan
 from twinphase.bench.sweep.report import sweep_data, sweep_metrics, sweep_noise, sweep_sections
 from twinphase.bench.sweep.run import PhaseSweep, Progress, calibrate, sweep
 from twinphase.bench.sweep.verdicts import sweep_verdicts
-from twinphase.bench.targets.claims import claims_section
 from twinphase.bench.targets.phases_of_url import PhasesOfUrl
+from twinphase.bench.targets.server_times import claims_section
 from twinphase.bench.targets.target import Target, TargetFacts
 
 __all__ = ["Parts", "bench_report", "claims_parts", "run_sweep", "sweep_parts"]

@@ -142,7 +142,7 @@ def _hardware(given: dict[str, Any]) -> Hardware:
 
 def _this_machine() -> Hardware:
     from twinphase.config import EngineConfig, free_memory
-    from twinphase.engine.load import measured_ceilings
+    from twinphase.engine.loading import measured_ceilings
     from twinphase.estimate.inputs import Hardware
 
     ceilings = measured_ceilings(EngineConfig())

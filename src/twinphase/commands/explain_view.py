@@ -15,9 +15,10 @@ from twinphase.terminal import percentages
 __all__ = ["lines"]
 
 BOLD, DIM, YELLOW = "1", "2", "33"
-# Waiting red, prefill blue, decode green, others in the same steps yellow, text grey.
-COLOURS = {"queue": "31", "prefill": "34", "recompute": "35", "decode": "32", "prefill_wait": "33", "batching": "33",
-           "stall": "33", "until first token": "34", "tokens after it": "32"}  # fmt: skip
+# As in reports (`bench/report/theme.py`): prefill blue, decode orange. Waiting red, others in the same steps yellow.
+PREFILL, DECODE, OTHERS = "34", "38;5;208", "33"
+COLOURS = {"queue": "31", "prefill": PREFILL, "recompute": "35", "decode": DECODE, "prefill_wait": OTHERS,
+           "batching": OTHERS, "stall": OTHERS, "until first token": PREFILL, "tokens after it": DECODE}  # fmt: skip
 NARROWEST, WIDEST = 20, 60  # of the bars, characters
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 TITLES = {"prefill": "Why the first token took {}", "decode": "Why each token after it took {}"}

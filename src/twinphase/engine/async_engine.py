@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from twinphase import errors
 from twinphase.engine.checks import Prompt, check_id, check_params, is_plain, unknown_request
 from twinphase.engine.host import Host, ProcessHost, ThreadHost
-from twinphase.engine.load import LoadedEngine
+from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.messages import (
     Accepted,
     Add,

@@ -19,7 +19,7 @@ from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
 from twinphase.errors import TwinphaseError
 
 if TYPE_CHECKING:
-    from twinphase.engine.load import LoadedEngine
+    from twinphase.engine.loading import LoadedEngine
 
 __all__ = ["main"]
 
@@ -77,7 +77,7 @@ def main(descriptor: int) -> int:
 
 
 def _load(load: Load, send: Callable[[FromEngine], None]) -> LoadedEngine:
-    from twinphase.engine.load import LoadedEngine, learn_ceilings, measured_ceilings
+    from twinphase.engine.loading import LoadedEngine, learn_ceilings, measured_ceilings
     from twinphase.phases.hardware import must_measure
 
     last = 0.0

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from twinphase.config import module_command
 from twinphase.engine.checks import engine_config
+from twinphase.engine.exclusive_use import OwnProcess
 from twinphase.engine.loop import EngineLoop, engine_facts
 from twinphase.engine.messages import EngineFacts, FromEngine, Load, Loading, Refused, Stop, ToEngine
 from twinphase.engine.text import ModelText
-from twinphase.engine.turns import OwnProcess
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
 from twinphase.errors import EngineDeadError
 from twinphase.weights.gguf import open_gguf

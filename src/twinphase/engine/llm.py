@@ -24,9 +24,9 @@ from twinphase.engine.checks import (
     prompt_list,
 )
 from twinphase.engine.engine import StepResult
-from twinphase.engine.load import LoadedEngine
+from twinphase.engine.exclusive_use import Turns
+from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.outputs import RequestOutput, StreamUpdate, Transcript
-from twinphase.engine.turns import Turns
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from twinphase.engine.engine import Engine, StepResult
-from twinphase.engine.load import LoadedEngine, measured_ceilings
+from twinphase.engine.loading import LoadedEngine, measured_ceilings
 from twinphase.engine.messages import (
     Accepted,
     Add,

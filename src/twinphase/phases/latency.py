@@ -12,9 +12,9 @@ from itertools import pairwise
 __all__ = ["e2e", "itl", "tpot", "ttft"]
 
 
-def ttft(arrival: float, token_times: Sequence[float]) -> float | None:
-    """Time to first token: first token - arrival; None before there is one."""
-    return token_times[0] - arrival if token_times else None
+def ttft(arrival: float, first_token: float) -> float:
+    """Time to first token: first token - arrival."""
+    return first_token - arrival
 
 
 def tpot(first_token: float, last_token: float, num_tokens: int) -> float | None:

@@ -278,7 +278,7 @@ class RequestTimeline:
 
     @property
     def ttft(self) -> float | None:
-        return latency.ttft(self.arrival, self.token_times)
+        return latency.ttft(self.arrival, self.token_times[0]) if self.token_times else None
 
     @property
     def tpot(self) -> float | None:

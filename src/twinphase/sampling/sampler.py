@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from twinphase.batch import Batch, ScheduledRequest, StepOutput, TokenLogprobs
 from twinphase.request import SamplingParams
-from twinphase.sampling.logits import candidates, log_normalizer, process, threshold
+from twinphase.sampling.logit_filters import candidates, log_normalizer, process, threshold
 from twinphase.sampling.rng import uniform
 
 __all__ = [

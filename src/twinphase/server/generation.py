@@ -19,6 +19,7 @@ from starlette.responses import Response
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.outputs import StreamUpdate
 from twinphase.errors import EngineUnavailableError, TwinphaseError
+from twinphase.phases import latency
 from twinphase.server import problems
 from twinphase.server.access import Ticket, salted
 from twinphase.server.answers import Choice, Delta, run_job, submit_all
@@ -180,7 +181,7 @@ class Generation(Response):
         now, metrics, choice = perf_counter(), self._service.metrics, delta.choice
         last = self._last_token.get(choice.index)
         if last is None:
-            metrics.first_token(now - self._arrival)
+            metrics.first_token(latency.ttft(self._arrival, now))
             if len(delta.token_ids) > 1:
                 metrics.token_gap(0.0, len(delta.token_ids) - 1)
         else:

@@ -15,9 +15,9 @@ from twinphase.bench.load.report import load_sections
 from twinphase.bench.load.run import LoadResult, run_load
 from twinphase.bench.load.traces import Scaling, trace_workload
 from twinphase.bench.load.workload import Lengths, PromptMaker, make_workload
-from twinphase.bench.targets.claims import claims_of, claims_reader
 from twinphase.bench.targets.engine_load import EngineLoadTarget
 from twinphase.bench.targets.openai import OpenAITarget
+from twinphase.bench.targets.server_times import claims_of, claims_reader
 from twinphase.bench.targets.target import Prompt
 from twinphase.errors import InvalidRequestError
 

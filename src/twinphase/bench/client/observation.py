@@ -52,7 +52,7 @@ class Observation:
     @property
     def ttft(self) -> float | None:
         """Client TTFT: the first piece of output here - intended send. The server's own has no network in it."""
-        return latency.ttft(self.intended, self.token_times)
+        return latency.ttft(self.intended, self.token_times[0]) if self.token_times else None
 
     @property
     def ttfo(self) -> float | None:

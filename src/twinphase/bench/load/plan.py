@@ -19,7 +19,7 @@ from twinphase.bench.load.traces import Scaling, trace_workload
 from twinphase.bench.load.workload import Lengths, PromptMaker, Sizing, Workload, make_workload
 from twinphase.bench.progress import Progress
 from twinphase.bench.run import Parts
-from twinphase.bench.targets.claims import claims_reader
+from twinphase.bench.targets.server_times import claims_reader
 from twinphase.errors import InvalidRequestError
 
 __all__ = ["LoadOptions", "load_parts"]

@@ -1,6 +1,6 @@
 """A load, and its repetitions, as parts of a report: verdicts, tables with their definitions, plots, metrics, raw data.
 
-`saturation_report.py` reports a search for saturation, `bench/targets/claims.py` what a server says of itself.
+`saturation_report.py` reports a search for saturation, `bench/targets/server_times.py` what a server says of itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from twinphase.bench.load.run import LoadResult
 from twinphase.bench.load.slo import BLAMED_PHASE, Goodput
 from twinphase.bench.report.report import Column, Metric, Section, Status, Table, Verdict
 from twinphase.bench.statistics import has_percentile, percentile
-from twinphase.bench.targets.claims import claims_section
+from twinphase.bench.targets.server_times import claims_section
 
 __all__ = [
     "load_data",

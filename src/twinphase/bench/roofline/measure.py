@@ -19,7 +19,7 @@ from twinphase.bench.progress import Progress
 from twinphase.bench.roofline.arithmetic import PartWork, parts_of_step
 from twinphase.bench.targets.stepped import Stepped
 from twinphase.config import EngineConfig, available_cores, free_memory
-from twinphase.engine.load import LoadedEngine
+from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.runner import Runner
 from twinphase.errors import InvalidRequestError
 from twinphase.models.loader import read_config

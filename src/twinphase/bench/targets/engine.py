@@ -13,7 +13,7 @@ from twinphase.bench.load.workload import PromptMaker, Sizing
 from twinphase.bench.targets.stepped import Stepped, TimedRequest
 from twinphase.bench.targets.target import DecodeSample, PrefillSample, TargetFacts
 from twinphase.config import available_cores
-from twinphase.engine.load import LoadedEngine
+from twinphase.engine.loading import LoadedEngine
 from twinphase.errors import CacheCapacityError, TwinphaseError
 from twinphase.weights.gguf import quantization_name
 

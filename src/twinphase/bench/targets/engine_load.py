@@ -18,7 +18,7 @@ from twinphase.bench.targets.engine import engine_facts
 from twinphase.bench.targets.target import Prompt
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.host import ThreadHost
-from twinphase.engine.load import LoadedEngine
+from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.outputs import RequestOutput
 from twinphase.errors import TwinphaseError
 from twinphase.request import SamplingParams

@@ -181,7 +181,7 @@ def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = 
         server.facts = _shown(server.facts)
         return server, None
     from twinphase.bench.targets.engine_load import EngineLoadTarget
-    from twinphase.engine.load import LoadedEngine
+    from twinphase.engine.loading import LoadedEngine
 
     # An engine of its own, whatever was measured before: a sweep switches the prefix cache off, a load does not.
     loaded = LoadedEngine(text, **options.engine)

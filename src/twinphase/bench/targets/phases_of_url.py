@@ -14,8 +14,8 @@ from twinphase.bench.client.observation import Observation
 from twinphase.bench.load.arrivals import Closed
 from twinphase.bench.load.run import LoadResult, run_load
 from twinphase.bench.load.workload import LoadRequest, PromptMaker, Workload
-from twinphase.bench.targets.claims import claims_reader
 from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
+from twinphase.bench.targets.server_times import claims_reader
 from twinphase.bench.targets.target import DecodeSample, PrefillSample
 
 __all__ = ["PhasesOfUrl", "window_gaps"]

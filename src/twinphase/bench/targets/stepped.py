@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from twinphase.bench.load.workload import PromptMaker, Sizing
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.engine.engine import Engine, StepResult
-from twinphase.engine.load import LoadedEngine, compute_units
+from twinphase.engine.loading import LoadedEngine, compute_units
 from twinphase.engine.recorder import StepRecorder
 from twinphase.errors import TwinphaseError
 from twinphase.phases import latency
@@ -56,7 +56,7 @@ class TimedRequest:
 
     @property
     def ttft(self) -> float:
-        return _known(latency.ttft(self.submitted, self.times))
+        return latency.ttft(self.submitted, self.times[0])
 
     @property
     def e2e(self) -> float:
@@ -64,7 +64,9 @@ class TimedRequest:
 
     @property
     def tpot(self) -> float:
-        return _known(latency.tpot(self.times[0], self.times[-1], len(self.times)))
+        """NaN below two tokens."""
+        found = latency.tpot(self.times[0], self.times[-1], len(self.times))
+        return math.nan if found is None else found
 
     @property
     def gaps(self) -> list[float]:
@@ -74,10 +76,6 @@ class TimedRequest:
     @property
     def tokens(self) -> list[int]:
         return self.request.output_token_ids
-
-
-def _known(latency: float | None) -> float:
-    return math.nan if latency is None else latency
 
 
 class Stepped:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from twinphase.request import SamplingParams
-from twinphase.sampling.logits import candidates, log_normalizer, penalize, process, threshold
+from twinphase.sampling.logit_filters import candidates, log_normalizer, penalize, process, threshold
 
 INF = np.inf
 

@@ -8,7 +8,8 @@ from twinphase.bench.client.client import Reply, run
 from twinphase.bench.load.arrivals import Closed
 from twinphase.bench.load.run import run_load
 from twinphase.bench.load.workload import Lengths, PromptMaker, Sizing, make_workload
-from twinphase.bench.targets.claims import (
+from twinphase.bench.targets.openai import OpenAITarget
+from twinphase.bench.targets.server_times import (
     MetricsReader,
     OllamaReader,
     claims_of,
@@ -17,7 +18,6 @@ from twinphase.bench.targets.claims import (
     read_counters,
     read_ollama,
 )
-from twinphase.bench.targets.openai import OpenAITarget
 
 METRICS = """# HELP vllm:time_to_first_token_seconds Histogram of time to first token.
 # TYPE vllm:time_to_first_token_seconds histogram
