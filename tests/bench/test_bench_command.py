@@ -28,7 +28,7 @@ def gguf_path(tmp_path_factory):
 def small(monkeypatch):
     """The slow reference backend needs no compiled kernels; the command has no option for it."""
     from twinphase.bench.targets import engine
-    from twinphase.engine import load
+    from twinphase.engine import loading as load
 
     loaded = load.LoadedEngine
     for module in (engine, load):

@@ -7,7 +7,7 @@ import pytest
 from provoked import Script, usual_seconds
 from tiny_gguf import write_tiny_gguf
 from twinphase.batch import Batch
-from twinphase.engine import load
+from twinphase.engine import loading as load
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.loop import engine_facts
 from twinphase.phases.hardware import Ceilings

@@ -1,7 +1,7 @@
 """Any server that speaks OpenAI's protocol, at a URL: a target for load.
 
 Tokens are the server's count (`usage`). Prompts are text, which every such server takes; token ids are sent where they
-were given and the server is known to take them. Not for what a server claims of its own time (`claims.py`).
+were given and the server is known to take them. Not for what a server claims of its own time (`server_times.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Both phases of a server at a URL, told apart from outside: by what is asked of it and when its answers come.
 
-Here is what a client gets; what a server itself calls prefill or decode is in `claims.py`. Not for load.
+Here is what a client gets; what a server itself calls prefill or decode is in `server_times.py`. Not for load.
 """
 
 from __future__ import annotations
