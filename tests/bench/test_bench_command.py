@@ -81,6 +81,7 @@ def test_a_load_beside_a_sweep_is_the_load_alone(gguf_path, small, tmp_path):
         assert found.conditions.get("prefix caching in the sweep") == ("off" if more else None)
 
 
+@pytest.mark.slow
 def test_two_results_are_compared(gguf_path, small, tmp_path, capsys, monkeypatch):
     for name in ("a", "b"):  # seeds are drawn, and the second command writes elsewhere
         words = ["bench", gguf_path, *FEW, "--out", str(tmp_path / name)]
@@ -142,7 +143,7 @@ def test_load_instead_of_the_sweep(url, on_time, capsys):
     ("words", "named"),
     [
         ("nothing-like-this", "'nothing-like-this'"),
-        ("x.gguf y.gguf", "'y.gguf' is too much"),
+        ("x.gguf y.gguf", "'y.gguf' is a second one"),
         ("compare one", "two results"),
         ("compare a b c", "two results"),
         ("URL", "Nothing answers at"),
@@ -159,8 +160,8 @@ def test_load_instead_of_the_sweep(url, on_time, capsys):
         ("URL --random-output-len 5", "--random-output-len needs a load"),
         ("URL --num-prompts 5", "--num-prompts needs a load"),
         ("URL --batches a", "--batches is 'a'"),
-        ("URL --request-rate 2 --batches 1,2", "--batches is of the sweep"),
-        ("URL --request-rate 2 --max-length 100", "--max-length is of the sweep"),
+        ("URL --request-rate 2 --batches 1,2", "--batches belongs to the sweep"),
+        ("URL --request-rate 2 --max-length 100", "--max-length belongs to the sweep"),
         ("URL --repetitions 0", "'--repetitions'"),
         ("URL --max-num-seqs 4", "--max-num-seqs has no meaning"),
         ("URL --endpoint /v1/embeddings", "--endpoint is '/v1/embeddings'"),

@@ -278,7 +278,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 COMPARED = {"compared": 101}
-QUICK = {"compared": 100, "compared after a hit": 10, "mixed steps": 100, "forced preemptions": 1, "failures": 1}
+QUICK = {"compared": 50, "compared after a hit": 5, "mixed steps": 50, "forced preemptions": 1}
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {"compared": 1000, "compared after a hit": 300, "compared after preemption": 50, "mixed steps": 1000}
 LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5, "failures": 5}

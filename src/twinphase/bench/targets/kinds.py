@@ -145,7 +145,7 @@ def kind_of(text: str, is_model: Callable[[str], bool]) -> str:
         return "model"
     if HOST_AND_PORT.fullmatch(text):
         raise InvalidRequestError(f"{text!r} is not a URL.", f"Did you mean http://{text}? {FORMS}")
-    raise InvalidRequestError(f"{text!r} is nothing that can be measured.", FORMS)
+    raise InvalidRequestError(f"{text!r} is not something that can be measured.", FORMS)
 
 
 def open_target(
