@@ -42,7 +42,7 @@ def measured() -> Measured:
 
 @pytest.mark.parametrize(
     ("tensor_type", "kv_cache_dtype", "length"),
-    (("Q4_1", "auto", 500), ("Q4_1", "int8", 500), ("Q4_0", "auto", BEGINNING), ("Q8_0", "auto", BEGINNING)),
+    (("Q4_1", "auto", 1000), ("Q4_1", "int8", 1000), ("Q4_0", "auto", BEGINNING), ("Q8_0", "auto", BEGINNING)),
 )
 def test_within_one_percent(
     tensor_type: str,
