@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from twinphase.bench.conditions import conditions
+from twinphase.bench.progress import Progress
 from twinphase.bench.report.report import Metric, Report, Section, Status, Verdict
 from twinphase.bench.sweep.plan import UNKNOWN_CONTEXT, SweepOptions, make_plan
 from twinphase.bench.sweep.report import sweep_data, sweep_metrics, sweep_noise, sweep_sections
-from twinphase.bench.sweep.run import PhaseSweep, Progress, calibrate, sweep
+from twinphase.bench.sweep.run import PhaseSweep, calibrate, sweep
 from twinphase.bench.sweep.verdicts import sweep_verdicts
 from twinphase.bench.targets.phases_of_url import PhasesOfUrl
 from twinphase.bench.targets.server_times import claims_section

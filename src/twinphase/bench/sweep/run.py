@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from twinphase.bench.conditions import Bystanders
+from twinphase.bench.progress import Progress
 from twinphase.bench.sweep.fit import Fit, SweepPoint, fit_decode, fit_prefill
 from twinphase.bench.sweep.plan import ENOUGH_SECONDS, UNKNOWN_CONTEXT, Pace, Place, Plan
 from twinphase.bench.targets.target import DecodeSample, PrefillSample, Target, TargetFacts
@@ -29,8 +30,6 @@ BUSY_AFTER, BUSY_SHARE = 10, 0.5  # measurements, and the disturbed share of the
 MOST_IN_A_ROW = 8
 WARM_UP_OUTPUT = 16  # tokens that must fit behind a warm-up's prompt
 WARM_UP = ((40, 1), (200, 2), (200, 1))  # (prompt tokens, batch)
-
-Progress = Callable[[str, int, int], None]
 
 
 class SweepError(TwinphaseError):
