@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.stamp-run
 TEST_STAMP := $(VENV)/.stamp-test
+# One process per core, a file to a process: a file's tests share the server that they start.
+PARALLEL ?= -n auto --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help demo test test-all lint bench clean
@@ -36,11 +38,11 @@ demo: $(RUN_STAMP)
 
 test: $(TEST_STAMP)
 	@$(BIN)/twinphase pull $(MODEL)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-all: $(TEST_STAMP)
 	@$(BIN)/twinphase pull $(MODEL)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check src tests benchmarks

@@ -120,6 +120,7 @@ def test_no_secret_is_in_a_result(url, on_time, tmp_path, monkeypatch):
     assert "--api-key ***" in read_result(tmp_path / "out").conditions["command"]
 
 
+@pytest.mark.slow
 def test_sweep_of_a_server_has_its_claims(stub, on_time, tmp_path, capsys):
     stub.script({"gaps": [0.0005] * 16, "timings": {"prompt_ms": 1.5, "prompt_n": 20, "predicted_ms": 8.0,
                                                     "predicted_n": 17, "cache_n": 0}})  # fmt: skip

@@ -27,9 +27,9 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-def run(talk):
+def run(talk, keep_alive=20):
     async def main():
-        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", timeout_keep_alive=20)
+        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", timeout_keep_alive=keep_alive)
         config.load()
         state = uvicorn.server.ServerState()
         server = await asyncio.get_running_loop().create_server(
@@ -106,4 +106,4 @@ def test_a_client_that_does_not_take_the_end_of_its_answer_is_cut(monkeypatch, k
         while client.connections:  # the one connection
             await asyncio.sleep(0.01)
 
-    run(talk)
+    run(talk, keep_alive=2)
