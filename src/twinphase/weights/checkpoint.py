@@ -1,6 +1,7 @@
 """A model file opened for reading: metadata, and tensors as raw bytes in the file's own precision.
 
-Format-neutral words only; `gguf.py` fills them. Not for packing (backends do that) nor for tensor names (names.py).
+Format-neutral words only; `gguf.py` and `safetensors.py` fill them, both with GGUF's names of tensors and architectures.
+Not for packing (backends do that).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class TensorInfo:
         name: name in the file.
         shape: row-major, for a matrix (outputs, inputs).
         type: storage type by GGUF's name: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K.
-        offset: bytes from the start of the file.
+        offset: bytes from the start of its file.
         nbytes: size in the file.
+        file: which of the checkpoint's files it is in; a model may be split.
     """
 
     name: str
@@ -33,34 +35,37 @@ class TensorInfo:
     type: str
     offset: int
     nbytes: int
+    file: int = 0
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open model file.
+    """An open model: one GGUF file, the parts of a split one, or a Hugging Face folder.
 
     Attributes:
-        path: the file.
-        architecture: e.g. "llama".
-        metadata: hyper-parameters by GGUF key (strings, numbers, short lists; never the vocabulary).
-        tensors: by name.
-        data: the whole file, memory-mapped, uint8 [file size].
+        path: the file (of a split model, the first), or the folder.
+        architecture: by GGUF's name, e.g. "llama", "qwen3moe".
+        metadata: hyper-parameters by GGUF key (strings, numbers, short lists; never the vocabulary); empty for a folder.
+        tensors: by GGUF's name, whatever the format.
+        files: every file with tensors, memory-mapped, uint8 [file size] each.
         fingerprint: hex digest naming this file's content for caches.
         cache_dir: folder for what is derived from this very file (the built tokenizer); None if none can be written.
         vocabulary: reads the long arrays that `metadata` leaves out, by GGUF key; slow, so called only to build a
             tokenizer that is not cached yet.
+        config: a folder's config.json, its `text_config` in front where it has one; None for GGUF.
     """
 
     path: Path
     architecture: str
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
-    data: NDArray[np.uint8]
+    files: tuple[NDArray[np.uint8], ...]
     fingerprint: str
     cache_dir: Path | None = None
     vocabulary: Callable[[], Mapping[str, Any]] = dict
+    config: Mapping[str, Any] | None = None
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The tensor's bytes as stored, uint8 [nbytes], a view into the mapped file."""
         info = self.tensors[name]
-        return self.data[info.offset : info.offset + info.nbytes]
+        return self.files[info.file][info.offset : info.offset + info.nbytes]

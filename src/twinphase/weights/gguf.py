@@ -28,7 +28,7 @@ from twinphase.weights.storage import cache_root, write_atomically
 
 __all__ = ["last_used", "open_gguf", "quantization_name"]
 
-_INDEX_VERSION = 2
+_INDEX_VERSION = 3
 _INDEX_NAME = "index.msgpack"
 _SAMPLE_BYTES = 1024
 _MIN_BYTES = 24  # magic, version and two counts
@@ -79,7 +79,7 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
         architecture=architecture,
         metadata=index.metadata,
         tensors=index.tensors,
-        data=np.frombuffer(buffer, dtype=np.uint8),  # slices of a numpy.memmap cost several times as much
+        files=(np.frombuffer(buffer, dtype=np.uint8),),  # slices of a numpy.memmap cost several times as much
         fingerprint=index.fingerprint,
         cache_dir=cache_dir,
         vocabulary=lambda: read_header(buffer, str(path)).arrays,
