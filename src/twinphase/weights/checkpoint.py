@@ -1,7 +1,7 @@
 """A model file opened for reading: metadata, and tensors as raw bytes in the file's own precision.
 
-Format-neutral words only; `gguf.py` and `safetensors.py` fill them, both with GGUF's names of tensors and architectures.
-Not for packing (backends do that).
+Format-neutral words only; `gguf.py` and `safetensors.py` fill them, both with GGUF's names of tensors and
+architectures. Not for packing (backends do that).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Checkpoint:
     Attributes:
         path: the file (of a split model, the first), or the folder.
         architecture: by GGUF's name, e.g. "llama", "qwen3moe".
-        metadata: hyper-parameters by GGUF key (strings, numbers, short lists; never the vocabulary); empty for a folder.
+        metadata: hyper-parameters by GGUF key (strings, numbers, short lists; never the vocabulary); a folder has
+            none.
         tensors: by GGUF's name, whatever the format.
         files: every file with tensors, memory-mapped, uint8 [file size] each.
         fingerprint: hex digest naming this file's content for caches.
