@@ -79,6 +79,8 @@ def test_texts_and_conversations_become_tokens_and_texts_again(server, tiny_path
     assert status == 400 and "4096" in error["error"]["message"]
     status, error = server.post("/detokenize", {"tokens": [5, 320]})
     assert status == 400 and "Token id 320" in error["error"]["message"]
+    _, error = server.post("/detokenize", {"tokens": [5], "prompt": "a field of the other route"})
+    assert error["error"]["message"] == "The field `prompt` is not supported. Leave it out."
 
 
 @pytest.mark.parametrize("method, path, status", [

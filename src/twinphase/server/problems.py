@@ -104,7 +104,7 @@ def not_found(method: str, path: str) -> str:
 def _instead(name: str) -> str:
     known = ALIASES.get(name)
     if known is None:
-        known = next(iter(get_close_matches(name, KNOWN_FIELDS, 1, 0.8)), None)
+        known = next(iter(get_close_matches(name, KNOWN_FIELDS - {name}, 1, 0.8)), None)  # another route may have it
     return f"Did you mean `{known}`?" if known else "Leave it out."
 
 
