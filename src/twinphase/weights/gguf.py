@@ -24,7 +24,7 @@ from twinphase.errors import CheckpointError, ModelNotFoundError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.gguf_header import Header, read_header
 from twinphase.weights.quant import FORMATS
-from twinphase.weights.storage import cache_root, write_atomically
+from twinphase.weights.storage import model_cache, write_atomically
 
 __all__ = ["last_used", "open_gguf", "quantization_name"]
 
@@ -60,7 +60,7 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
     """
     path = Path(path)
     buffer, stat = _map_file(path)
-    folder = _index_folder(path)
+    folder = model_cache(path)
     index = _load_index(folder, stat)
     cache_dir: Path | None = folder
     if index is None:
@@ -100,7 +100,7 @@ def quantization_name(checkpoint: Checkpoint) -> str:
 def last_used(path: Path) -> float | None:
     """When the file was last opened, seconds since the epoch, or None if it never was (or nothing is kept)."""
     try:
-        return (_index_folder(path) / "used").stat().st_mtime
+        return (model_cache(path) / "used").stat().st_mtime
     except OSError:
         return None
 
@@ -122,11 +122,6 @@ def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
         # ValueError: a path with a null byte, or something that cannot be mapped.
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path} cannot be read: {reason}.", "Check the file and its rights.") from None
-
-
-def _index_folder(path: Path) -> Path:
-    key = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
-    return cache_root() / "index" / key
 
 
 def _fingerprint(buffer: mmap.mmap, header: Header) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from twinphase.errors import StorageError
 
-__all__ = ["cache_root", "storage_error", "write_atomically"]
+__all__ = ["cache_root", "model_cache", "storage_error", "write_atomically"]
 
 _CACHE_VARIABLE = "TWINPHASE_CACHE"
 
@@ -28,6 +29,11 @@ def cache_root() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "twinphase"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinphase"
+
+
+def model_cache(path: Path) -> Path:
+    """The folder for what is derived from the model at `path`, a file or a folder (it need not exist yet)."""
+    return cache_root() / "index" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -1,0 +1,84 @@
+"""A Hugging Face folder's tensors as a GGUF file has them: its names, and the few values that differ.
+
+The names are the gguf package's own table. Values are GGUF's too, so that one decoder serves both formats, with one
+exception that the decoder knows: rows of q and k stay in Hugging Face's order, for rotation by halves. Not for experts
+(experts.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.weights.source import FLOATS, Source, made_from_values
+
+__all__ = ["canonical_tensors"]
+
+# What stands in front where the text model is a part of a larger one.
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.": "",
+    "bert.": "",
+}
+_OTHER_MODALITIES = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+)
+# Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler and training heads.
+_NOT_WEIGHTS = re.compile(r".*\brotary_emb\.\w+|.*\binv_freq|(.*\.)?position_ids|pooler\..*|cls\..*")
+# Gemma stores w of (1 + w); llama.cpp's converter adds the one, and so its graph does not.
+_NORMS_WITHOUT_ONE = ("gemma", "gemma2", "gemma3")
+
+
+def canonical_tensors(sources: Mapping[str, Source], architecture: str, layers: int, tied: bool) -> dict[str, Source]:
+    """The tensors of the text model by GGUF's names; one that the table does not know keeps its own.
+
+    Args:
+        sources: by Hugging Face's names, experts stacked.
+        architecture: GGUF's name of it.
+        layers: number of blocks.
+        tied: whether the output head is the embedding: a copy of it in the file is left out.
+
+    Raises:
+        CheckpointError: two tensors with one name.
+        UnsupportedModelError: an architecture that GGUF has no names for.
+    """
+    # Imported here: the package takes a fifth of a second to load, and GGUF files do without.
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next((arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if arch is None:
+        raise UnsupportedModelError(f"Architecture {architecture!r} is not supported.", "Use another model.")
+    table = get_tensor_name_map(arch, layers)
+
+    def translated(name: str) -> str:
+        for candidate in (name, f"model.{name}"):
+            if candidate in table.mapping:  # no suffix of its own: attention sinks
+                return f"{table.mapping[candidate][1]}.weight"
+            if known := table.get_name(candidate, try_suffixes=(".weight", ".bias")):
+                return str(known)
+        return name
+
+    found: dict[str, Source] = {}
+    for name, source in sources.items():
+        plain = _without_prefix(name)
+        if _OTHER_MODALITIES.match(name) or _NOT_WEIGHTS.fullmatch(plain) or tied and plain == "lm_head.weight":
+            continue
+        final = translated(plain)
+        if final in found:
+            raise CheckpointError(f"Two tensors mean {final}; one of them is {name}.", "Fetch the model again.")
+        one_less = architecture in _NORMS_WITHOUT_ONE and final.endswith("norm.weight") and source.type in FLOATS
+        found[final] = _plus_one(source) if one_less else source
+    return found
+
+
+def _without_prefix(name: str) -> str:
+    for prefix, instead in _PREFIXES.items():
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name
+
+
+def _plus_one(source: Source) -> Source:
+    return made_from_values(source.shape, "F32", lambda: source.values() + 1)

@@ -1,0 +1,124 @@
+"""Tensors that had to be made (stacked, dequantized, quantized) are written down once and mapped from then on.
+
+They are one plain GGUF file in the model's cache folder, there whole or not at all, and made anew when the model's
+files change. Where it cannot be written they stay in memory, and so do small ones. Not for how they are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.errors import TwinphaseError
+from twinphase.weights.checkpoint import TensorInfo
+from twinphase.weights.gguf_header import read_header
+from twinphase.weights.progress import Progress, progress_bar
+from twinphase.weights.source import Source
+
+__all__ = ["make_tensors"]
+
+_Bytes = NDArray[np.uint8]
+_KEY = "twinphase.made_from"
+_SMALL_BYTES = 8 << 20  # made again at each start: milliseconds, against a file to look after
+_Made = tuple[dict[str, TensorInfo], list[_Bytes]]
+
+
+def make_tensors(sources: Mapping[str, Source], path: Path | None, key: str, progress: Progress | None) -> _Made:
+    """Makes the tensors, or maps the file where they already are.
+
+    Args:
+        sources: what to make, by name.
+        path: the file to keep them in; None keeps them in memory.
+        key: names everything they are made from; a file with another key is made anew.
+        progress: told of bytes made; None shows a bar on a terminal.
+
+    Returns:
+        The tensors by name, and the arrays they lie in; `TensorInfo.file` counts in these.
+    """
+    if not sources:
+        return {}, []
+    total = sum(source.nbytes for source in sources.values())
+    if path is None or total <= _SMALL_BYTES:
+        return _in_memory(sources, _steps(sources, total, lambda what, done, total: None))
+    if kept := _kept(sources, path, key):
+        return kept
+    with contextlib.ExitStack() as stack:
+        steps = _steps(sources, total, progress or stack.enter_context(progress_bar()))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(path.parent).free < 1.05 * total:
+                return _in_memory(sources, steps)
+            _write(sources, path, key, steps)
+        except OSError:
+            return _in_memory(sources, _steps(sources, total, lambda what, done, total: None))
+    return _kept(sources, path, key) or _in_memory(sources, steps)
+
+
+def _steps(sources: Mapping[str, Source], total: int, report: Progress) -> Callable[[], Iterator[_Bytes]]:
+    """The tensors' bytes one after the other, with progress; one is in memory at a time."""
+
+    def steps() -> Iterator[_Bytes]:
+        done = 0
+        for source in sources.values():
+            report("Preparing the weights", done, total)
+            yield source.read()
+            done += source.nbytes
+        report("Preparing the weights", total, total)
+
+    return steps
+
+
+def _in_memory(sources: Mapping[str, Source], steps: Callable[[], Iterator[_Bytes]]) -> _Made:
+    arrays = [np.ascontiguousarray(raw) for raw in steps()]
+    tensors = {
+        name: TensorInfo(name, source.shape, source.type, 0, source.nbytes, i)
+        for i, (name, source) in enumerate(sources.items())
+    }
+    return tensors, arrays
+
+
+def _kept(sources: Mapping[str, Source], path: Path, key: str) -> _Made | None:
+    """The file's tensors, or None if there is no such file, or it is of other sources, or damaged."""
+    try:
+        with open(path, "rb") as file:
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        header = read_header(buffer, str(path))
+    except (OSError, ValueError, TwinphaseError):
+        return None
+    wanted = {name: (source.shape, source.type) for name, source in sources.items()}
+    if header.metadata.get(_KEY) != key or {n: (t.shape, t.type) for n, t in header.tensors.items()} != wanted:
+        return None
+    return dict(header.tensors), [np.frombuffer(buffer, dtype=np.uint8)]
+
+
+def _write(sources: Mapping[str, Source], path: Path, key: str, steps: Callable[[], Iterator[_Bytes]]) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    try:
+        with contextlib.closing(GGUFWriter(name, "twinphase")) as writer:
+            writer.add_string(_KEY, key)
+            for tensor, source in sources.items():
+                type = GGMLQuantizationType[source.type]
+                writer.add_tensor_info(tensor, source.shape, np.dtype(np.float32), source.nbytes, raw_dtype=type)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for raw in steps():
+                writer.write_tensor_data(raw)
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())  # before the rename: whole even after a power cut
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,236 @@
+"""Opens a Hugging Face folder as a `Checkpoint`: config.json and safetensors files, mapped, under GGUF's tensor names.
+
+What lies in the files as it is needed stays there; what has to be rearranged is made once (`made.py`). Pickles run code
+when they are opened, so they never are. Not for hyper-parameters (the model reads them from the config).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from twinphase.weights.canonical import canonical_tensors
+from twinphase.weights.checkpoint import Checkpoint, TensorInfo
+from twinphase.weights.experts import stack_experts
+from twinphase.weights.made import make_tensors
+from twinphase.weights.progress import Progress
+from twinphase.weights.quant import FORMATS
+from twinphase.weights.safetensors_header import Entry, read_safetensors_header, strict_json
+from twinphase.weights.source import Source
+from twinphase.weights.storage import model_cache, write_atomically
+
+__all__ = ["open_safetensors", "read_folder_config"]
+
+_RECIPE = "1"  # counted up when what is made from the same files changes
+_CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_MAX_JSON_BYTES = 64 << 20
+_MAX_LAYERS = 10_000
+_SAMPLE_BYTES = 1024
+_FETCH = "The folder is damaged or incomplete: fetch it again."
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One mapped file."""
+
+    name: str
+    data: NDArray[np.uint8]
+    stat: os.stat_result
+    tensors: Mapping[str, Entry]
+
+    @property
+    def state(self) -> str:
+        return f"{self.name} {self.stat.st_size} {self.stat.st_mtime_ns}"
+
+
+def read_folder_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json; where it describes a text model within a larger one, `text_config` in front.
+
+    Raises:
+        ModelNotFoundError: no such folder, or none with a config.json.
+        CheckpointError: the file cannot be read, is not a JSON object, or is absurdly large.
+    """
+    if not folder.is_dir():
+        raise ModelNotFoundError(f"There is no folder {folder}.", "Check the path, or pull the model first.")
+    if not (folder / _CONFIG).exists():
+        raise ModelNotFoundError(f"{folder} has no {_CONFIG}.", "Give the folder of a Hugging Face model.")
+    config = _read_json(folder / _CONFIG)
+    text = config.pop("text_config", None)
+    return config | text if isinstance(text, dict) else config
+
+
+def open_safetensors(
+    folder: Path,
+    architecture: str,
+    *,
+    quantization: str = "none",
+    progress: Progress | None = None,
+    mark_used: bool = True,
+) -> Checkpoint:
+    """Opens a folder; its tensors are mapped and not yet read from disk, but for those that have to be made.
+
+    Args:
+        folder: holds config.json and model.safetensors, or an index and its shards.
+        architecture: GGUF's name of it; whoever knows the models reads it from the config.
+        quantization: "none".
+        progress: told when tensors are made; None shows a bar on a terminal.
+        mark_used: remember this as a use of the model (`last_used`).
+
+    Raises:
+        ModelNotFoundError: no such folder, or no weights in it.
+        CheckpointError: something in it is damaged, missing, or disagrees with the rest.
+        UnsupportedModelError: weights only as pickles, or of a type that twinphase does not read.
+    """
+    config = read_folder_config(folder)
+    layers = config.get("num_hidden_layers")
+    if type(layers) is not int or not 0 < layers <= _MAX_LAYERS:
+        raise CheckpointError(f"{folder / _CONFIG}: num_hidden_layers is {layers!r}.", _FETCH)
+    shards = _open_shards(folder)
+    sources = {
+        name: _source(shard, file, entry) for file, shard in enumerate(shards) for name, entry in shard.tensors.items()
+    }
+    sources = stack_experts(sources, architecture)
+    sources = canonical_tensors(sources, architecture, layers, config.get("tie_word_embeddings") is True)
+    for name, source in sources.items():
+        if source.type not in FORMATS:
+            raise UnsupportedModelError(
+                f"Tensor {name} of {folder} has type {source.type}, which is not supported.",
+                "Use a model with F32, F16 or BF16 tensors.",
+            )
+    state = "\n".join([_RECIPE, architecture, *(shard.state for shard in shards)])
+    config_bytes = (folder / _CONFIG).read_bytes()
+    key = hashlib.sha256(state.encode() + config_bytes).hexdigest()
+    fingerprint, cache_dir = _remembered(folder, shards, key, config_bytes)
+    if mark_used:
+        with contextlib.suppress(OSError):
+            (model_cache(folder) / "used").touch()
+    to_make = {name: source for name, source in sources.items() if source.stored is None}
+    made_file = cache_dir / f"tensors-{quantization}.gguf" if cache_dir else None
+    made, arrays = make_tensors(to_make, made_file, f"{quantization} {key}", progress)
+    return Checkpoint(
+        path=folder,
+        architecture=architecture,
+        metadata={},
+        tensors={name: _placed(name, source, made, len(shards)) for name, source in sources.items()},
+        files=(*(shard.data for shard in shards), *arrays),
+        fingerprint=hashlib.sha256(f"{fingerprint} {quantization}".encode()).hexdigest(),
+        cache_dir=cache_dir,
+        config=config,
+    )
+
+
+def _placed(name: str, source: Source, made: Mapping[str, TensorInfo], num_shards: int) -> TensorInfo:
+    if source.stored is None:
+        return replace(made[name], file=num_shards + made[name].file)
+    file, offset = source.stored
+    return TensorInfo(name, source.shape, source.type, offset, source.nbytes, file)
+
+
+def _source(shard: _Shard, file: int, entry: Entry) -> Source:
+    start, end = entry.offset, entry.offset + entry.nbytes
+    # What does not lie on a multiple of its size (the format allows it) is copied: kernels read by address.
+    aligned = entry.dtype in FORMATS and start % FORMATS[entry.dtype].block_bytes == 0
+    return Source(
+        entry.shape, entry.dtype, lambda: shard.data[start:end], (file, start) if aligned and entry.nbytes else None
+    )
+
+
+def _open_shards(folder: Path) -> list[_Shard]:
+    """The files with weights, each with those of its tensors that count."""
+    if (folder / _SINGLE).exists():
+        return [_open_shard(folder / _SINGLE)]
+    if not (folder / _INDEX).exists():
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
+        if pickles:
+            raise UnsupportedModelError(
+                f"{folder} has its weights as a pickle ({pickles[0]}), which runs code when it is opened.",
+                "It was not opened. Use a model with .safetensors or .gguf files.",
+            )
+        raise ModelNotFoundError(f"{folder} has no {_SINGLE}.", "Give a folder with safetensors files.")
+    index = _read_json(folder / _INDEX)
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(p, str) for p in places.values()):
+        raise CheckpointError(f"{folder / _INDEX} has no weight_map.", _FETCH)
+    shards = []
+    for file in sorted(set(places.values())):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{folder / _INDEX} names {file[:100]!r}, which is not a file beside it.", _FETCH)
+        if not (folder / file).exists():
+            raise CheckpointError(f"{folder} lacks {file}, which its index names.", _FETCH)
+        shard = _open_shard(folder / file)
+        wanted = [name for name, place in places.items() if place == file]
+        absent = next((name for name in wanted if name not in shard.tensors), None)
+        if absent is not None:
+            raise CheckpointError(f"{folder / file} has no tensor {absent[:100]!r}, which the index names.", _FETCH)
+        shards.append(replace(shard, tensors={name: shard.tensors[name] for name in wanted}))
+    return shards
+
+
+def _open_shard(path: Path) -> _Shard:
+    try:
+        with open(path, "rb") as file:
+            stat = os.fstat(file.fileno())
+            if not stat.st_size:
+                raise CheckpointError(f"{path} is empty.", _FETCH)
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path} cannot be read: {reason}.", "Check the file and its rights.") from None
+    return _Shard(path.name, np.frombuffer(buffer, dtype=np.uint8), stat, read_safetensors_header(buffer, str(path)))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, absurd for a JSON file.", _FETCH)
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.", "Check the file and its rights.") from None
+    return strict_json(text, str(path), _FETCH)
+
+
+def _remembered(folder: Path, shards: list[_Shard], key: str, config: bytes) -> tuple[str, Path | None]:
+    """The fingerprint, from the cache if the files are as they were, and the cache folder if it can be written.
+
+    The folder's other JSON files count as well as the weights: a tokenizer built from them may be kept there.
+    """
+    cache = model_cache(folder)
+    others = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".model", ".txt"))
+    states = (f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in others)
+    state = hashlib.sha256("\n".join([key, *states]).encode()).hexdigest()
+    with contextlib.suppress(OSError, ValueError):
+        known, fingerprint = (cache / "state").read_text().split()
+        if known == state:
+            return fingerprint, cache
+    fingerprint = _fingerprint(shards, config)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        for old in cache.iterdir():
+            if old.suffix != ".gguf":  # those carry their own key
+                old.unlink(missing_ok=True)
+        write_atomically(cache / "state", f"{state} {fingerprint}".encode())
+    except OSError:
+        return fingerprint, None
+    return fingerprint, cache
+
+
+def _fingerprint(shards: list[_Shard], config: bytes) -> str:
+    """SHA-256 over config.json, and of each shard its name, size, header and 1 KiB from the middle of every tensor."""
+    digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
+    for shard in shards:
+        digest.update(f"{shard.name} {shard.stat.st_size}\n".encode())
+        digest.update(shard.data[: min((e.offset for e in shard.tensors.values()), default=0)].tobytes())
+        for entry in shard.tensors.values():
+            start = entry.offset + max(0, entry.nbytes - _SAMPLE_BYTES) // 2
+            digest.update(shard.data[start : start + min(_SAMPLE_BYTES, entry.nbytes)].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,73 @@
+"""A tensor on its way from a model's files to a `Checkpoint`: lying there ready, or made from others when asked.
+
+What `safetensors.py` reads, `experts.py`, `packed.py` and `requantize.py` rearrange, and `made.py` writes down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.errors import CheckpointError
+from twinphase.weights.quant import dequantize, tensor_nbytes
+
+__all__ = ["FLOATS", "Source", "bfloat16_bytes", "made_from_values", "stacked"]
+
+FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor.
+
+    Attributes:
+        shape: row-major.
+        type: a key of `FORMATS`, or safetensors' name of a type that only a folder has (I32, F8_E4M3).
+        read: its bytes, uint8 [nbytes], contiguous; slow where they have to be made.
+        stored: where the very same bytes lie in the model's files: (file, offset); None if they have to be made.
+    """
+
+    shape: tuple[int, ...]
+    type: str
+    read: Callable[[], NDArray[np.uint8]]
+    stored: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_nbytes(self.shape, self.type)
+
+    def values(self) -> NDArray[np.float32]:
+        """The tensor in float32; only of types in `FORMATS`."""
+        return dequantize(self.read(), self.shape, self.type)
+
+
+def made_from_values(shape: Sequence[int], type: str, values: Callable[[], NDArray[np.float32]]) -> Source:
+    """A float tensor whose values are computed when asked, rounded to `type` (F32 or BF16)."""
+
+    def read() -> NDArray[np.uint8]:
+        computed = np.ascontiguousarray(values(), dtype=np.float32)
+        return bfloat16_bytes(computed) if type == "BF16" else computed.reshape(-1).view(np.uint8)
+
+    return Source(tuple(shape), type, read)
+
+
+def bfloat16_bytes(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Rounds finite float32 to the nearest bfloat16, ties to even; uint8 [2 * size]."""
+    bits = values.reshape(-1).view(np.uint32)
+    return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def stacked(name: str, parts: Sequence[Source]) -> Source:
+    """Equal matrices one behind the other: [len(parts), ...].
+
+    Raises:
+        CheckpointError: they differ in shape or type.
+    """
+    first = parts[0]
+    if any((part.shape, part.type) != (first.shape, first.type) for part in parts):
+        raise CheckpointError(f"The experts of {name} differ in shape or type.", "Fetch the model again.")
+    shape = (len(parts), *first.shape)
+    return Source(shape, first.type, lambda: np.concatenate([part.read() for part in parts]))
