@@ -131,14 +131,6 @@ def test_buffers_and_tied_heads_are_left_out_and_the_unknown_stays(folder: Path)
     assert "output.weight" not in tied.tensors
 
 
-def test_gemma_norms_get_their_one(folder: Path) -> None:
-    tensors = {"model.norm.weight": random(HIDDEN), "model.layers.0.self_attn.q_norm.weight": random(8)}
-    checkpoint = open_safetensors(write(folder, tensors), "gemma3")
-    np.testing.assert_array_equal(values(checkpoint, "output_norm.weight"), 1 + tensors["model.norm.weight"])
-    q_norm = tensors["model.layers.0.self_attn.q_norm.weight"]
-    np.testing.assert_array_equal(values(checkpoint, "blk.0.attn_q_norm.weight"), 1 + q_norm)
-
-
 # Experts ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,7 @@
-"""A Hugging Face folder's tensors as a GGUF file has them: its names, and the few values that differ.
+"""A Hugging Face folder's tensors under GGUF's names, by the gguf package's own table.
 
-The names are the gguf package's own table. Values are GGUF's too, so that one decoder serves both formats, with one
-exception that the decoder knows: rows of q and k stay in Hugging Face's order, for rotation by halves. Not for experts
-(experts.py).
+Values stay the folder's: where llama.cpp's converter changes them (rows of q and k for rotation in pairs, Gemma's norms
+with one added), the model knows. Not for experts (experts.py).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
-from twinphase.weights.source import FLOATS, Source, made_from_values
+from twinphase.weights.source import Source
 
 __all__ = ["canonical_tensors"]
 
@@ -27,8 +26,6 @@ _OTHER_MODALITIES = re.compile(
 )
 # Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler and training heads.
 _NOT_WEIGHTS = re.compile(r".*\brotary_emb\.\w+|.*\binv_freq|(.*\.)?position_ids|pooler\..*|cls\..*")
-# Gemma stores w of (1 + w); llama.cpp's converter adds the one, and so its graph does not.
-_NORMS_WITHOUT_ONE = ("gemma", "gemma2", "gemma3")
 
 
 def canonical_tensors(sources: Mapping[str, Source], architecture: str, layers: int, tied: bool) -> dict[str, Source]:
@@ -68,8 +65,7 @@ def canonical_tensors(sources: Mapping[str, Source], architecture: str, layers: 
         final = translated(plain)
         if final in found:
             raise CheckpointError(f"Two tensors mean {final}; one of them is {name}.", "Fetch the model again.")
-        one_less = architecture in _NORMS_WITHOUT_ONE and final.endswith("norm.weight") and source.type in FLOATS
-        found[final] = _plus_one(source) if one_less else source
+        found[final] = source
     return found
 
 
@@ -78,7 +74,3 @@ def _without_prefix(name: str) -> str:
         if name.startswith(prefix):
             return instead + name.removeprefix(prefix)
     return name
-
-
-def _plus_one(source: Source) -> Source:
-    return made_from_values(source.shape, "F32", lambda: source.values() + 1)
