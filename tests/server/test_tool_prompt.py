@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from twinphase.errors import InvalidRequestError
-from twinphase.server.tool_prompt import takes_tools, with_argument_objects, with_tool_prompt
-from twinphase.tokenizer.chat_template import CHATML, ChatTemplate
+from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
+from twinphase.tokenizer.chat_template import CHATML, ChatTemplate, supports_tools
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "Grüße", "parameters": {"type": "object"}}}]
 
@@ -64,7 +64,7 @@ def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
 
 
 def test_templates_tell_whether_they_take_tools() -> None:
-    assert takes_tools("{%- if tools %}{{ tools | tojson }}{% endif %}")
-    assert takes_tools("{%- if not tools is defined %}{%- set tools = none %}{% endif %}")
-    assert not takes_tools("Your tools: {{ 'tools' }}{# tools #}{{ message.content }}")
-    assert not takes_tools(CHATML)
+    assert supports_tools(ChatTemplate("{%- if tools %}{{ tools | tojson }}{% endif %}"))
+    assert supports_tools(ChatTemplate("{%- if not tools is defined %}{%- set tools = none %}{% endif %}"))
+    assert not supports_tools(ChatTemplate("Your tools: {{ 'tools' }}{# tools #}{{ message.content }}"))
+    assert not supports_tools(ChatTemplate(CHATML))

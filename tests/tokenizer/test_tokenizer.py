@@ -18,7 +18,7 @@ from tests.tiny_gguf import CONTROL_TOKENS, tiny_vocabulary, write_tiny_gguf
 from tests.tokenizer.tiny_tokenizer import byte_level
 
 from twinphase.errors import CheckpointError, ContextLengthError, InvalidRequestError, UnsupportedModelError
-from twinphase.tokenizer.gguf_vocabulary import build_tokenizer
+from twinphase.tokenizer.gguf_vocabulary import build_tokenizer, gguf_facts
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import resolve_model
@@ -189,7 +189,8 @@ def test_tokens_added_where_the_model_wants_them(tmp_path: Path) -> None:
 
     def tokenizer(**metadata: Any) -> Tokenizer:
         given = {**checkpoint.metadata, **{f"tokenizer.ggml.{key}": value for key, value in metadata.items()}}
-        return Tokenizer(build_tokenizer(given, vocabulary), given)
+        backend = build_tokenizer(given, vocabulary)
+        return Tokenizer(backend, gguf_facts(given, backend))
 
     plain = tokenizer().encode("hello")
     assert tokenizer(add_bos_token=True, add_eos_token=True).encode("hello") == [1, *plain, 2]
@@ -205,7 +206,7 @@ TOKENS, TYPES, MERGES = tiny_vocabulary(320)
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"model": "bert"}, UnsupportedModelError, "'bert'"),
+        ({"model": "t5"}, UnsupportedModelError, "'t5'"),
         ({"pre": "kimi-k2"}, UnsupportedModelError, "'kimi-k2'"),
         ({"merges": None}, CheckpointError, "tokenizer.ggml.merges"),
         ({"merges": ["zz yy"]}, CheckpointError, "inconsistent"),
@@ -232,7 +233,8 @@ def sentencepiece(**extra: Any) -> Tokenizer:
     scores = [0.0] * 259 + [-float(i) for i in (90, 91, 92, 93, 94, 1, 2, 3, 4, 5, 6, 7, 8, 95, 9)]
     arrays = {"tokens": tokens, "token_type": np.array(types), "scores": np.array(scores, np.float32)}
     metadata = {"tokenizer.ggml.model": "llama", **{f"tokenizer.ggml.{key}": value for key, value in extra.items()}}
-    return Tokenizer(build_tokenizer(metadata, {f"tokenizer.ggml.{k}": v for k, v in arrays.items()}), metadata)
+    backend = build_tokenizer(metadata, {f"tokenizer.ggml.{k}": v for k, v in arrays.items()})
+    return Tokenizer(backend, gguf_facts(metadata, backend))
 
 
 def test_sentencepiece_merges_by_score_and_falls_back_to_bytes() -> None:

@@ -1,16 +1,18 @@
 """The text side of a model: its tokenizer and chat template.
 
-Needs the model file's header only, so that a server has it in its own process. Not for generated text (`outputs.py`).
+Needs only the header of a model file, or the JSON files of a folder, so that a server has it in its own process. Not
+for generated text (`outputs.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from twinphase.engine.checks import Message, Prompt, is_plain, plain_prompt
-from twinphase.errors import InvalidRequestError
+from twinphase.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from twinphase.request import Constraint, SamplingParams
 from twinphase.tokenizer.think_tags import think_tags
 from twinphase.tokenizer.tokenizer import Tokenizer
@@ -26,7 +28,7 @@ __all__ = ["ModelText"]
 
 
 class ModelText:
-    """How a model reads and writes text; of the open model file only the header is read."""
+    """How a model reads and writes text; of the open model only the header and the JSON files are read."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -66,7 +68,11 @@ class ModelText:
             return None
         from twinphase.sampling.thinking import ThinkingTags, make_constraint
 
-        tags = think_tags(self.chat_template.source)
+        tags = None
+        with contextlib.suppress(
+            UnsupportedModelError, CheckpointError
+        ):  # a template that is not valid is an error of chats only
+            tags = think_tags(self.chat_template.source)
 
         def encode(text: str) -> tuple[int, ...]:
             return tuple(self.tokenizer.encode(text, add_special_tokens=False))

@@ -25,8 +25,9 @@ from twinphase.server.openai_types import (
 )
 from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import ToolCallParser
-from twinphase.server.tool_prompt import takes_tools, with_argument_objects, with_tool_prompt
+from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
 from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_grammar
+from twinphase.tokenizer.chat_template import supports_tools
 from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
 from twinphase.tokenizer.tokenizer import Tokenizer
 
@@ -132,8 +133,9 @@ async def chat_job(
 
     tools, inputs = read() if _is_short(body) else await asyncio.to_thread(read)
     prompt = await engine.encode_chat(*inputs, arrival)
-    format = tool_format(template.source) if tools else None
-    tags = think_tags(template.source)
+    source = template.tool_source if tools else template.source
+    format = tool_format(source) if tools else None
+    tags = think_tags(source)
     thinking = bool(tags and prompt.text and opens_thinking(prompt.text, tags))
     grammar = None
     if format is not None and choice != "none":
@@ -172,7 +174,7 @@ def template_inputs(
 ) -> TemplateInputs:
     """What the model's chat template is given: messages, tools if it has a place for them, further variables."""
     tools = _plain_tools(body)
-    own_place = takes_tools(text.chat_template.source)
+    own_place = supports_tools(text.chat_template)
     if tools and not own_place and not tool_prompt:
         raise InvalidRequestError("The model's chat template has no place for tools.", "Leave out `tools`.")
     messages: Any = _template_messages(body.messages or ())

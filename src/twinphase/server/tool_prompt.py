@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from twinphase.errors import InvalidRequestError
 from twinphase.server.tools import Tool
-from twinphase.tokenizer.template_sandbox import ENVIRONMENT
 
-__all__ = ["takes_tools", "with_argument_objects", "with_tool_prompt"]
+__all__ = ["with_argument_objects", "with_tool_prompt"]
 
 Message = Mapping[str, Any]
 
@@ -31,12 +29,6 @@ To call a function, write a JSON object with its name and arguments within <tool
 {{"name": <function name>, "arguments": <object of arguments>}}
 </tool_call>
 You then get its result within <tool_response></tool_response>."""
-
-
-@lru_cache(maxsize=4)
-def takes_tools(template_source: str) -> bool:
-    """Whether a chat template renders `tools` itself."""
-    return any(kind == "name" and value == "tools" for _, kind, value in ENVIRONMENT.lex(template_source))
 
 
 def with_argument_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:

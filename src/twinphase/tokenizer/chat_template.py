@@ -1,4 +1,4 @@
-"""Messages to the one text that a chat model was trained on, by the template in its file.
+"""Messages to the one text that a chat model was trained on, by the template that comes with it.
 
 Templates are programs from whoever made the file; they run in `template_sandbox.py`. The conventions are those of
 Hugging Face. Not for encoding the text: that is `prompt_parts.py`, which knows which control tokens are the template's.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
+from twinphase.tokenizer.template_files import template_texts
 from twinphase.tokenizer.template_sandbox import ENVIRONMENT, budget
 
 if TYPE_CHECKING:
     from twinphase.tokenizer.tokenizer import Tokenizer
     from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["CHATML", "ChatTemplate", "content_texts"]
+__all__ = ["CHATML", "ChatTemplate", "content_texts", "supports_tools"]
 
 # What llama.cpp uses for a file without a template.
 CHATML = (
@@ -36,39 +38,38 @@ class ChatTemplate:
 
     Attributes:
         source: the Jinja text.
-        is_fallback: True when the model file had no template and ChatML stands in.
+        tool_source: the text of the template for requests with tools; most models have one for everything.
+        is_fallback: True when the model had no template and ChatML stands in.
     """
 
-    def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
-        """Compiles Jinja text, or ChatML for None, in which `bos_token` and `eos_token` have these values.
+    def __init__(self, source: str | None, *, tool_use: str | None = None, **special_tokens: str) -> None:
+        """Compiles Jinja text, or ChatML for None.
+
+        Args:
+            source: of the template.
+            tool_use: of the one for requests with tools, if there is one.
+            special_tokens: values that templates use by name; `bos_token` and `eos_token` are empty if not given.
 
         Raises:
             UnsupportedModelError: text that is not a valid template, or uses what is not allowed.
         """
         self.is_fallback = source is None
         self.source = CHATML if source is None else source
-        self._asks_for_none = _ASKS_FOR_NONE.search(self.source) is not None
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        try:
-            # Constant expressions are evaluated while compiling.
-            with budget(0):
-                self._template = ENVIRONMENT.from_string(self.source)
-        except (jinja2.TemplateError, RecursionError, MemoryError, ValueError, SyntaxError) as error:
-            raise UnsupportedModelError(
-                f"The model's chat template is not valid: {_one_line(error)}.", "Use the model without its template."
-            ) from None
+        self.tool_source = tool_use or self.source
+        self._tokens = {"bos_token": "", "eos_token": "", **special_tokens}
+        self._template = _compile(self.source)
+        self._tool_template = self._template if tool_use is None else _compile(tool_use)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of a model file; ChatML, as in llama.cpp, when it has none.
+        """The template of a model; ChatML, as in llama.cpp, when it has none.
 
         Raises:
             UnsupportedModelError: a template that is not valid.
+            CheckpointError: a template's file that cannot be read.
         """
-        source = checkpoint.metadata.get("tokenizer.chat_template")
-        if source is not None and not isinstance(source, str):
-            raise UnsupportedModelError("The model's chat template is not text.", "Use the model without its template.")
-        return cls(source or None, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+        texts = template_texts(checkpoint)
+        return cls(texts.get("default"), tool_use=texts.get("tool_use"), **tokenizer.special_names)
 
     def render(
         self,
@@ -84,19 +85,21 @@ class ChatTemplate:
             messages: each with "role" and "content", as in OpenAI's API. Several texts in one content are joined by
                 newlines, as in vLLM; no content is an empty one, unless the template asks for none.
             add_generation_prompt: end with the beginning of the assistant's turn.
-            tools: function descriptions, if the template knows tools.
+            tools: function descriptions, if the template knows tools (`supports_tools`).
             variables: further names the template may use.
 
         Raises:
             InvalidRequestError: a content that is not text; or the template refuses the messages, fails on them, or
                 exceeds its budget.
         """
-        messages = [self._with_one_text(message, i) for i, message in enumerate(messages)]
+        source, template = (self.tool_source, self._tool_template) if tools else (self.source, self._template)
+        asks_for_none = _ASKS_FOR_NONE.search(source) is not None
+        messages = [_with_one_text(message, i, asks_for_none) for i, message in enumerate(messages)]
         given = {**self._tokens, **variables, "messages": messages, "tools": tools}
         given["add_generation_prompt"] = add_generation_prompt
         try:
             with budget(len(str(messages)) + len(str(tools))) as limit:
-                return _join(self._template.generate(given), limit)
+                return _join(template.generate(given), limit)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
                 f"The chat template rejects the messages: {_one_line(error)}.", "Change the messages."
@@ -107,11 +110,15 @@ class ChatTemplate:
                 f"The chat template fails on the messages: {_one_line(error)}.", "Check roles and contents."
             ) from None
 
-    def _with_one_text(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
-        texts = content_texts(message, index)
-        if texts is None:
-            return {**message, "content": None if self._asks_for_none else ""}
-        return {**message, "content": "\n".join(text for text, _ in texts)}
+
+def supports_tools(template: ChatTemplate) -> bool:
+    """Whether a model's template renders `tools` itself."""
+    return _names_tools(template.tool_source)
+
+
+@lru_cache(maxsize=4)
+def _names_tools(source: str) -> bool:
+    return any(kind == "name" and value == "tools" for _, kind, value in ENVIRONMENT.lex(source))
 
 
 def content_texts(message: Mapping[str, Any], index: int) -> list[tuple[str, str | None]] | None:
@@ -140,6 +147,13 @@ def content_texts(message: Mapping[str, Any], index: int) -> list[tuple[str, str
     return [_text_entry(entry, f"{at}.content[{i}]") for i, entry in enumerate(content)]
 
 
+def _with_one_text(message: Mapping[str, Any], index: int, asks_for_none: bool) -> dict[str, Any]:
+    texts = content_texts(message, index)
+    if texts is None:
+        return {**message, "content": None if asks_for_none else ""}
+    return {**message, "content": "\n".join(text for text, _ in texts)}
+
+
 def _text_entry(entry: Any, at: str) -> tuple[str, str | None]:
     kind = entry.get("type") if isinstance(entry, Mapping) else type(entry).__name__
     if not isinstance(entry, Mapping) or kind != "text":
@@ -150,6 +164,17 @@ def _text_entry(entry: Any, at: str) -> tuple[str, str | None]:
     if part is not None and not (isinstance(part, str) and 0 < len(part) <= MAX_PART_NAME):
         raise InvalidRequestError(f"{at}.part is not a valid name.", f"Give a text of 1 to {MAX_PART_NAME} characters.")
     return text, part
+
+
+def _compile(source: str) -> jinja2.Template:
+    try:
+        # Constant expressions are evaluated while compiling.
+        with budget(0):
+            return ENVIRONMENT.from_string(source)
+    except (jinja2.TemplateError, RecursionError, MemoryError, ValueError, SyntaxError) as error:
+        raise UnsupportedModelError(
+            f"The model's chat template is not valid: {_one_line(error)}.", "Use the model without its template."
+        ) from None
 
 
 def _join(pieces: Any, limit: int) -> str:

@@ -1,7 +1,8 @@
 """Builds a `tokenizers` tokenizer from the vocabulary of a GGUF file.
 
-Two families: byte-level BPE ("gpt2") and SentencePiece BPE with byte fallback ("llama"). Done once per file; the result
-is cached (tokenizer.py). Not for encoding or decoding.
+Three families: byte-level BPE ("gpt2"), SentencePiece BPE with byte fallback ("llama"), WordPiece ("bert"). Done once
+per file; the result is cached (tokenizer.py). The rules are llama.cpp's, which wrote the format. Not for encoding or
+decoding.
 """
 
 from __future__ import annotations
@@ -13,27 +14,24 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
-__all__ = ["SPACE", "build_tokenizer", "pre_tokenizer"]
+__all__ = ["build_tokenizer", "gguf_facts"]
 
-SPACE = "▁"  # what SentencePiece writes for a space
+_SPELLINGS = {"gpt2": Spelling.BYTE_LEVEL, "llama": Spelling.SENTENCEPIECE, "bert": Spelling.WORDPIECE}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _FIX = "The file is damaged or was converted wrongly: fetch it again."
-
-
-def pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
-    """The pre-tokenizer a byte-level BPE file asks for; one that names none gets "default", as in llama.cpp.
-
-    Raises:
-        UnsupportedModelError: an unknown name.
-    """
-    name = metadata.get("tokenizer.ggml.pre") or "default"
-    if name not in PRE_TOKENIZERS:
-        raise UnsupportedModelError(
-            f"Pre-tokenizer {name!r} is not supported.", f"Supported: {', '.join(PRE_TOKENIZERS)}."
-        )
-    return PRE_TOKENIZERS[name]
+# Tokens that end a turn in some chat format; a model may define several (llama.cpp's list).
+_END_TOKENS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>",
+    "<end_of_turn>", "<end_of_utterance>", "<EOT>", "[EOT]", "<eos>", "</s>", "<｜end▁of▁sentence｜>",
+)  # fmt: skip
+# In GPT-OSS's format "<|end|>" ends a message, and more messages may follow.
+_HARMONY = ("<|return|>", "<|call|>", "<|end|>")
+# Special tokens behind which Phi-3 keeps a space; it drops spaces and newlines behind all others.
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+_MAX_WORD = 100  # characters; a longer word is unknown, as in BERT's own tokenizer
 
 
 def build_tokenizer(metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -43,27 +41,93 @@ def build_tokenizer(metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]) 
         UnsupportedModelError: another kind of tokenizer, or an unknown pre-tokenizer.
         CheckpointError: arrays that are missing or contradict each other.
     """
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise UnsupportedModelError(f"Tokenizer model {kind!r} is not supported.", "Supported: gpt2 and llama.")
+    spelling = _spelling(metadata)
     # llama.cpp names empty entries so too; they stand for rows of the embedding that no text reaches.
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_strings(vocabulary, "tokens"))]
+    types = _numbers(vocabulary, "token_type", len(tokens), default=_NORMAL)
+    if spelling is Spelling.WORDPIECE:
+        tokens = [_as_bert_writes(token, kind) for token, kind in zip(tokens, types, strict=True)]
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         raise CheckpointError("The vocabulary has the same token twice.", _FIX)
-    types = _numbers(vocabulary, "token_type", len(tokens), default=_NORMAL)
     try:
-        if kind == "gpt2":
-            tokenizer = _byte_level_bpe(ids, _strings(vocabulary, "merges"), pre_tokenizer(metadata))
-        else:
+        if spelling is Spelling.BYTE_LEVEL:
+            tokenizer = _byte_level_bpe(ids, _strings(vocabulary, "merges"), _pre_tokenizer(metadata))
+        elif spelling is Spelling.SENTENCEPIECE:
             scores = _numbers(vocabulary, "scores", len(tokens))
             tokenizer = _sentencepiece_bpe(ids, types, scores, metadata)
+        else:
+            tokenizer = _wordpiece(ids, tokens, metadata)
     except (UnsupportedModelError, CheckpointError):
         raise
     except Exception as error:  # the library raises bare Exception, for a merge of unknown tokens for example
         raise CheckpointError(f"The vocabulary is inconsistent: {str(error).splitlines()[0]}.", _FIX) from None
-    _add_tokens(tokenizer, tokens, types)
+    phi3 = any(name in str(metadata.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
+    _add_tokens(tokenizer, tokens, types, phi3=phi3 and spelling is Spelling.SENTENCEPIECE)
     return tokenizer
+
+
+def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> TokenizerFacts:
+    """What a file says about special tokens; `backend` is what `build_tokenizer` made of it.
+
+    Raises:
+        UnsupportedModelError: another kind of tokenizer, or an unknown pre-tokenizer.
+        CheckpointError: a special id outside the vocabulary.
+    """
+    spelling = _spelling(metadata)
+    defaults = {"bos": 1, "eos": 2} if spelling is Spelling.SENTENCEPIECE else {}
+    size = backend.get_vocab_size()
+    ids = {kind: _special_id(metadata, kind, defaults.get(kind), size) for kind in ("bos", "eos", "eot", "eom")}
+    for kind in ("unknown", "padding", "cls", "seperator"):  # the format spells it so; some files give -1 for none
+        token_id = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        ids[kind] = token_id if isinstance(token_id, int) and 0 <= token_id < size else None
+    bos, eos = ids["bos"], ids["eos"]
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    # Only control tokens: "<EOT>" may be ordinary text to another model.
+    ends = [token for token in _END_TOKENS if token in special]
+    if set(_HARMONY) <= set(ends):
+        ends.remove("<|end|>")
+    end_ids = [*(ids[kind] for kind in ("eos", "eot", "eom")), *map(backend.token_to_id, ends)]
+    named = {"bos": bos, "eos": eos, "unk": ids["unknown"], "pad": ids["padding"]}
+    if spelling is Spelling.WORDPIECE:
+        begin = bos if bos is not None else ids["cls"]
+        prefix = begin if begin is not None else backend.token_to_id("[CLS]")
+        suffix = ids["seperator"] if ids["seperator"] is not None else backend.token_to_id("[SEP]")
+    else:
+        adds_bos = spelling is Spelling.SENTENCEPIECE or _pre_tokenizer(metadata).add_bos
+        prefix = bos if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None
+        suffix = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    space_prefix = spelling is Spelling.SENTENCEPIECE and metadata.get("tokenizer.ggml.add_space_prefix", True)
+    return TokenizerFacts(
+        vocab_size=size,
+        spelling=spelling,
+        names={f"{name}_token": backend.id_to_token(i) or "" for name, i in named.items() if i is not None},
+        bos_token_id=bos,
+        eos_token_id=eos,
+        end_token_ids=frozenset(i for i in end_ids if i is not None),
+        prefix=() if prefix is None else (prefix,),
+        suffix=() if suffix is None else (suffix,),
+        strips_leading_space=bool(space_prefix) or spelling is Spelling.WORDPIECE,
+    )
+
+
+def _spelling(metadata: Mapping[str, Any]) -> Spelling:
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in _SPELLINGS:
+        raise UnsupportedModelError(
+            f"Tokenizer model {kind!r} is not supported.", f"Supported: {', '.join(_SPELLINGS)}."
+        )
+    return _SPELLINGS[kind]
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
+    """The pre-tokenizer a byte-level BPE file asks for; one that names none gets "default", as in llama.cpp."""
+    name = metadata.get("tokenizer.ggml.pre") or "default"
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"Pre-tokenizer {name!r} is not supported.", f"Supported: {', '.join(PRE_TOKENIZERS)}."
+        )
+    return PRE_TOKENIZERS[name]
 
 
 def _byte_level_bpe(ids: dict[str, int], merges: Sequence[str], pre: PreTokenizer) -> tokenizers.Tokenizer:
@@ -121,12 +185,45 @@ def _merges_by_score(ids: Mapping[str, int], types: Sequence[int], scores: Seque
     return [(left, right) for *_, left, right in ranked]
 
 
-def _add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+def _wordpiece(ids: dict[str, int], tokens: Sequence[str], metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", ids.get("[UNK]"))
+    if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
+        raise CheckpointError("The vocabulary has no token for unknown words.", _FIX)
+    tokenizer = tokenizers.Tokenizer(
+        models.WordPiece(vocab=ids, unk_token=tokens[unknown], max_input_chars_per_word=_MAX_WORD)
+    )
+    lowercase = bool(metadata.get("tokenizer.ggml.normalizer.lowercase", True))
+    strip_accents = bool(metadata.get("tokenizer.ggml.normalizer.strip_accents", lowercase))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _as_bert_writes(token: str, kind: int) -> str:
+    """llama.cpp's converter marks the beginning of a word with U+2581, and drops the ## of what continues one."""
+    if token.startswith(SPACE):
+        return token[1:]
+    return token if kind in (_CONTROL, _UNKNOWN) else f"##{token}"
+
+
+def _add_tokens(
+    tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int], *, phi3: bool = False
+) -> None:
     """Tokens that are found in the text as they are, before any splitting."""
     special = [t for t, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _UNKNOWN)]
     plain = [t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    strips = set(special).difference(_PHI3_KEEPS_SPACE) if phi3 else set()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False, rstrip=t in strips) for t in special])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
+
+
+def _special_id(metadata: Mapping[str, Any], name: str, default: int | None, vocab_size: int) -> int | None:
+    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+    if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < vocab_size):
+        raise CheckpointError(
+            f"{name}_token_id {token_id} is outside the vocabulary of {vocab_size}.", "Convert the model again."
+        )
+    return token_id
 
 
 def _strings(vocabulary: Mapping[str, Any], name: str) -> list[str]:

@@ -47,6 +47,26 @@ _QWEN2 = PreTokenizer((_WORDS % r"\p{N}",), nfc=True)
 _PLAIN = PreTokenizer((_GPT2,))
 _GPT4O = PreTokenizer((_CASED % (f"{_CONTRACTION}?", f"{_CONTRACTION}?", r"\p{N}{1,3}"),))
 _TEKKEN = PreTokenizer((_CASED % ("", "", r"\p{N}"),), ignore_merges=True, add_bos=True)
+_DEEPSEEK_LLM = PreTokenizer(
+    (
+        r"[\r\n]",
+        r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ"
+        r"Ὗ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
+        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+        r"\s+$",
+        r"[一-龥ࠀ-一가-퟿]+",
+        r"\p{N}+",
+    )
+)
+_DEEPSEEK_CODER = PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"))
+_DEEPSEEK3 = PreTokenizer(
+    (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACE}",
+    )
+)
 _DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
@@ -54,6 +74,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "gpt-2": _PLAIN,
     "phi-2": _PLAIN,
     "exaone4": _PLAIN,
+    "olmo": _PLAIN,
+    "mpt": _PLAIN,
+    "granite-docling": _PLAIN,
     "smollm": _BY_DIGIT,
     "starcoder": _BY_DIGIT,
     "refact": _BY_DIGIT,
@@ -65,6 +88,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "llama-bpe": _LLAMA3,
     "falcon3": _LLAMA3,
     "lfm2": _LLAMA3,
+    "pixtral": _LLAMA3,
     "dbrx": _DBRX,
     "smaug-bpe": _DBRX,
     "qwen2": _QWEN2,
@@ -73,4 +97,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "gpt-4o": _GPT4O,
     "llama4": _GPT4O,
     "tekken": _TEKKEN,
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3": _DEEPSEEK3,
 }

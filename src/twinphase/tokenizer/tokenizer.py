@@ -1,7 +1,8 @@
 """Text to token ids and back, for one model.
 
-Encoding is the `tokenizers` library's, built from the model file and cached beside its index. Decoding is ours, by the
-exact bytes of each token, so that streaming (detokenizer.py) and decoding at once cannot differ. Not for chat formats.
+Encoding is the `tokenizers` library's: a folder's tokenizer.json, or built from a GGUF file and cached beside its
+index. Decoding is ours, by the exact bytes of each token, so that streaming (detokenizer.py) and decoding at once
+cannot differ. Not for chat formats.
 """
 
 from __future__ import annotations
@@ -10,25 +11,22 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from twinphase.errors import CheckpointError, ContextLengthError, InvalidRequestError, UnsupportedModelError
-from twinphase.tokenizer.gguf_vocabulary import SPACE, build_tokenizer, pre_tokenizer
+from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
+from twinphase.tokenizer.folder import open_folder
+from twinphase.tokenizer.gguf_vocabulary import build_tokenizer, gguf_facts
+from twinphase.tokenizer.pipeline import behind_control, keeps_length, without_special
 from twinphase.weights.checkpoint import Checkpoint
 
 __all__ = ["Tokenizer"]
 
 # Changes whenever build_tokenizer gives something else for the same file.
-_CACHE_NAME = "tokenizer-1.json"
-# Tokens that end a turn in some chat format; a model may define several (llama.cpp's list).
-_END_TOKENS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>",
-    "<end_of_turn>", "<end_of_utterance>", "<EOT>", "[EOT]", "<eos>", "</s>",
-)  # fmt: skip
+_CACHE_NAME = "tokenizer-2.json"
 _LONG_TEXT = 4096  # characters; `encode_batch` lets other threads run meanwhile, `encode` is quicker to begin
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -41,45 +39,51 @@ class Tokenizer:
         eos_token_id: the token that ends a text, or None.
         eos_token_ids: every token that ends generation: end of text, of turn, of message.
         vocab_size: number of tokens; the model's logits may have more columns.
+        special_names: the texts of special tokens by the names that chat templates use, such as "bos_token".
+        strips_leading_space: encoding puts a space before the text, which decoding takes away.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, metadata: Mapping[str, Any]) -> None:
-        """Use `from_checkpoint`; `backend` is what `build_tokenizer` made of the file with this metadata.
-
-        Raises:
-            CheckpointError: a special id outside the vocabulary.
-        """
+    def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
+        """Use `from_checkpoint`; a `backend` without post-processor, and what else its format says."""
         self._backend = backend
         # The library keeps "parse special tokens" as state of the object, so there are two; they share the vocabulary.
-        self._plain = _without_special(backend)
-        self._sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-        self._space_prefix = self._sentencepiece and bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        self._plain = without_special(backend)
+        self._behind_control = behind_control(self._plain)
+        self._spelling = facts.spelling
         self._added = backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in self._added.items() if token.special)
+        self._prefix, self._suffix = facts.prefix, facts.suffix
         self._bytes: dict[int, bytes] = {}
         self._longest_token = 0
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-
-        defaults = {"bos": 1, "eos": 2} if self._sentencepiece else {}
-        self.bos_token_id = self._special_id(metadata, "bos", defaults.get("bos"))
-        self.eos_token_id = self._special_id(metadata, "eos", defaults.get("eos"))
-        ends = [self.eos_token_id, *(self._special_id(metadata, name, None) for name in ("eot", "eom"))]
-        # Only control tokens: "<EOT>" may be ordinary text to another model.
-        ends += [i for i in map(backend.token_to_id, _END_TOKENS) if i in self._special]
-        self.eos_token_ids = frozenset(i for i in ends if i is not None)
-
-        adds_bos = True if self._sentencepiece else pre_tokenizer(metadata).add_bos
-        self._adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos))
-        self._adds_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+        self.vocab_size = facts.vocab_size
+        self.bos_token_id, self.eos_token_id = facts.bos_token_id, facts.eos_token_id
+        self.eos_token_ids = facts.end_token_ids
+        self.special_names = facts.names
+        self.strips_leading_space = facts.strips_leading_space
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
-        """Loads the tokenizer of a model file: from the cache, or built from the file's vocabulary and then cached.
+        """The tokenizer of a model: a folder's tokenizer.json; of a GGUF file from the cache, or built and then cached.
 
         Raises:
-            UnsupportedModelError: a kind of tokenizer or pre-tokenizer that is not supported.
-            CheckpointError: a vocabulary that is missing or inconsistent.
+            UnsupportedModelError: no tokenizer, or a kind of tokenizer or pre-tokenizer that is not supported.
+            CheckpointError: a vocabulary that is missing, inconsistent, or larger than the model's embedding.
         """
+        embedding = checkpoint.tensors.get("token_embd.weight")
+        rows = embedding.shape[0] if embedding is not None else None
+        if checkpoint.config is not None:
+            tokenizer = cls(*open_folder(checkpoint.path, checkpoint.config, rows))
+        else:
+            tokenizer = cls._from_gguf(checkpoint)
+        if rows is not None and tokenizer.vocab_size > rows:
+            raise CheckpointError(
+                f"The tokenizer has {tokenizer.vocab_size} tokens, the model's embedding only {rows} rows.",
+                "Use the tokenizer that belongs to the model.",
+            )
+        return tokenizer
+
+    @classmethod
+    def _from_gguf(cls, checkpoint: Checkpoint) -> Tokenizer:
         metadata = checkpoint.metadata
         if "tokenizer.ggml.model" not in metadata:
             raise UnsupportedModelError(f"{checkpoint.path} has no tokenizer.", "Use a file with one.")
@@ -87,19 +91,20 @@ class Tokenizer:
         if cached is not None and cached.is_file():
             # A damaged file is built anew; the library says so with a bare Exception.
             with contextlib.suppress(Exception):
-                return cls(tokenizers.Tokenizer.from_file(str(cached)), metadata)
+                backend = tokenizers.Tokenizer.from_file(str(cached))
+                return cls(backend, gguf_facts(metadata, backend))
         backend = build_tokenizer(metadata, checkpoint.vocabulary())
         if cached is not None:
             _store(backend, cached)
-        return cls(backend, metadata)
+        return cls(backend, gguf_facts(metadata, backend))
 
     @property
     def bos_token(self) -> str:
-        return self.token_bytes(self.bos_token_id).decode() if self.bos_token_id is not None else ""
+        return self.special_names.get("bos_token", "")
 
     @property
     def eos_token(self) -> str:
-        return self.token_bytes(self.eos_token_id).decode() if self.eos_token_id is not None else ""
+        return self.special_names.get("eos_token", "")
 
     def encode(
         self,
@@ -113,7 +118,8 @@ class Tokenizer:
 
         Args:
             text: any text without lone surrogates.
-            add_special_tokens: add BOS (and EOS) where the model wants them; False for a rendered chat template.
+            add_special_tokens: add BOS, EOS, [CLS] or [SEP] where the model wants them; False for a rendered chat
+                template.
             parse_special: read "<|im_end|>" and the like as control tokens, not as the characters they are written in.
             max_tokens: the model's context. A text that cannot fit is refused before it is encoded, because it has
                 more characters than that many of the longest tokens.
@@ -125,11 +131,7 @@ class Tokenizer:
         if max_tokens is not None and len(text) > max_tokens:
             self._check_length(text, max_tokens)
         ids: list[int] = self._run(text, parse_special).ids
-        if not add_special_tokens:
-            return ids
-        bos = [self.bos_token_id] if self._adds_bos and self.bos_token_id is not None else []
-        eos = [self.eos_token_id] if self._adds_eos and self.eos_token_id is not None else []
-        return [*bos, *ids, *eos]
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def encode_with_starts(
         self, text: str, *, control: Sequence[tuple[int, int]] | None = None, max_tokens: int | None = None
@@ -154,20 +156,26 @@ class Tokenizer:
             self._check_length(text, max_tokens)
         if control is None:
             encoding = self._run(text, True)
-            return encoding.ids, [start for start, _ in encoding.offsets]
+            starts = [start for start, _ in encoding.offsets]
+            for k, token_id in enumerate(encoding.ids):
+                if (token := self._added.get(token_id)) is not None and token.lstrip:
+                    starts[k] = max(text.find(token.content, starts[k]), starts[k])
+            return encoding.ids, starts
         # The library itself splits a text at its control tokens before all else, so encoding what lies between them
-        # gives the ids that encoding the whole would give.
+        # gives the ids that encoding the whole would give, once the spaces that some control tokens swallow are gone.
         ids: list[int] = []
-        starts: list[int] = []
+        starts = []
         done = 0
-        for at, token_id in (*control, (len(text), None)):
-            encoding = self._run(text[done:at], False)
-            ids += encoding.ids
-            starts += [done + start for start, _ in encoding.offsets]
-            if token_id is not None:
-                ids.append(token_id)
-                starts.append(at)
-                done = at + len(self.token_bytes(token_id).decode())
+        for at, token_id in control:
+            token = self._added[token_id]
+            between = text[done:at].rstrip() if token.lstrip else text[done:at]
+            self._append(between, done, ids, starts)
+            ids.append(token_id)
+            starts.append(at)
+            done = at + len(token.content)
+            if token.rstrip:
+                done = len(text) - len(text[done:].lstrip())
+        self._append(text[done:], done, ids, starts)
         return ids, starts
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, continuation: bool = False) -> str:
@@ -200,13 +208,14 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
-    @property
-    def strips_leading_space(self) -> bool:
-        """True if encoding puts a space before the text that decoding takes away."""
-        return self._space_prefix
+    def _append(self, text: str, at: int, ids: list[int], starts: list[int]) -> None:
+        """Adds the tokens of a part of a text that begins at character `at`, and where they begin."""
+        encoding = self._run(text, False, begins=at == 0)
+        ids += encoding.ids
+        starts += [at + start for start, _ in encoding.offsets]
 
-    def _run(self, text: str, parse_special: bool) -> tokenizers.Encoding:
-        backend = self._backend if parse_special else self._plain
+    def _run(self, text: str, parse_special: bool, *, begins: bool = True) -> tokenizers.Encoding:
+        backend = self._backend if parse_special else self._plain if begins else self._behind_control
         try:
             if len(text) > _LONG_TEXT:
                 return backend.encode_batch([text], add_special_tokens=False)[0]
@@ -218,46 +227,28 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         if token is None:
             return b""
-        if token_id in self._added:
+        added = token_id in self._added
+        if token_id in self._special or (added and self._spelling is not Spelling.SENTENCEPIECE):
             return str(token).encode()
-        if not self._sentencepiece:
+        if self._spelling is Spelling.BYTE_LEVEL:
             return b"".join(_BYTE_OF_CHARACTER.get(c) or c.encode() for c in token)
-        if match := _BYTE_TOKEN.fullmatch(token):
+        if self._spelling is Spelling.WORDPIECE:
+            return (token[2:] if token.startswith("##") else f" {token}").encode()
+        if not added and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         return str(token).replace(SPACE, " ").encode()
 
-    def _special_id(self, metadata: Mapping[str, Any], name: str, default: int | None) -> int | None:
-        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
-        if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < self.vocab_size):
-            raise CheckpointError(
-                f"{name}_token_id {token_id} is outside the vocabulary of {self.vocab_size}.",
-                "Convert the model again.",
-            )
-        return token_id
-
     def _check_length(self, text: str, max_tokens: int) -> None:
+        if self._spelling is Spelling.WORDPIECE or not keeps_length(self._backend.normalizer):
+            return  # a text of spaces has no tokens at all
         if not self._longest_token:
             self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
-        # Composing characters (NFC) can shorten a text, to a third at most in what any tokenizer here does.
         longest = self._longest_token * (3 if self._backend.normalizer is not None else 1)
         if len(text) > max_tokens * longest:
             raise ContextLengthError(
                 f"The prompt has {len(text)} characters, more than {max_tokens} tokens can hold.",
                 "Shorten it, or use a model with a longer context.",
             )
-
-
-def _without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """One that reads control tokens as the characters they are written in, of the same parts."""
-    plain = tokenizers.Tokenizer(backend.model)
-    plain.pre_tokenizer = backend.pre_tokenizer
-    if backend.normalizer is not None:
-        plain.normalizer = backend.normalizer
-    # All are added, the control tokens too, so that a user-defined token that overlaps one is found as by `backend`.
-    for special, add in ((True, plain.add_special_tokens), (False, plain.add_tokens)):
-        add([token for token in backend.get_added_tokens_decoder().values() if token.special is special])
-    plain.encode_special_tokens = True
-    return plain
 
 
 def _store(backend: tokenizers.Tokenizer, path: Path) -> None:

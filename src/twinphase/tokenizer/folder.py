@@ -1,0 +1,212 @@
+"""The tokenizer of a Hugging Face folder: tokenizer.json as it is, and what the JSON files beside it say.
+
+The rules are those of transformers' AutoTokenizer (5.x, `TokenizersBackend`), which also says what other files mean: a
+folder without tokenizer.json is refused. Not for chat templates (`template_files.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
+from twinphase.tokenizer.pipeline import part_steps
+
+__all__ = ["open_folder", "read_json"]
+
+_MAX_JSON = 256 * 1024 * 1024  # bytes
+_FETCH = "Fetch the model's folder again."
+_CONVERT = "Write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+# Decoders that only say how tokens are spelled.
+_KNOWN_DECODERS = {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip", "WordPiece"}
+
+
+def open_folder(
+    folder: Path, config: Mapping[str, Any], rows: int | None
+) -> tuple[tokenizers.Tokenizer, TokenizerFacts]:
+    """A folder's tokenizer without post-processor, and what the folder says beside it.
+
+    Args:
+        folder: with tokenizer.json; tokenizer_config.json, special_tokens_map.json and generation_config.json are
+            read if they are there.
+        config: the folder's config.json.
+        rows: of the model's embedding. Added tokens beyond it are left out, such as Gemma 3's image token in a model
+            without images.
+
+    Raises:
+        UnsupportedModelError: no tokenizer.json, or one that spells its tokens in an unknown way.
+        CheckpointError: a file that is not valid.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        others = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "tiktoken.model")
+        there = next((name for name in others if (folder / name).is_file()), None)
+        what = f"has {there}, but no tokenizer.json" if there else "has no tokenizer.json"
+        raise UnsupportedModelError(f"{folder} {what}.", _CONVERT)
+    backend = _read_tokenizer(path, rows)
+    backend.no_truncation()
+    backend.no_padding()
+    said = _tokenizer_config(folder)
+    names = _special_names(said)
+    _add_tokens(backend, said, names, rows)
+    prefix, suffix = _added_around(backend)
+    backend.post_processor = None  # what it adds is known now, and it would move the places where tokens begin
+    bos, eos = (_token_id(backend, names.get(f"{name}_token")) for name in ("bos", "eos"))
+    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    ends = [i for i in _end_ids(folder, config) if 0 <= i < size]
+    spelling, strips_leading_space = _spelling(backend)
+    facts = TokenizerFacts(
+        size,
+        spelling,
+        names,
+        bos,
+        eos if eos is not None else next(iter(ends), None),
+        frozenset([*ends, *([eos] if eos is not None else [])]),
+        prefix,
+        suffix,
+        strips_leading_space,
+    )
+    return backend, facts
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; an empty one if there is no such file.
+
+    Raises:
+        CheckpointError: anything else.
+    """
+    try:
+        if not path.is_file():
+            return {}
+        if path.stat().st_size > _MAX_JSON:
+            raise CheckpointError(f"{path} is larger than {_MAX_JSON >> 20} MiB.", _FETCH)
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.", _FETCH) from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not valid JSON.", _FETCH) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object.", _FETCH)
+    return value
+
+
+def _read_tokenizer(path: Path, rows: int | None) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        if rows is None or backend.get_vocab_size(with_added_tokens=True) <= rows:
+            return backend
+        content = read_json(path)
+        content["added_tokens"] = [token for token in content.get("added_tokens", ()) if token["id"] < rows]
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
+    except CheckpointError:
+        raise
+    except BaseException as error:  # the library raises bare Exception, and its panics are not even that
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise CheckpointError(f"{path} is not a valid tokenizer: {reason}.", _FETCH) from None
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; one that lists no added tokens is older, and special_tokens_map.json amends it."""
+    said = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in said:
+        said |= read_json(folder / "special_tokens_map.json")
+    return said
+
+
+def _special_names(said: Mapping[str, Any]) -> dict[str, str]:
+    extra = said.get("extra_special_tokens")
+    named = {**said, **(extra if isinstance(extra, dict) else {})}
+    texts = {key: _content(value) for key, value in named.items() if key.endswith("_token")}
+    return {key: text for key, text in texts.items() if text}
+
+
+def _content(value: Any) -> str | None:
+    """The text of a token, which is written as such or as an object with its settings."""
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def _token_id(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
+    found: int | None = backend.token_to_id(token) if token is not None else None
+    return found
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, said: Mapping[str, Any], names: Mapping[str, str], rows: int | None
+) -> None:
+    """Adds tokens that tokenizer_config.json has and tokenizer.json has not; makes those special that have a name."""
+    listed = said.get("added_tokens_decoder")
+    entries = (
+        {int(key): entry for key, entry in listed.items() if re.fullmatch("[0-9]{1,9}", key)}
+        if isinstance(listed, dict)
+        else {}
+    )
+    for _, entry in sorted(entries.items()):
+        has_row = rows is None or backend.get_vocab_size(with_added_tokens=True) < rows
+        if has_row and (text := _content(entry)) and backend.token_to_id(text) is None:
+            backend.add_tokens([_added_token(text, entry)])
+    extra = [said.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
+    more = [_content(value) for values in extra if isinstance(values, list) for value in values]
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    for text in dict.fromkeys([*names.values(), *more]):
+        if text and text not in special and backend.token_to_id(text) is not None:
+            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+
+
+def _added_token(text: str, entry: Any) -> AddedToken:
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    said = entry if isinstance(entry, dict) else {}
+    return AddedToken(text, **{flag: bool(said[flag]) for flag in flags if flag in said})
+
+
+def _added_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the post-processor puts before and behind a text. What the config says of BOS and EOS is older."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    ids, added = encoding.ids, encoding.special_tokens_mask
+    if 0 not in added:
+        return tuple(ids), ()
+    return tuple(ids[: added.index(0)]), tuple(ids[len(ids) - added[::-1].index(0) :])
+
+
+def _end_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
+    """The ids that generation_config.json says end an answer; without that, config.json."""
+    inner = config.get("text_config")
+    for source in (read_json(folder / "generation_config.json"), config, inner if isinstance(inner, dict) else {}):
+        found = source.get("eos_token_id")
+        if found is not None:
+            values = found if isinstance(found, list) else [found]
+            return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    return []
+
+
+def _spelling(backend: tokenizers.Tokenizer) -> tuple[Spelling, bool]:
+    """How tokens are spelled, and whether decoding takes a first space away, by the decoder of tokenizer.json."""
+    steps = part_steps(backend.decoder) or part_steps(backend.pre_tokenizer)
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds:
+        return Spelling.BYTE_LEVEL, False
+    unknown = sorted(kinds - _KNOWN_DECODERS)
+    if backend.decoder is None or unknown:
+        raise UnsupportedModelError(
+            f"The tokenizer's decoder {unknown[0] if unknown else 'None'!r} is not supported.",
+            "Use a model with a byte-level, SentencePiece or WordPiece tokenizer.",
+        )
+    if "WordPiece" in kinds:
+        return Spelling.WORDPIECE, True
+    spaces = [step.get("replacement") or step.get("pattern", {}).get("String") for step in steps]
+    if SPACE not in spaces:
+        raise UnsupportedModelError(
+            "The tokenizer does not say how it writes spaces.",
+            "Use a model with a byte-level, SentencePiece or WordPiece tokenizer.",
+        )
+    strips = any(step.get("start") or step.get("prepend_scheme", "never") != "never" for step in steps)
+    return Spelling.SENTENCEPIECE, strips

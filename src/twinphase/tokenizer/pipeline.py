@@ -1,0 +1,81 @@
+"""The parts of a `tokenizers` tokenizer, read and exchanged: normalizer, pre-tokenizer, decoder.
+
+The library shows a part's settings only as JSON, through the methods that pickle uses. Not for building a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import tokenizers
+from tokenizers import pre_tokenizers
+
+__all__ = ["behind_control", "keeps_length", "part_steps", "without_special"]
+
+# Normalizers that shorten a text to a third at most (composing characters does). Others may drop any part of it.
+_KEEPING_LENGTH = {"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase"}
+_INNER = ("normalizers", "pretokenizers", "decoders")  # where the JSON of a sequence has its parts
+
+
+def part_steps(part: Any) -> list[dict[str, Any]]:
+    """The settings of a part, those of a sequence one by one; each has a "type". None has no steps."""
+    return list(_flat(_settings(part))) if part is not None else []
+
+
+def without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """One that reads control tokens as the characters they are written in, of the same parts.
+
+    A Unigram model still finds them: it has their names among its pieces. No decoder that is supported here has one.
+    """
+    plain = tokenizers.Tokenizer(backend.model)
+    if backend.pre_tokenizer is not None:
+        plain.pre_tokenizer = backend.pre_tokenizer
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    # All are added, the control tokens too, so that a user-defined token that overlaps one is found as by `backend`.
+    # By ascending id, since the library numbers those that its model does not know in the order they come.
+    plain.add_tokens([token for _, token in sorted(backend.get_added_tokens_decoder().items())])
+    plain.encode_special_tokens = True
+    return plain
+
+
+def behind_control(plain: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """`plain` for a text behind a control token: SentencePiece's newer tokenizers put a space before the first only."""
+    if not any(step.get("prepend_scheme") == "first" for step in part_steps(plain.pre_tokenizer)):
+        return plain
+    settings = _settings(plain.pre_tokenizer)
+    for step in _flat(settings):
+        if step.get("prepend_scheme") == "first":
+            step["prepend_scheme"] = "never"
+    changed = pre_tokenizers.Metaspace()
+    changed.__setstate__(json.dumps(settings).encode())
+    other = without_special(plain)
+    other.pre_tokenizer = changed
+    return other
+
+
+def keeps_length(normalizer: Any) -> bool:
+    """Whether a text of n characters has n / 3 or more behind this normalizer."""
+    return all(map(_step_keeps_length, part_steps(normalizer)))
+
+
+def _step_keeps_length(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":  # of a text by one that is not shorter; a regular expression may match anything
+        return len(step["pattern"].get("String", step["content"] + " ")) <= len(step["content"])
+    return step["type"] in _KEEPING_LENGTH
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(part.__getstate__())
+    return settings
+
+
+def _flat(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    inner = next((settings[key] for key in _INNER if key in settings), None)
+    if inner is None:
+        yield settings
+    else:
+        for step in inner:
+            yield from _flat(step)
