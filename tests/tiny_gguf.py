@@ -22,7 +22,17 @@ CHAT_TEMPLATE = (
 )
 # Merges build each of these words, so that texts get tokens of several characters.
 _WORDS = ("the", "hello", " the", " world", " and", "ing", "tion", " of", " to", " in")
-_K_QUANTS = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+# Types that the gguf package cannot quantize to: values in a block, its bytes, where its float16 scale and minimum
+# are, and what random integers multiply the scale by, so that weights of 1/sqrt(K) come out.
+_RANDOM_BLOCKS: dict[str, tuple[int, int, tuple[int, ...], float]] = {
+    "Q4_K": (256, 144, (0, 2), 31 * 7),
+    "Q5_K": (256, 176, (0, 2), 31 * 15),
+    "Q6_K": (256, 210, (208,), 64 * 18),
+    "Q2_K": (256, 84, (80, 82), 8 * 1.5),
+    "Q3_K": (256, 110, (108,), 16 * 2),
+    "IQ4_NL": (32, 18, (0,), 70),
+    "IQ4_XS": (256, 136, (0,), 16 * 70),
+}
 
 
 def write_tiny_gguf(
@@ -50,14 +60,14 @@ def write_tiny_gguf(
 
     Args:
         path: file to write.
-        hidden: model width; K-quants need a multiple of 256 here and in `ffn`, the other block formats of 32.
+        hidden: model width; K-quants and IQ4_XS need a multiple of 256 here and in `ffn`, other formats of 32.
         layers: number of blocks.
         heads: query heads; the head size is `hidden // heads`.
         kv_heads: key and value heads.
         ffn: width of the feed-forward layer.
         vocab: number of tokens, at least 259 (bytes and three control tokens).
         context: trained context length.
-        tensor_type: type of every matrix: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K.
+        tensor_type: type of every matrix, a key of `twinphase.weights.quant.FORMATS`.
         embedding_type: type of token_embd and output, `tensor_type` if None.
         types: type of single matrices, such as {"attn_v": "Q6_K"}, where it differs.
         tied: whether the output matrix is the embedding (no output.weight).
@@ -111,14 +121,15 @@ def write_tiny_gguf(
 
 
 def _file_type(tensor_type: str) -> int:
-    name = f"MOSTLY_{tensor_type}" + ("_S" if tensor_type in ("Q4_K", "Q5_K") else "")
+    name = f"MOSTLY_{tensor_type}" + ("_S" if tensor_type in ("Q3_K", "Q4_K", "Q5_K") else "")
+    name = {"MOSTLY_MXFP4": "MOSTLY_MXFP4_MOE"}.get(name, name)
     return int(gguf.LlamaFileType.ALL_F32 if tensor_type == "F32" else gguf.LlamaFileType[name])
 
 
 def random_raw(rng: np.random.Generator, shape: tuple[int, int], tensor_type: str) -> NDArray[np.uint8]:
     """Random weights of about 1/sqrt(K) in the given storage type, uint8 [N, bytes of a row]."""
-    if tensor_type in _K_QUANTS:
-        return _random_k_blocks(rng, shape, tensor_type)
+    if tensor_type in _RANDOM_BLOCKS:
+        return _random_blocks(rng, shape, tensor_type)
     values = rng.standard_normal(shape, dtype=np.float32) * np.float32(shape[1] ** -0.5)
     packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType[tensor_type])
     return np.ascontiguousarray(packed).view(np.uint8).reshape(shape[0], -1)
@@ -183,20 +194,16 @@ def _add_matrix(
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[tensor_type])
 
 
-def _random_k_blocks(rng: np.random.Generator, shape: tuple[int, int], tensor_type: str) -> NDArray[np.uint8]:
-    """Random bytes are valid K-quant blocks once the float16 scales are sane; `gguf` cannot quantize to these types."""
+def _random_blocks(rng: np.random.Generator, shape: tuple[int, int], tensor_type: str) -> NDArray[np.uint8]:
+    """Random bytes are valid blocks once the float16 scales are sane."""
     rows, columns = shape
-    if columns % 256:
-        raise ValueError(f"{tensor_type} needs rows of a multiple of 256 values, got {columns}")
-    blocks = rng.integers(0, 256, (rows, columns // 256, _K_QUANTS[tensor_type]), dtype=np.uint8)
-    # Values are d*sc*q with sc up to 63 (Q4_K, Q5_K) or signed 8 bits (Q6_K): scale them down to about 1/sqrt(K).
-    spread = {"Q4_K": 31 * 7, "Q5_K": 31 * 15, "Q6_K": 64 * 18}[tensor_type]
-    d = np.float32(columns**-0.5 / spread) * rng.uniform(0.5, 1.5, (rows, columns // 256)).astype(np.float32)
-    if tensor_type == "Q6_K":
-        blocks[..., 208:210] = d.astype(np.float16)[..., None].view(np.uint8)
-    else:
-        blocks[..., 0:2] = d.astype(np.float16)[..., None].view(np.uint8)
-        # The minimum is subtracted: half the largest value centres the weights on zero.
-        half = d * np.float32({"Q4_K": 7.5, "Q5_K": 15.5}[tensor_type])
-        blocks[..., 2:4] = half.astype(np.float16)[..., None].view(np.uint8)
+    size, nbytes, halves, spread = _RANDOM_BLOCKS[tensor_type]
+    if columns % size:
+        raise ValueError(f"{tensor_type} needs rows of a multiple of {size} values, got {columns}")
+    blocks = rng.integers(0, 256, (rows, columns // size, nbytes), dtype=np.uint8)
+    d = np.float32(columns**-0.5 / spread) * rng.uniform(0.5, 1.5, (rows, columns // size)).astype(np.float32)
+    # The minimum is subtracted: half the largest value centres the weights on zero.
+    half = d * np.float32({"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(tensor_type, 0))
+    for start, value in zip(halves, (d, half), strict=False):
+        blocks[..., start : start + 2] = value.astype(np.float16)[..., None].view(np.uint8)
     return blocks.reshape(rows, -1)

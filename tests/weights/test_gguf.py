@@ -58,7 +58,7 @@ def opened(path: Path, content: bytes) -> Checkpoint:
 
 @pytest.mark.parametrize("type", FORMATS)
 def test_content_equals_that_of_the_gguf_package(tmp_path: Path, type: str) -> None:
-    size = 256 if type.endswith("K") else 64
+    size = max(64, FORMATS[type].block_size)
     path = write_tiny_gguf(tmp_path / "m.gguf", hidden=size, ffn=size, tensor_type=type, tied=False)
     checkpoint, reader = open_gguf(path), gguf.GGUFReader(path)
     assert checkpoint.architecture == "llama"
@@ -74,7 +74,7 @@ def test_content_equals_that_of_the_gguf_package(tmp_path: Path, type: str) -> N
         assert info.shape == tuple(reversed(expected.shape.tolist()))
         assert (info.type, info.offset) == (expected.tensor_type.name, expected.data_offset)
         np.testing.assert_array_equal(checkpoint.raw(expected.name), expected.data.reshape(-1).view(np.uint8))
-    assert quantization_name(checkpoint) == ("Q4_K_S" if type == "Q4_K" else "Q5_K_S" if type == "Q5_K" else type)
+    assert quantization_name(checkpoint) == (f"{type}_S" if type in ("Q3_K", "Q4_K", "Q5_K") else type)
 
 
 def test_values_of_every_metadata_type(tmp_path: Path) -> None:
@@ -176,6 +176,62 @@ def test_opening_does_not_import_the_gguf_package(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(path)], env=environment, check=False).returncode == 0
 
 
+# Split files --------------------------------------------------------------------------------------------------------
+
+
+def write_parts(folder: Path, count: int = 3) -> list[Path]:
+    """A model in parts as llama.cpp's gguf-split makes them, by the gguf package's own writer."""
+    writer = gguf.GGUFWriter(str(folder / "m.gguf"), "llama", split_max_tensors=2)
+    writer.add_block_count(1)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    for i in range(2 * count):
+        writer.add_tensor(f"t{i}", np.full((2, 32), i, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("*.gguf"))
+
+
+def test_the_first_part_opens_all(tmp_path: Path) -> None:
+    paths = write_parts(tmp_path)
+    assert [path.name for path in paths] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for _ in range(2):  # from the headers, then from the index
+        checkpoint = open_gguf(paths[0])
+        assert len(checkpoint.files) == 3 and len(checkpoint.tensors) == 6
+        for i in range(6):
+            np.testing.assert_array_equal(checkpoint.raw(f"t{i}").view(np.float32), np.full(64, i, np.float32))
+        assert checkpoint.vocabulary()["tokenizer.ggml.tokens"] == ["a", "b"]
+    os.utime(paths[2], (1, 1))
+    assert open_gguf(paths[0]).fingerprint == checkpoint.fingerprint
+    with pytest.raises(CheckpointError, match="not the first part"):
+        open_gguf(paths[1])
+
+
+def test_parts_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
+    first, second, third = write_parts(tmp_path)
+    kept = third.read_bytes()
+    third.unlink()
+    with pytest.raises(CheckpointError, match="lacks its part .*m-00003-of-00003.gguf"):
+        open_gguf(first)
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(CheckpointError, match=r"part 1 \(from 0\) of 3, by its name 2 of 3"):
+        open_gguf(first)
+    third.write_bytes(kept.replace(b"t4", b"t0"))
+    with pytest.raises(CheckpointError, match="tensor 't0' that another part has too"):
+        open_gguf(first)
+    third.write_bytes(kept)
+    count = first.read_bytes()
+    at = count.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
+    first.write_bytes(count[:at] + struct.pack("<i", 7) + count[at + 4 :])
+    with pytest.raises(CheckpointError, match="says 7 tensors, its parts have 6"):
+        open_gguf(first)
+    alone = tmp_path / "alone.gguf"
+    alone.write_bytes(count)
+    with pytest.raises(CheckpointError, match="of 3, by its name 0 of 1"):
+        open_gguf(alone)
+
+
 # Damage -------------------------------------------------------------------------------------------------------------
 
 
@@ -239,8 +295,8 @@ def test_each_kind_of_damage_is_named(tmp_path: Path, match: str) -> None:
     assert raised.value.fix and "\n" not in str(raised.value)
 
 
-UNSUPPORTED = {"one of 3 parts": header_bytes(count=1, entries=text("split.count") + struct.pack("<IH", 2, 3))}
-for number, kind in ((10, "Q2_K"), (23, "IQ4_XS"), (28, "F64"), (4242, "number 4242")):
+UNSUPPORTED = {}
+for number, kind in ((16, "IQ2_XXS"), (19, "IQ1_S"), (28, "F64"), (4242, "number 4242")):
     entry = tensor_entry("blk.0.attn_q.weight", (256,), number, 0)
     UNSUPPORTED[f"blk.0.attn_q.weight.*{kind}"] = header_bytes(tensors=1, entries=entry) + bytes(512)
 

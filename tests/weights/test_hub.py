@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tests.tiny_gguf import write_tiny_gguf
 
-from twinphase.errors import CheckpointError, DownloadError, ModelNotFoundError, StorageError, UnsupportedModelError
+from twinphase.errors import CheckpointError, DownloadError, ModelNotFoundError, StorageError
 from twinphase.weights import hub, wheel
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import DEFAULT_MODEL, list_models, pull_model, resolve_model
@@ -348,16 +348,26 @@ def test_the_only_model_of_a_repository(fake_hub: Hub, cache: Path) -> None:
 
 def test_one_of_several_by_name_or_part_of_it(fake_hub: Hub) -> None:
     fake_hub(["m-Q4_0.gguf", "m-Q8_0.gguf", "big/m-F16-00001-of-00002.gguf"])
-    with pytest.raises(ModelNotFoundError, match="3 GGUF files.*hf:org/repo:FILE.*m-Q4_0.gguf, m-Q8_0.gguf"):
+    with pytest.raises(ModelNotFoundError, match="3 GGUF files.*hf:org/repo:FILE.*m-Q4_0.gguf, m-Q8_0.gguf, big/m-F16"):
         resolve_model("hf:org/repo")
     with pytest.raises(ModelNotFoundError, match="no GGUF files that fit 'Q5_0'"):
         resolve_model("hf:org/repo:Q5_0")
-    with pytest.raises(UnsupportedModelError, match="split"):
-        resolve_model("hf:org/repo:F16")
     assert resolve_model("hf:org/repo:q8_0").name == "m-Q8_0.gguf"
     fake_hub(["README.md"])
     with pytest.raises(ModelNotFoundError, match="no .gguf"):
         resolve_model("hf:org/other")
+
+
+def test_all_parts_of_a_split_model(fake_hub: Hub, cache: Path, model_bytes: bytes) -> None:
+    fake_hub(["m-Q4_0.gguf", *(f"big/m-F16-0000{i}-of-00002.gguf" for i in (1, 2))])
+    path = resolve_model("hf:org/repo:F16")
+    second = path.with_name("m-F16-00002-of-00002.gguf")
+    assert path.name == "m-F16-00001-of-00002.gguf" and second.exists()
+    assert resolve_model("hf:org/repo:F16") == path
+    (listed,) = list_models()
+    assert (listed.name, listed.size) == ("hf:org/repo:big/m-F16-00001-of-00002.gguf", 2 * len(model_bytes))
+    second.unlink()  # an interrupted download is continued
+    assert resolve_model("hf:org/repo:F16") == path and second.exists()
 
 
 def test_errors_of_the_hub_by_kind(fake_hub: Hub) -> None:

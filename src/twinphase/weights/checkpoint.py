@@ -24,7 +24,7 @@ class TensorInfo:
     Attributes:
         name: name in the file.
         shape: row-major, for a matrix (outputs, inputs).
-        type: storage type by GGUF's name: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K.
+        type: storage type by GGUF's name, a key of `quant.FORMATS`.
         offset: bytes from the start of its file.
         nbytes: size in the file.
         file: which of the checkpoint's files it is in; a model may be split.

@@ -1,4 +1,4 @@
-"""Opens a GGUF file as a `Checkpoint`: mapped, checked once, and remembered.
+"""Opens a GGUF file, or all parts of a split one, as a `Checkpoint`: mapped, checked once, and remembered.
 
 The first open reads the whole header (`gguf_header.py`) and keeps what the engine needs of it, without the vocabulary,
 in a small index in the user's cache. Later opens of the same file (path, size and modification time) read only the
@@ -13,7 +13,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from twinphase.errors import CheckpointError, ModelNotFoundError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.gguf_header import Header, read_header
 from twinphase.weights.quant import FORMATS
+from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import model_cache, write_atomically
 
 __all__ = ["last_used", "open_gguf", "quantization_name"]
@@ -32,16 +33,19 @@ _INDEX_VERSION = 3
 _INDEX_NAME = "index.msgpack"
 _SAMPLE_BYTES = 1024
 _MIN_BYTES = 24  # magic, version and two counts
+_FETCH_PARTS = "Fetch all parts of one model again, and keep their names."
 # general.file_type, for the mixtures whose name says more than their commonest tensor type.
-_FILE_TYPES = {14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M"}
+_FILE_TYPES = {
+    **{10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M"},
+    21: "Q2_K_S",
+}
 
 
 @dataclass(frozen=True)
 class _Index:
-    """The part of a header that every run needs."""
+    """The part of a header that every run needs; `states` are size and modification time (ns) of each file."""
 
-    size: int
-    mtime_ns: int
+    states: tuple[tuple[int, int], ...]
     fingerprint: str
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
@@ -49,24 +53,25 @@ class _Index:
 
 
 def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
-    """Opens a model file; its tensors are mapped and not yet read from disk.
+    """Opens a model file, of a split model the first; its tensors are mapped and not yet read from disk.
 
     With `mark_used`, this is remembered as a use of the model (`last_used`).
 
     Raises:
         ModelNotFoundError: no such file, or a directory.
-        CheckpointError: a file that is not GGUF, is damaged or truncated, or cannot be read.
+        CheckpointError: a file that is not GGUF, is damaged or truncated, or cannot be read; a part that is missing, or
+            that does not belong to the others.
         UnsupportedModelError: a tensor type that twinphase does not read, named with the tensor.
     """
     path = Path(path)
-    buffer, stat = _map_file(path)
+    buffers, states = _map_parts(path)
     folder = model_cache(path)
-    index = _load_index(folder, stat)
+    index = _load_index(folder, states)
     cache_dir: Path | None = folder
     if index is None:
-        header = read_header(buffer, str(path))
-        fingerprint = _fingerprint(buffer, header)
-        index = _Index(stat.st_size, stat.st_mtime_ns, fingerprint, header.metadata, header.tensors)
+        headers = [read_header(buffer, name) for name, buffer in buffers.items()]
+        metadata, tensors = headers[0].metadata, _joined_tensors(list(buffers), headers)
+        index = _Index(states, _fingerprint(list(buffers.values()), headers), metadata, tensors)
         cache_dir = folder if _store_index(folder, index) else None
     if mark_used:
         with contextlib.suppress(OSError):
@@ -74,15 +79,17 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
     architecture = index.metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path} does not name its architecture.", "Convert the model again.")
+    first = next(iter(buffers.values()))
     return Checkpoint(
         path=path,
         architecture=architecture,
         metadata=index.metadata,
         tensors=index.tensors,
-        files=(np.frombuffer(buffer, dtype=np.uint8),),  # slices of a numpy.memmap cost several times as much
+        # slices of a numpy.memmap cost several times as much
+        files=tuple(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers.values()),
         fingerprint=index.fingerprint,
         cache_dir=cache_dir,
-        vocabulary=lambda: read_header(buffer, str(path)).arrays,
+        vocabulary=lambda: read_header(first, str(path)).arrays,
     )
 
 
@@ -105,6 +112,46 @@ def last_used(path: Path) -> float | None:
         return None
 
 
+def _map_parts(path: Path) -> tuple[dict[str, mmap.mmap], tuple[tuple[int, int], ...]]:
+    """The mapped files by name, in order, and their states."""
+    if is_later_part(path.name):
+        raise CheckpointError(
+            f"{path} is not the first part of a split model.", "Give the part that ends in -00001-of-..."
+        )
+    buffers: dict[str, mmap.mmap] = {}
+    states: list[tuple[int, int]] = []
+    for name in part_names(str(path)):
+        if buffers and not os.path.exists(name):
+            raise CheckpointError(f"The model lacks its part {name}.", "Put all parts into one folder.")
+        buffers[name], stat = _map_file(Path(name))
+        states.append((stat.st_size, stat.st_mtime_ns))
+    return buffers, tuple(states)
+
+
+def _joined_tensors(names: list[str], headers: list[Header]) -> dict[str, TensorInfo]:
+    """The tensors of all parts, which must agree on how many they are."""
+    tensors: dict[str, TensorInfo] = {}
+    for number, (name, header) in enumerate(zip(names, headers, strict=True)):
+        count, place = header.metadata.get("split.count", 0), header.metadata.get("split.no", 0)
+        if (max(count, 1) if isinstance(count, int) else count, place) != (len(names), number):
+            raise CheckpointError(
+                f"{name} is by its header part {place} (from 0) of {count}, by its name {number} of {len(names)}.",
+                _FETCH_PARTS,
+            )
+        for key, info in header.tensors.items():
+            if key in tensors:
+                raise CheckpointError(
+                    f"{name} has a tensor {key!r} that another part has too.", "Fetch the parts again."
+                )
+            tensors[key] = replace(info, file=number)
+    total = headers[0].metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise CheckpointError(
+            f"{names[0]} says {total} tensors, its parts have {len(tensors)}.", "Fetch the parts again."
+        )
+    return tensors
+
+
 def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
     try:
         with open(path, "rb") as file:
@@ -124,30 +171,34 @@ def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
         raise CheckpointError(f"{path} cannot be read: {reason}.", "Check the file and its rights.") from None
 
 
-def _fingerprint(buffer: mmap.mmap, header: Header) -> str:
-    """SHA-256 over the file's size (8 bytes, little endian), its header, and 1 KiB from the middle of every tensor.
+def _fingerprint(buffers: list[mmap.mmap], headers: list[Header]) -> str:
+    """SHA-256 over each file's size (8 bytes, little endian), header, and 1 KiB from the middle of every tensor.
 
     Not over every byte, which takes seconds for a large model: two files can only share a fingerprint if they agree in
     every hyper-parameter and token, and in the middle of every tensor. Training or quantizing anew changes all of them.
     """
-    digest = hashlib.sha256(len(buffer).to_bytes(8, "little"))
-    digest.update(buffer[: header.data_start])
-    for tensor in header.tensors.values():
-        start = tensor.offset + max(0, tensor.nbytes - _SAMPLE_BYTES) // 2
-        digest.update(buffer[start : start + min(_SAMPLE_BYTES, tensor.nbytes)])
+    digest = hashlib.sha256()
+    for buffer, header in zip(buffers, headers, strict=True):
+        digest.update(len(buffer).to_bytes(8, "little"))
+        digest.update(buffer[: header.data_start])
+        for tensor in header.tensors.values():
+            start = tensor.offset + max(0, tensor.nbytes - _SAMPLE_BYTES) // 2
+            digest.update(buffer[start : start + min(_SAMPLE_BYTES, tensor.nbytes)])
     return digest.hexdigest()
 
 
-def _load_index(folder: Path, stat: os.stat_result) -> _Index | None:
-    """The remembered index, or None when there is none, it is of another state of the file, or it is damaged."""
+def _load_index(folder: Path, states: tuple[tuple[int, int], ...]) -> _Index | None:
+    """The remembered index, or None when there is none, it is of another state of the files, or it is damaged."""
     try:
         index = msgspec.msgpack.decode((folder / _INDEX_NAME).read_bytes(), type=_Index)
     except (OSError, ValueError, RecursionError):  # ValueError: the base of msgspec's own
         return None
-    if (index.version, index.size, index.mtime_ns) != (_INDEX_VERSION, stat.st_size, stat.st_mtime_ns):
+    if (index.version, index.states) != (_INDEX_VERSION, states):
         return None
     fits = all(
-        tensor.type in FORMATS and 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= stat.st_size
+        tensor.type in FORMATS
+        and 0 <= tensor.file < len(states)
+        and 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= states[tensor.file][0]
         for tensor in index.tensors.values()
     )
     return index if fits else None

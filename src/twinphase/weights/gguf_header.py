@@ -46,8 +46,8 @@ _SCALARS = {
 }
 _DTYPES = {number: np.dtype(code) for number, code in _SCALARS.items()}
 _TENSOR_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
-    30: "BF16",
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
+    13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4",
 }  # fmt: skip
 # What the shortest entry takes: an empty name, its type, and one byte of value; or no dimension, type and offset.
 _MIN_METADATA_BYTES = 8 + 4 + 1
@@ -77,7 +77,7 @@ def read_header(buffer: mmap | bytes, name: str) -> Header:
 
     Raises:
         CheckpointError: not a GGUF file, an unsupported version, or a header that does not fit the file.
-        UnsupportedModelError: a tensor of a type that twinphase does not read, or a file split into parts.
+        UnsupportedModelError: a tensor of a type that twinphase does not read.
     """
     walker = _Walker(buffer, name)
     if bytes(buffer[:4]) != _MAGIC:
@@ -93,10 +93,6 @@ def read_header(buffer: mmap | bytes, name: str) -> Header:
     tensor_count = walker.count("tensors", _MIN_TENSOR_BYTES)
     metadata_count = walker.count("metadata entries", _MIN_METADATA_BYTES)
     metadata, arrays = _read_metadata(walker, metadata_count)
-    if metadata.get("split.count", 0) not in (0, 1):
-        raise UnsupportedModelError(
-            f"{name} is one of {metadata['split.count']} parts of a split model.", "Merge the parts into one file."
-        )
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         walker.fail(f"alignment {alignment!r} is not a power of two up to {_MAX_ALIGNMENT}")

@@ -1,28 +1,28 @@
-"""Fetches a GGUF file from a model hub through `huggingface_hub`, which resumes and shows progress by itself.
+"""Fetches a GGUF file, or the parts of one, from a model hub.
 
-Imported only when something has to be downloaded. Not for names or the places of models (hub.py).
+`huggingface_hub` does it, which resumes and shows progress by itself; it is imported only when something has to be
+downloaded. Not for names or the places of models (hub.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from twinphase.errors import DownloadError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
+from twinphase.errors import DownloadError, ModelNotFoundError, TwinphaseError
+from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import storage_error
 
 __all__ = ["fetch_from_hub", "matching_files"]
 
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 _LOG_ERRORS = 40  # logging.ERROR
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
-    """Downloads one GGUF file of a repository.
+    """Downloads one GGUF file of a repository; of a split one all parts, and the first is returned.
 
     Args:
         repo: "org/name".
@@ -31,7 +31,6 @@ def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
 
     Raises:
         ModelNotFoundError: no such repository or file, or several that fit (they are listed).
-        UnsupportedModelError: a model split into several files.
         DownloadError: the hub cannot be reached, or denies access.
         StorageError: no space, or no right to write.
     """
@@ -41,7 +40,8 @@ def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
         with _quiet():
             files = huggingface_hub.HfApi().list_repo_files(repo)
         chosen = _choose([f for f in files if f.lower().endswith(".gguf")], repo, file)
-        return Path(huggingface_hub.hf_hub_download(repo, chosen, local_dir=target))
+        parts = [huggingface_hub.hf_hub_download(repo, part, local_dir=target) for part in part_names(chosen)]
+        return Path(parts[0])
     except TwinphaseError:
         raise
     except Exception as error:
@@ -70,14 +70,13 @@ def matching_files(files: list[str], wanted: str | None) -> list[str]:
 
 
 def _choose(files: list[str], repo: str, wanted: str | None) -> str:
+    files = [f for f in files if not is_later_part(f)]
     found = matching_files(files, wanted)
     if not files:
         raise ModelNotFoundError(f"The repository {repo} has no .gguf file.", "Choose a repository of GGUF files.")
     if len(found) != 1:
         cause = f"{repo} has {len(found) or 'no'} GGUF files" + (f" that fit {wanted!r}." if wanted else ".")
         raise ModelNotFoundError(cause, f"Use hf:{repo}:FILE with one of: {', '.join(found or files)}.")
-    if _PART.search(found[0]):
-        raise UnsupportedModelError(f"{found[0]} is one part of a split model.", "Choose a model in one file.")
     return found[0]
 
 

@@ -20,6 +20,7 @@ from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError
 from twinphase.weights.gguf import last_used, open_gguf, quantization_name
 from twinphase.weights.hf import fetch_from_hub, matching_files
 from twinphase.weights.progress import Progress, progress_bar
+from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import cache_root, storage_error
 
 __all__ = ["DEFAULT_MODEL", "LocalModel", "cached_model", "list_models", "pull_model", "resolve_model"]
@@ -74,7 +75,6 @@ def resolve_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -
         ModelNotFoundError: nothing by that name, or several things.
         DownloadError: it could not be fetched.
         StorageError: it could not be stored.
-        UnsupportedModelError: a model split into several files.
     """
     source = _parse(_ALIASES.get(name, name))
     if source is None:
@@ -100,7 +100,7 @@ def pull_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> L
     """
     path = resolve_model(name, progress)
     checkpoint = open_gguf(path, mark_used=False)
-    return LocalModel(name, path, path.stat().st_size, quantization_name(checkpoint), last_used(path))
+    return LocalModel(name, path, _size(path), quantization_name(checkpoint), last_used(path))
 
 
 def list_models() -> list[LocalModel]:
@@ -111,7 +111,8 @@ def list_models() -> list[LocalModel]:
         for path in sorted(root.rglob("*.gguf")) if os.path.isdir(root) else ():
             parts = path.relative_to(root).parts
             # A folder with a dot holds the unfinished downloads of the hub's library.
-            if len(parts) > depth and not any(part.startswith(".") for part in parts):
+            hidden = any(part.startswith(".") for part in parts)
+            if len(parts) > depth and not hidden and not is_later_part(path.name):
                 models.append(_describe(path, f"{kind}:{'/'.join(parts[:depth])}:{'/'.join(parts[depth:])}"))
     return models
 
@@ -123,7 +124,12 @@ def _describe(path: Path, name: str) -> LocalModel:
         quantization = "damaged"
     except TwinphaseError:
         quantization = "unsupported"
-    return LocalModel(name, path, path.stat().st_size, quantization, last_used(path))
+    return LocalModel(name, path, _size(path), quantization, last_used(path))
+
+
+def _size(path: Path) -> int:
+    """Bytes of a model, all its parts."""
+    return sum(os.path.getsize(part) for part in part_names(str(path)) if os.path.exists(part))
 
 
 def _models_folder() -> Path:
@@ -166,7 +172,8 @@ def _cached(source: _Source) -> Path | None:
     if not os.path.isdir(folder):  # unlike Path.is_dir, False where we may not look
         return None
     files = [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")]
-    found = matching_files([f for f in sorted(files) if not f.startswith(".")], source.file)
+    whole = [f for f in sorted(files) if not is_later_part(f) and set(part_names(f)) <= set(files)]
+    found = matching_files([f for f in whole if not f.startswith(".")], source.file)
     if len(found) > 1:
         names = ", ".join(f"{source.kind}:{source.package}:{f}" for f in found)
         raise ModelNotFoundError(f"{source.package} has {len(found)} models here.", f"Use one of: {names}.")

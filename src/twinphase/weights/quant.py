@@ -1,8 +1,9 @@
 """Block formats of quantized weights, and their lossless unpacking in plain NumPy.
 
-Every quantized format here is an affine code over small groups of a row: `scale * (q - offset) + minimum`. `unpack`
-gives the parts, for backends that pack them their own way; `dequantize` gives float32, for the reference backend and
-for embedding rows. Not for quantizing, and not for the layouts that kernels want (backends do that).
+Every quantized format here is an affine code over small groups of a row: `scale * (q - offset) + minimum`; where the
+codes are indices into a table (IQ4, MXFP4), q is the table's integer. `unpack` gives the parts, for backends that pack
+them their own way; `dequantize` gives float32, for the reference backend and for embedding rows. Not for quantizing,
+and not for the layouts that kernels want (backends do that).
 
 Bytes of a block, as GGUF stores them (little endian; d, m, dmin are float16):
     Q4_0  d | 16 bytes, low nibbles are values 0-15, high nibbles 16-31
@@ -13,6 +14,11 @@ Bytes of a block, as GGUF stores them (little endian; d, m, dmin are float16):
     Q4_K  d dmin | 12 bytes: 8 scales and 8 minima of 6 bits | 128 bytes of nibbles
     Q5_K  d dmin | 12 bytes as Q4_K | 32 bytes of fifth bits | 128 bytes of nibbles
     Q6_K  128 bytes of low nibbles | 64 bytes of high bit pairs | 16 int8 scales | d
+    Q2_K  16 bytes: scale and minimum, a nibble each | 64 bytes of bit pairs | d dmin
+    Q3_K  32 bytes of third bits | 64 bytes of bit pairs | 12 bytes: 16 scales of 6 bits | d
+    IQ4_NL  d | 16 bytes of nibbles as Q4_0, indices into a table
+    IQ4_XS  d | 2 bytes: 8 high bit pairs of scales | 4 bytes: their low nibbles | 128 bytes of nibbles as IQ4_NL
+    MXFP4   8 bits of exponent | 16 bytes of nibbles as Q4_0, numbers of 4 bits (OCP Microscaling Formats 1.0)
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ class BlockFormat:
     Attributes:
         block_size: values in a block; a row is a whole number of blocks.
         group_size: values that share one scale; 0 for the unquantized types.
-        bits: bits of `q`; 0 for the unquantized types.
+        bits: bits of `q`, which is signed where it has 8; 0 for the unquantized types.
         offset: subtracted from `q` before scaling.
     """
 
@@ -73,6 +79,11 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
             BlockFormat("Q4_K", 256, 144, group_size=32, bits=4, has_minimum=True),
             BlockFormat("Q5_K", 256, 176, group_size=32, bits=5, has_minimum=True),
             BlockFormat("Q6_K", 256, 210, group_size=16, bits=6, offset=32),
+            BlockFormat("Q2_K", 256, 84, group_size=16, bits=2, has_minimum=True),
+            BlockFormat("Q3_K", 256, 110, group_size=16, bits=3, offset=4),
+            BlockFormat("IQ4_NL", 32, 18, group_size=32, bits=8),
+            BlockFormat("IQ4_XS", 256, 136, group_size=32, bits=8),
+            BlockFormat("MXFP4", 32, 17, group_size=32, bits=8),
         )
     }
 )
@@ -83,7 +94,7 @@ class QuantizedTensor:
     """A matrix as integers and per-group parameters: `scale * (q - offset) + minimum` are its values.
 
     Attributes:
-        q: [N, K], uint8 for every type but Q8_0, whose values are signed (int8).
+        q: [N, K], uint8; int8 where the format has 8 bits.
         scale: float32 [N, K / group_size].
         minimum: float32 [N, K / group_size], or None where the format has none.
     """
@@ -270,10 +281,60 @@ def _q6_k(blocks: _Bytes, _: BlockFormat) -> _Parts:
     return (low | high).reshape(-1, 256), _half(blocks, 208) * scales, None
 
 
+def _bit_pairs(packed: _Bytes) -> _Bytes:
+    """Two halves of four runs of 32 values, run r in bit pair r of 32 bytes: uint8 [blocks, 64] to [blocks, 8, 32]."""
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return (packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 8, 32)
+
+
+def _q2_k(blocks: _Bytes, _: BlockFormat) -> _Parts:
+    scale = _half(blocks, 80) * (blocks[:, :16] & 0x0F).astype(np.float32)
+    minimum = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+    return _bit_pairs(np.ascontiguousarray(blocks[:, 16:80])).reshape(-1, 256), scale, -minimum
+
+
+def _q3_k(blocks: _Bytes, _: BlockFormat) -> _Parts:
+    # Bit g of byte i is the third bit of value i of run g.
+    third = (blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 2
+    q = _bit_pairs(np.ascontiguousarray(blocks[:, 32:96])) | third
+    # Low nibbles of the 16 scales in bytes 0-7, low ones first; their upper two bits in the bit pairs of bytes 8-11.
+    low, high = _nibbles(blocks[:, 96:104]), blocks[:, None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    scales = (low | high.reshape(-1, 16) << 4).astype(np.float32) - 32
+    return q.reshape(-1, 256), _half(blocks, 108) * scales, None
+
+
+_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
+# Twice 0, 0.5, 1, 1.5, 2, 3, 4 and 6, so that they are integers; the exponent is one less.
+_MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
+
+
+def _iq4_nl(blocks: _Bytes, _: BlockFormat) -> _Parts:
+    return _IQ4_VALUES[_nibbles(blocks[:, 2:])], _half(blocks, 0), None
+
+
+def _iq4_xs(blocks: _Bytes, _: BlockFormat) -> _Parts:
+    pairs = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = np.stack([blocks[:, 4:8] & 0x0F, blocks[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
+    scales = (low | pairs.astype(np.uint8) << 4).astype(np.float32) - 32
+    q = _IQ4_VALUES[_nibbles(blocks[:, 8:].reshape(-1, 8, 16))]
+    return q.reshape(-1, 256), _half(blocks, 0) * scales, None
+
+
+def _mxfp4(blocks: _Bytes, _: BlockFormat) -> _Parts:
+    # 2 ** (exponent - 128); the two smallest are subnormal in float32, and ldexp knows.
+    scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return _MXFP4_VALUES[_nibbles(blocks[:, 1:])], scale, None
+
+
 _UNPACKERS: Mapping[str, Callable[[_Bytes, BlockFormat], _Parts]] = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _q4_or_q5),
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

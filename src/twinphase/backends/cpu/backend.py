@@ -17,7 +17,17 @@ from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.program import Buffer, Memory, Program
 from twinphase.backends.cpu.step import COUNTS, StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
-from twinphase.backends.cpu.weights import Arena, Embedding, Matrix, Vector, arena_bytes, load_matrix, padded, vector_of
+from twinphase.backends.cpu.weights import (
+    Arena,
+    Embedding,
+    Matrix,
+    Vector,
+    arena_bytes,
+    check_types,
+    load_matrix,
+    padded,
+    vector_of,
+)
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
@@ -94,7 +104,7 @@ class CpuBackend:
         """Compile the kernels this model needs and reserve memory for its weights.
 
         Raises:
-            UnsupportedModelError: head sizes that the attention kernels do not cover.
+            UnsupportedModelError: head sizes that the attention kernels do not cover, or a tensor type without one.
         """
         if not shape.rope.interleaved and shape.rope.dim % 32:
             raise UnsupportedModelError(
@@ -124,6 +134,7 @@ class CpuBackend:
             f"embed:{checkpoint.tensors['token_embd.weight'].type}",
             "run_program",
         ]
+        check_types(types)
         folder = cache_root() / "kernels"
         compile_kernels(folder, self.isa, specs, self._progress)
         self._kernels, self._engine = load_kernels(folder, self.isa, specs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP
 from twinphase.backends.cpu.threads import Command
-from twinphase.errors import OutOfMemoryError
+from twinphase.errors import OutOfMemoryError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.quant import dequantize
 
-__all__ = ["DENSE_BYTES", "Arena", "Embedding", "Matrix", "Part", "Vector", "arena_bytes", "load_matrix"]
+__all__ = ["DENSE_BYTES", "Arena", "Embedding", "Matrix", "Part", "Vector", "arena_bytes", "check_types", "load_matrix"]
 
 DENSE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -110,6 +110,17 @@ class Embedding:
 def _strip_bytes(info: TensorInfo) -> int:
     inputs = info.shape[1]
     return FORMATS[info.type].strip_bytes(inputs) if info.type in FORMATS else STRIP * inputs * DENSE_BYTES[info.type]
+
+
+def check_types(types: Iterable[str]) -> None:
+    """Raises UnsupportedModelError for a tensor type that no kernel multiplies by."""
+    known = (*FORMATS, *DENSE_BYTES)
+    for name in types:
+        if name not in known:
+            raise UnsupportedModelError(
+                f"The cpu backend does not compute with {name} tensors.",
+                f"Use --backend reference, or a file with {', '.join(known)} tensors.",
+            )
 
 
 def arena_bytes(checkpoint: Checkpoint) -> int:

@@ -1,0 +1,24 @@
+"""Names of the parts of a split GGUF file: `m-00001-of-00003.gguf` and so on, as llama.cpp's gguf-split writes them."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["is_later_part", "part_names"]
+
+_PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
+
+
+def part_names(name: str) -> list[str]:
+    """All parts, given the name of the first (a path or a file name); of any other file just its own."""
+    match = _PART.fullmatch(name)
+    if not match or int(match[2]) != 1:
+        return [name]
+    start, _, of, count, suffix = match.groups()
+    return [f"{start}{number:05}{of}{count}{suffix}" for number in range(1, int(count) + 1)]
+
+
+def is_later_part(name: str) -> bool:
+    """Whether this is a part of a split file, and not the first."""
+    match = _PART.fullmatch(name)
+    return match is not None and int(match[2]) != 1
