@@ -69,9 +69,8 @@ class ModelText:
         from twinphase.sampling.thinking import ThinkingTags, make_constraint
 
         tags = None
-        with contextlib.suppress(
-            UnsupportedModelError, CheckpointError
-        ):  # a template that is not valid is an error of chats only
+        # A template that is not valid is an error of chats only.
+        with contextlib.suppress(UnsupportedModelError, CheckpointError):
             tags = think_tags(self.chat_template.source)
 
         def encode(text: str) -> tuple[int, ...]:

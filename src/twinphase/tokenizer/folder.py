@@ -145,11 +145,8 @@ def _add_tokens(
 ) -> None:
     """Adds tokens that tokenizer_config.json has and tokenizer.json has not; makes those special that have a name."""
     listed = said.get("added_tokens_decoder")
-    entries = (
-        {int(key): entry for key, entry in listed.items() if re.fullmatch("[0-9]{1,9}", key)}
-        if isinstance(listed, dict)
-        else {}
-    )
+    items = listed.items() if isinstance(listed, dict) else ()
+    entries = {int(key): entry for key, entry in items if re.fullmatch("[0-9]{1,9}", key)}
     for _, entry in sorted(entries.items()):
         has_row = rows is None or backend.get_vocab_size(with_added_tokens=True) < rows
         if has_row and (text := _content(entry)) and backend.token_to_id(text) is None:

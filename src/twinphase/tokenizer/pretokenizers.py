@@ -44,6 +44,13 @@ _BY_DIGIT = PreTokenizer((r"\p{N}", _GPT2))
 _LLAMA3 = PreTokenizer((_WORDS % r"\p{N}{1,3}",), ignore_merges=True, add_bos=True)
 _DBRX = PreTokenizer(_LLAMA3.patterns)
 _QWEN2 = PreTokenizer((_WORDS % r"\p{N}",), nfc=True)
+_QWEN35 = PreTokenizer(
+    (
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACE}",
+    ),
+    nfc=True,
+)
 _PLAIN = PreTokenizer((_GPT2,))
 _GPT4O = PreTokenizer((_CASED % (f"{_CONTRACTION}?", f"{_CONTRACTION}?", r"\p{N}{1,3}"),))
 _TEKKEN = PreTokenizer((_CASED % ("", "", r"\p{N}"),), ignore_merges=True, add_bos=True)
@@ -89,11 +96,13 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "falcon3": _LLAMA3,
     "lfm2": _LLAMA3,
     "pixtral": _LLAMA3,
+    "falcon-h1": _LLAMA3,
     "dbrx": _DBRX,
     "smaug-bpe": _DBRX,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
+    "qwen35": _QWEN35,
     "gpt-4o": _GPT4O,
     "llama4": _GPT4O,
     "tekken": _TEKKEN,
