@@ -23,6 +23,7 @@ from twinphase.weights.canonical import canonical_tensors
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.experts import stack_experts
 from twinphase.weights.made import make_tensors
+from twinphase.weights.packed import unpacked_tensors
 from twinphase.weights.progress import Progress
 from twinphase.weights.quant import FORMATS
 from twinphase.weights.safetensors_header import Entry, read_safetensors_header, strict_json
@@ -99,7 +100,7 @@ def open_safetensors(
     sources = {
         name: _source(shard, file, entry) for file, shard in enumerate(shards) for name, entry in shard.tensors.items()
     }
-    sources = stack_experts(sources, architecture)
+    sources = stack_experts(unpacked_tensors(sources, config), architecture)
     sources = canonical_tensors(sources, architecture, layers, config.get("tie_word_embeddings") is True)
     for name, source in sources.items():
         if source.type not in FORMATS:
