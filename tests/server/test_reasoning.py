@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tokenizer.tiny_tokenizer import byte_level
 
+from twinphase.server.jobs import _markers
 from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
 
@@ -59,6 +61,34 @@ def test_tags_come_from_the_template() -> None:
     assert think_tags("{{ '<think>\\n' }}") == TAGS
     assert think_tags("{% if '[THINK]' in content %}") == ThinkTags("[THINK]", "[/THINK]")
     assert think_tags("{{ message.content }}") is None
+
+
+HARMONY = "{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}"
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"{ANALYSIS}why<|end|><|start|>assistant{FINAL}so", "why", "so"),
+        (f"{FINAL}so", "", "so"),
+        (f"{ANALYSIS}why, cut o", "why, cut o", ""),
+        ("<|channel|>commentary", "", "<|channel|>commentary"),
+    ],
+)
+def test_the_channels_of_gpt_oss(text: str, reasoning: str, content: str) -> None:
+    tags = think_tags(HARMONY)
+    assert tags is not None and not opens_thinking("<|start|>assistant", tags)
+    for pieces in ([text], list(text)):
+        splitter = ReasoningSplitter(tags, opened=False)
+        divided = [*(splitter.feed(piece) for piece in pieces), splitter.flush()]
+        assert ("".join(r for r, _ in divided), "".join(c for _, c in divided)) == (reasoning, content)
+
+
+def test_control_tokens_inside_a_tag_stay_in_the_text() -> None:
+    tags = ThinkTags("<|im_start|>analysis", "<|im_end|> so", "<|endoftext|>")
+    assert _markers(byte_level(), tags, None) == {0, 1, 2}
+    assert _markers(byte_level(), TAGS, None) == frozenset()
 
 
 def test_only_a_tag_at_its_end_opens_the_thinking() -> None:

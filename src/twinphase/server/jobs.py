@@ -305,9 +305,11 @@ def _one_constraint(
 
 
 def _markers(tokenizer: Tokenizer, tags: ThinkTags | None, format: ToolFormat | None) -> frozenset[int]:
-    texts = [tags.start, tags.end] if tags else []
+    """The control tokens in what divides an answer, which stay in its text until it is divided."""
+    texts = [tags.start, tags.end, tags.without] if tags else []
     texts += [format.begin.strip(), format.close.strip()] if format else []
-    return frozenset(token_id for token_id in map(_control_tokens(tokenizer), texts) if token_id is not None)
+    found = {(i, text) for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
+    return frozenset(i for i, text in found if tokenizer.is_special(i) and tokenizer.token_bytes(i).decode() in text)
 
 
 def _control_tokens(tokenizer: Tokenizer) -> Callable[[str], int | None]:

@@ -51,12 +51,14 @@ class ReasoningSplitter:
         return (held, "") if self._thinking else ("", held)
 
     def _begin(self) -> bool:
-        """Takes the start tag away, if there is one; False while that cannot be told."""
-        text, start = self._held.lstrip(), self._tags.start
+        """Takes the tag away that an answer begins with, if there is one; False while that cannot be told."""
+        text, start, without = self._held.lstrip(), self._tags.start, self._tags.without
         if text.startswith(start):
             self._held = text[len(start) :]
             self._thinking = self._beside_tag = True
-        elif start.startswith(text):
+        elif without and text.startswith(without):
+            self._held = text[len(without) :]
+        elif start.startswith(text) or without.startswith(text):
             return False
         self._beginning = False
         return True

@@ -9,16 +9,28 @@ __all__ = ["ThinkTags", "opens_thinking", "think_tags"]
 
 @dataclass(frozen=True)
 class ThinkTags:
-    """The texts around a model's thinking."""
+    """The texts around a model's thinking.
+
+    Attributes:
+        start, end: stand before and behind it.
+        without: what an answer begins with that was given without thinking; nothing for most models.
+    """
 
     start: str
     end: str
+    without: str = ""
 
 
 _KNOWN_TAGS = (
     ThinkTags("<think>", "</think>"),
     ThinkTags("<thinking>", "</thinking>"),
     ThinkTags("[THINK]", "[/THINK]"),
+    # GPT-OSS writes messages in channels.
+    ThinkTags(
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+        "<|channel|>final<|message|>",
+    ),
 )
 
 
