@@ -26,6 +26,7 @@ from twinphase.weights.made import make_tensors
 from twinphase.weights.packed import unpacked_tensors
 from twinphase.weights.progress import Progress
 from twinphase.weights.quant import FORMATS
+from twinphase.weights.quantize import quantized_tensors
 from twinphase.weights.safetensors_header import Entry, read_safetensors_header, strict_json
 from twinphase.weights.source import Source
 from twinphase.weights.storage import model_cache, write_atomically
@@ -83,7 +84,7 @@ def open_safetensors(
     Args:
         folder: holds config.json and model.safetensors, or an index and its shards.
         architecture: GGUF's name of it; whoever knows the models reads it from the config.
-        quantization: "none".
+        quantization: what float matrices become: "none", "q8_0", "q4_0" or "q4_k" (`quantized_tensors`).
         progress: told when tensors are made; None shows a bar on a terminal.
         mark_used: remember this as a use of the model (`last_used`).
 
@@ -91,6 +92,7 @@ def open_safetensors(
         ModelNotFoundError: no such folder, or no weights in it.
         CheckpointError: something in it is damaged, missing, or disagrees with the rest.
         UnsupportedModelError: weights only as pickles, or of a type that twinphase does not read.
+        InvalidRequestError: an unknown quantization.
     """
     config = read_folder_config(folder)
     layers = config.get("num_hidden_layers")
@@ -102,6 +104,7 @@ def open_safetensors(
     }
     sources = stack_experts(unpacked_tensors(sources, config), architecture)
     sources = canonical_tensors(sources, architecture, layers, config.get("tie_word_embeddings") is True)
+    sources = quantized_tensors(sources, quantization)
     for name, source in sources.items():
         if source.type not in FORMATS:
             raise UnsupportedModelError(
