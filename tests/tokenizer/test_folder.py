@@ -11,8 +11,10 @@ import pytest
 from tests.tokenizer.tiny_folder import TEXTS, save_folder, tokenizer_of, trained
 from tokenizers import decoders
 
+from twinphase.engine.text import ModelText
 from twinphase.errors import CheckpointError, ContextLengthError, TwinphaseError, UnsupportedModelError
 from twinphase.tokenizer.tokenizer import Tokenizer
+from twinphase.weights.safetensors import open_safetensors
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 BERT = {f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "unk", "pad", "mask")}
@@ -119,6 +121,18 @@ def test_a_vocabulary_larger_than_the_embedding(tmp_path: Path) -> None:
         tokenizer_of(tmp_path, rows=size - 3)
 
 
+def test_ids_may_have_gaps(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    trained("bytes").save(str(path))
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["behind"] = 900
+    path.write_text(json.dumps(content))
+    ours = tokenizer_of(tmp_path)
+    assert ours.vocab_size == 901 and ours.token_bytes(899) == b"" and ours.token_bytes(900) == b"behind"
+    with pytest.raises(CheckpointError, match="has 901 tokens"):
+        tokenizer_of(tmp_path, rows=900)
+
+
 def test_a_text_is_refused_by_its_length_only_if_no_tokenizer_could_shorten_it(tmp_path: Path) -> None:
     for kind, refused in (("bytes", True), ("metaspace", True), ("bert", False)):
         folder = save_folder(tmp_path / kind, trained(kind))
@@ -192,3 +206,23 @@ def _works_or_says_why(folder: Path) -> None:
         assert all(0 <= i < ours.vocab_size for i in ours.encode("hello <|user|> world"))
     except TwinphaseError as error:
         assert "\n" not in str(error) and error.fix
+
+
+def test_a_folder_as_transformers_saves_it(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = trained("spm")
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size() + 2,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=[2, 3],
+    )
+    LlamaForCausalLM(config).save_pretrained(str(tmp_path))
+    save_folder(tmp_path, tokenizer, **NAMES, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    model = ModelText(open_safetensors(tmp_path, "llama", mark_used=False))
+    assert model.tokenizer.eos_token_ids == {2, 3}
+    assert model.encode("hello", None)[1] == oracle(tmp_path)("hello")["input_ids"]
+    assert model.encode([{"role": "user", "content": "hello"}], None)[0] == "<s>hello"

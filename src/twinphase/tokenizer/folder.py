@@ -59,7 +59,7 @@ def open_folder(
     prefix, suffix = _added_around(backend)
     backend.post_processor = None  # what it adds is known now, and it would move the places where tokens begin
     bos, eos = (_token_id(backend, names.get(f"{name}_token")) for name in ("bos", "eos"))
-    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    size = _num_ids(backend)
     ends = [i for i in _end_ids(folder, config) if 0 <= i < size]
     spelling, strips_leading_space = _spelling(backend)
     facts = TokenizerFacts(
@@ -163,6 +163,13 @@ def _added_token(text: str, entry: Any) -> AddedToken:
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     said = entry if isinstance(entry, dict) else {}
     return AddedToken(text, **{flag: bool(said[flag]) for flag in flags if flag in said})
+
+
+def _num_ids(backend: tokenizers.Tokenizer) -> int:
+    count: int = backend.get_vocab_size(with_added_tokens=True)
+    if all(backend.id_to_token(i) is not None for i in range(count)):  # several times quicker than the whole table
+        return count
+    return max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _added_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
