@@ -98,6 +98,17 @@ def test_values_of_every_metadata_type(tmp_path: Path) -> None:
         assert "x.long" not in metadata
 
 
+def test_tensors_of_a_vision_model_in_the_same_file_are_left_out(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "gemma3")
+    for name in ("token_embd.weight", "v.blk.0.attn_k.weight", "mm.mm_input_projection.weight"):
+        writer.add_tensor(name, np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert list(open_gguf(tmp_path / "m.gguf").tensors) == ["token_embd.weight"]
+
+
 # The index ----------------------------------------------------------------------------------------------------------
 
 

@@ -257,6 +257,7 @@ def test_fingerprint_and_use(folder: Path, tmp_path: Path) -> None:
     assert first.cache_dir is not None
     (first.cache_dir / "derived").write_text("of this folder")
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "vocab.json").symlink_to(tmp_path / "nowhere")
     second = open_safetensors(folder, "llama")
     assert second.fingerprint == first.fingerprint and not (first.cache_dir / "derived").exists()
     write(folder, layer(), {"rope_theta": 5e5})

@@ -89,3 +89,12 @@ def test_each_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch
             gate, up = np.split(both, 2, axis=1)
         for part, expected in (("gate", gate), ("up", up), ("down", down)):
             np.testing.assert_array_equal(values(f"blk.1.ffn_{part}_exps.weight"), expected)
+
+
+def test_fp8_numbers_are_torch_s() -> None:
+    import torch
+
+    from twinphase.weights.packed import _e4m3_values
+
+    codes = torch.arange(256, dtype=torch.uint8)
+    np.testing.assert_array_equal(_e4m3_values(), codes.view(torch.float8_e4m3fn).float().numpy())

@@ -34,6 +34,8 @@ _INDEX_NAME = "index.msgpack"
 _SAMPLE_BYTES = 1024
 _MIN_BYTES = 24  # magic, version and two counts
 _FETCH_PARTS = "Fetch all parts of one model again, and keep their names."
+# llama.cpp's prefixes of vision, audio and their projection: Ollama has them in the file of the text model.
+_OTHER_MODALITIES = ("v.", "a.", "mm.")
 # general.file_type, for the mixtures whose name says more than their commonest tensor type.
 _FILE_TYPES = {
     **{10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M"},
@@ -129,7 +131,7 @@ def _map_parts(path: Path) -> tuple[dict[str, mmap.mmap], tuple[tuple[int, int],
 
 
 def _joined_tensors(names: list[str], headers: list[Header]) -> dict[str, TensorInfo]:
-    """The tensors of all parts, which must agree on how many they are."""
+    """The text model's tensors of all parts, which must agree on how many they are."""
     tensors: dict[str, TensorInfo] = {}
     for number, (name, header) in enumerate(zip(names, headers, strict=True)):
         count, place = header.metadata.get("split.count", 0), header.metadata.get("split.no", 0)
@@ -149,7 +151,7 @@ def _joined_tensors(names: list[str], headers: list[Header]) -> dict[str, Tensor
         raise CheckpointError(
             f"{names[0]} says {total} tensors, its parts have {len(tensors)}.", "Fetch the parts again."
         )
-    return tensors
+    return {key: info for key, info in tensors.items() if not key.startswith(_OTHER_MODALITIES)}
 
 
 def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:

@@ -256,8 +256,10 @@ def _remembered(folder: Path, shards: list[_Shard], key: str, config: bytes) -> 
     The folder's other JSON files count as well as the weights: a tokenizer built from them may be kept there.
     """
     cache = model_cache(folder)
-    others = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".model", ".txt"))
-    states = (f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in others)
+    states = []
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".model", ".txt")):
+        with contextlib.suppress(OSError):  # a broken link
+            states.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}")
     state = hashlib.sha256("\n".join([key, *states]).encode()).hexdigest()
     with contextlib.suppress(OSError, ValueError):
         known, fingerprint = (cache / "state").read_text().split()
