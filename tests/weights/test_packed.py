@@ -108,6 +108,14 @@ def test_the_second_version_of_gptq_and_tensors_left_whole(folder: Path) -> None
     np.testing.assert_array_equal(values(checkpoint, "blk.0.ffn_down.bias"), tensors[f"{NAME}.bias"])
 
 
+def test_gptq_biases_of_zeros_are_left_out(folder: Path) -> None:
+    tensors = gptq(*codes(64)) | {f"{NAME}.bias": np.zeros(OUTPUTS, np.float16)}
+    attention = "model.layers.0.self_attn.q_proj"
+    tensors |= {name.replace(NAME, attention): value for name, value in tensors.items()}
+    checkpoint = open_safetensors(write(folder, tensors, settings("gptq", 64)), "qwen2")
+    assert checkpoint.tensors.keys() == {OURS, "blk.0.attn_q.weight", "blk.0.attn_q.bias"}
+
+
 def test_awq_experts_are_stacked(folder: Path) -> None:
     expected, tensors = [], {}
     for i in range(3):

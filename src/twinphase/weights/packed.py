@@ -23,6 +23,8 @@ _FIX = "Fetch the model again."
 _USE = "Use the model in FP8, AWQ or GPTQ with 4 bits, or unquantized."
 # Of activations and the KV cache, which are not quantized here by what a folder says.
 _NOT_OF_WEIGHTS = ("input_scale", "activation_scale", "input_zero_point", "k_scale", "v_scale", "q_scale")
+# Some of GPTQ's writers give these a bias of zeros where the model has none.
+_WITHOUT_BIAS = ("o_proj", "gate_proj", "up_proj", "down_proj")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's gemm kernel: output of each nibble, lowest first
 
 
@@ -158,6 +160,8 @@ def _gptq(module: str, parts: dict[str, Source], settings: Mapping[str, Any]) ->
     def zeros() -> _Bytes:
         return (_nibbles_of_words(qzeros).reshape(-1, outputs) + np.uint8(less)) & np.uint8(15)
 
+    if module.endswith(_WITHOUT_BIAS) and "bias" in parts and not parts["bias"].read().any():
+        del parts["bias"]
     return {**parts, "weight": _four_bit_matrix((outputs, inputs), group, codes, zeros, scales)}
 
 
