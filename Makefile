@@ -7,8 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.stamp-run
 TEST_STAMP := $(VENV)/.stamp-test
-# One process per core, a file to a process: a file's tests share the server that they start.
-PARALLEL ?= -n auto --dist loadfile
+# One process per core, a file to a process: a file's tests share the server that they start. In the order of the
+# folders, so that the longest files (tests/parity) are not left to the end.
+PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help demo test test-all lint bench clean

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: libraries that would take all cores wait for each other
+    for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(_variable, "1")  # read when the library is loaded, so before anything below
+
 import contextlib
 import ctypes
-import os
 import signal
 from pathlib import Path
 
