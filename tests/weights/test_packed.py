@@ -8,6 +8,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 from tests.weights.test_safetensors import HIDDEN, entry, header, random, values, write
 
 from twinphase.errors import CheckpointError, TwinphaseError, UnsupportedModelError
@@ -125,6 +128,33 @@ def test_awq_experts_are_stacked(folder: Path) -> None:
         expected.append(formula(q, zeros, scales))
     checkpoint = open_safetensors(write(folder, tensors, settings("awq", 64)), "qwen3moe")
     np.testing.assert_allclose(values(checkpoint, "blk.0.ffn_down_exps.weight"), expected, atol=2e-4)
+
+
+ODD = st.sampled_from([None, True, -1, 0, 1, 4, 32, 2**70, 1.5, "", "awq", "x" * 300, [], [0, 0], [-1, 2], {}, [{}]])
+
+
+@settings_of_hypothesis(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_any_configuration_opens_or_fails_cleanly(folder: Path, data: st.DataObject) -> None:
+    method = data.draw(st.sampled_from(["awq", "gptq", "fp8", "compressed-tensors", "mxfp4"]))
+    config = settings(method, 64)
+    inner = config["quantization_config"]
+    assert isinstance(inner, dict)
+    keys = ["quant_method", "bits", "group_size", "desc_act", "version", "checkpoint_format", "format"]
+    for key in data.draw(st.lists(st.sampled_from([*keys, "weight_block_size", "w_bit"]), max_size=3)):
+        inner[key] = data.draw(ODD)
+    for key in data.draw(
+        st.lists(st.sampled_from(["num_hidden_layers", "text_config", "tie_word_embeddings"]), max_size=1)
+    ):
+        config[key] = data.draw(ODD)
+    tensors = awq(*codes(64)) if method == "awq" else gptq(*codes(64))
+    odd = st.sampled_from([np.zeros((), np.int32), np.zeros((0, 8), np.float16), np.zeros((8, 8), np.int32), random(4)])
+    for name in data.draw(st.lists(st.sampled_from(list(tensors)), max_size=1)):
+        tensors[name] = data.draw(odd)
+    try:
+        open_safetensors(write(folder, tensors, config), "llama", mark_used=False)
+    except TwinphaseError as error:
+        assert error.cause and error.fix and "\n" not in str(error) and len(str(error)) < 600
 
 
 def test_what_would_be_read_wrongly_is_refused(folder: Path) -> None:

@@ -186,10 +186,12 @@ def test_a_damaged_file_of_made_tensors_is_made_anew(
     open_safetensors(write(folder, tensors), "qwen3moe")
     (kept,) = cache.rglob("tensors-none.gguf")
     kept.write_bytes(damage)
+    killed = kept.with_name(f".tensors-none.gguf-{2**22 + 1}-x")  # no process has that id
+    killed.touch()
     checkpoint = open_safetensors(folder, "qwen3moe")
     for name, value in expected.items():
         np.testing.assert_array_equal(values(checkpoint, name), value)
-    assert kept.stat().st_size > 5000
+    assert kept.stat().st_size > 5000 and not killed.exists()
 
 
 def test_without_a_cache_they_are_made_in_memory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

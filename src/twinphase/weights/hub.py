@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from twinphase.weights.packages import canonical_packages, expand_packages, know
 from twinphase.weights.progress import Progress, progress_bar
 from twinphase.weights.safetensors import folder_weights, is_model_folder
 from twinphase.weights.split import is_later_part, part_names
-from twinphase.weights.storage import cache_root, storage_error
+from twinphase.weights.storage import abandoned, cache_root, storage_error
 
 __all__ = ["DEFAULT_MODEL", "LocalModel", "cached_model", "list_models", "pull_model", "resolve_model"]
 
@@ -243,24 +242,10 @@ def _staging_folder() -> Iterator[Path]:
     """A folder beside the models, gone afterwards; also removes those of processes that were killed."""
     models = _models_folder()
     models.mkdir(parents=True, exist_ok=True)
-    for old in models.glob(f"{_STAGING}*"):
-        owner = old.name.removeprefix(_STAGING).partition("-")[0]
-        if owner.isdigit() and not _is_running(int(owner)):
-            shutil.rmtree(old, ignore_errors=True)
+    for old in abandoned(models, _STAGING):
+        shutil.rmtree(old, ignore_errors=True)
     staging = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.getpid()}-", dir=models))
     try:
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    if sys.platform == "win32":  # there, signal 0 would end the process
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

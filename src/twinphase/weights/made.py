@@ -22,6 +22,7 @@ from twinphase.weights.checkpoint import TensorInfo
 from twinphase.weights.gguf_header import read_header
 from twinphase.weights.progress import Progress, progress_bar
 from twinphase.weights.source import Source
+from twinphase.weights.storage import abandoned
 
 __all__ = ["make_tensors"]
 
@@ -102,7 +103,10 @@ def _kept(sources: Mapping[str, Source], path: Path, key: str) -> _Made | None:
 def _write(sources: Mapping[str, Source], path: Path, key: str, steps: Callable[[], Iterator[_Bytes]]) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    prefix = f".{path.name}-"
+    for old in abandoned(path.parent, prefix):
+        old.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f"{prefix}{os.getpid()}-", dir=path.parent)
     os.close(handle)
     try:
         with contextlib.closing(GGUFWriter(name, "twinphase")) as writer:

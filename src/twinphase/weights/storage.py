@@ -15,7 +15,7 @@ from pathlib import Path
 
 from twinphase.errors import StorageError
 
-__all__ = ["cache_root", "model_cache", "storage_error", "write_atomically"]
+__all__ = ["abandoned", "cache_root", "model_cache", "storage_error", "write_atomically"]
 
 _CACHE_VARIABLE = "TWINPHASE_CACHE"
 
@@ -53,6 +53,28 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+
+
+def abandoned(folder: Path, prefix: str) -> list[Path]:
+    """What processes that were killed have left in a folder, under names of prefix, process id and a hyphen."""
+    found = []
+    for path in folder.glob(f"{prefix}*"):
+        owner = path.name.removeprefix(prefix).partition("-")[0]
+        if owner.isdigit() and not _is_running(int(owner)):
+            found.append(path)
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    if sys.platform == "win32":  # there, signal 0 would end the process
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
