@@ -103,7 +103,7 @@ class Steps:
     def __init__(self, path: Path, backend: Backend, *, num_blocks: int = 64, block_size: int = 16) -> None:
         self.backend, self.block_size = backend, block_size
         self.model = load_model(open_gguf(path), backend)
-        config = self.model.config
+        config = self.model.blueprint
         self.vocab_size = config.vocab_size
         spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, block_size)
         backend.allocate_kv_cache(spec)

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
     with serving(args, **flags) as server:
         target = run_client(OpenAITarget.open(server.url))
         llm = LLM(args.model, threads=args.threads, **config)
-        sizing = Sizing(vocab_size=llm.model_config.vocab_size)
+        sizing = Sizing(vocab_size=llm.blueprint.vocab_size)
         lengths = Lengths((args.prompt, args.prompt), (args.output, args.output))
         for rep in range(-1, args.reps):
             for count in counts:

@@ -1,6 +1,6 @@
 """The engine's configuration: frozen, resolved once against the model, printed as it is used.
 
-Not for a request's wishes (`SamplingParams`) nor for a model's shape (`models.config.ModelConfig`).
+Not for a request's wishes (`SamplingParams`) nor for a model's shape (`blueprint.Blueprint`).
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from provoked import Script
 from twinphase.batch import Phase
-from twinphase.engine.loading import model_shape
 from twinphase.engine.progress import GenerateProgress
 from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError
 from twinphase.phases.timeline import IntervalKind
+from twinphase.phases.work import model_shape
 from twinphase.request import MissReason, PrefixMiss, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -374,8 +374,8 @@ def test_configuration_is_checked_against_the_model(make_llm):
 
 
 def test_shape_counts_the_tied_head_and_what_only_rows_with_logits_go_through(llm):
-    shape, tensors = model_shape(llm.checkpoint, llm.model_config), llm.checkpoint.tensors
-    last = f"blk.{llm.model_config.num_layers - 1}."
+    shape, tensors = model_shape(llm.checkpoint, llm.blueprint), llm.checkpoint.tensors
+    last = f"blk.{llm.blueprint.num_layers - 1}."
     tail = sum(tensors[f"{last}{name}.weight"].nbytes for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down"))
     assert shape.head_bytes == 320 * 64 * 4 + tail
     matrices = sum(info.nbytes for name, info in tensors.items() if name.startswith("blk.") and len(info.shape) == 2)

@@ -16,7 +16,7 @@ from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.weights import Vector
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.errors import CheckpointError, OutOfMemoryError, TwinphaseError, UnsupportedModelError
-from twinphase.models.loader import load_model, read_config
+from twinphase.models.loader import load_model, read_blueprint
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
 
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def logits(checkpoint: Checkpoint, backend: Backend) -> np.ndarray:
     model = load_model(checkpoint, backend)
-    config = model.config
+    config = model.blueprint
     backend.allocate_kv_cache(KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 8))
     tokens = np.arange(3, 53, dtype=np.int32)
     piece = Piece(tokens, 0, np.array([5, 0, 2, 7], np.int32))
@@ -70,7 +70,7 @@ def test_norms_and_logits_have_the_width_of_what_they_are_given(tmp_path: Path) 
 
         def forward(backend: Backend) -> object:
             x = backend.logit_rows(backend.embed(model.embedding))
-            wide = backend.silu_mul(backend.linear(x, model.layers[0].gate_up))
+            wide = backend.gate_mul(backend.linear(x, model.layers[0].gate_up))
             wanted = backend.linear(backend.rms_norm(wide, norm, 1e-5), model.layers[0].down)
             backend.linear(x, model.head)
             return wanted
@@ -100,7 +100,7 @@ def test_tensors_that_are_wrong_or_would_be_ignored(
     known = checkpoint.tensors["token_embd.weight"]
     wrong = replace(known, name=name, shape=shape)
     with pytest.raises(error, match=says):
-        read_config(replace(checkpoint, tensors={**checkpoint.tensors, name: wrong}))
+        read_blueprint(replace(checkpoint, tensors={**checkpoint.tensors, name: wrong}))
 
 
 @pytest.mark.parametrize(
@@ -109,16 +109,14 @@ def test_tensors_that_are_wrong_or_would_be_ignored(
         ("rope.dimension_count", 128, CheckpointError),
         ("rope.dimension_count", 7, CheckpointError),
         ("context_length", 900_000_000, CheckpointError),
-        ("rope.scale_linear", 4.0, UnsupportedModelError),
-        ("expert_count", 8, UnsupportedModelError),
-        ("attention.sliding_window", 4096, UnsupportedModelError),
+        ("rope.scaling.type", "dynamic", UnsupportedModelError),
     ],
 )
 def test_hyper_parameters_that_cannot_be_honoured(
     checkpoint: Checkpoint, key: str, value: float, error: type[TwinphaseError]
 ) -> None:
     with pytest.raises(error, match=key.rpartition(".")[2]):
-        read_config(replace(checkpoint, metadata={**checkpoint.metadata, f"llama.{key}": value}))
+        read_blueprint(replace(checkpoint, metadata={**checkpoint.metadata, f"llama.{key}": value}))
 
 
 def test_a_kv_cache_beyond_all_memory(checkpoint: Checkpoint) -> None:

@@ -13,38 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Array", "Backend", "Forward", "KVCacheSpec", "ModelShape", "RopeSpec", "StepInputs"]
+__all__ = ["Array", "Backend", "Forward", "KVCacheSpec", "StepInputs"]
 
 Array = Any  # opaque to models
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary position embedding (Su et al., 2021).
-
-    Attributes:
-        theta: frequency base.
-        dim: rotated dimensions of a head, the first `dim` of it.
-        interleaved: True rotates pairs (2i, 2i+1) as GGUF stores Llama; False pairs (i, i + dim/2).
-        factors: tensor name whose values divide the frequencies (Llama 3 long context), or None.
-    """
-
-    theta: float
-    dim: int
-    interleaved: bool
-    factors: str | None = None
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What a backend must know of a model before its weights come."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeSpec
 
 
 @dataclass(frozen=True)
@@ -109,8 +83,8 @@ class Backend(Protocol):
     block_multiple: int  # the block size of the KV cache is a multiple of this
     kv_cache_dtypes: tuple[str, ...]  # what `EngineConfig.kv_cache_dtype` may be
 
-    def prepare(self, checkpoint: Checkpoint, shape: ModelShape) -> None:
-        """Get ready for this model (compile kernels, reserve memory); called once, before any weight.
+    def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
+        """Get ready for this model (compile its kernels, reserve memory); called once, before any weight.
 
         Raises:
             UnsupportedModelError: the model's shape or tensor types cannot be computed here.
@@ -120,13 +94,19 @@ class Backend(Protocol):
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """Weights of a linear layer; several names are stacked along the outputs, [sum of outputs, inputs]."""
 
-    def vector(self, checkpoint: Checkpoint, name: str) -> Array:
-        """A float32 vector, such as a norm's weight."""
+    def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
+        """The same linear layer of every expert; several names are stacked, [experts, sum of outputs, inputs]."""
+
+    def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> Array:
+        """Float32 values of tensors, such as a norm's weight or the biases of stacked matrices, `plus` added.
+
+        A tensor with rows, such as the biases of experts, keeps them: [experts, sum of widths].
+        """
 
     def embedding(self, checkpoint: Checkpoint, name: str) -> Array:
         """The token embedding, [vocab_size, hidden_size]."""
 
-    def rope(self, checkpoint: Checkpoint, spec: RopeSpec, max_positions: int) -> Array:
+    def rope(self, rope: Rope, max_positions: int) -> Array:
         """Rotation tables for positions below `max_positions`."""
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
@@ -140,26 +120,59 @@ class Backend(Protocol):
         """Run `forward` on `inputs`; float32 logits [num_logits, vocab_size], valid until the next call."""
 
     # Operations, called by models inside `execute`.
-    def embed(self, table: Array) -> Array:
-        """Embedding rows of the step's tokens, [num_tokens, hidden_size]."""
+    def embed(self, table: Array, scale: float = 1.0) -> Array:
+        """Embedding rows of the step's tokens times `scale`, [num_tokens, hidden_size]."""
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019), same shape."""
 
-    def linear(self, x: Array, weight: Array, residual: Array | None = None) -> Array:
-        """x @ weight.T, plus `residual` (which it may overwrite) when given; [rows, outputs]."""
+    def linear(self, x: Array, weight: Array, *, residual: Array | None = None, bias: Array | None = None) -> Array:
+        """x @ weight.T, plus `residual` (which it may overwrite) or `bias` when given; [rows, outputs]."""
 
-    def rope_kv_write(self, qkv: Array, rope: Array, layer: int, num_heads: int) -> Array:
-        """Rotate queries and keys, write keys and values to the cache; returns the queries.
+    def add(self, x: Array, h: Array, scale: float = 1.0) -> Array:
+        """x + scale * h; may overwrite x."""
 
-        `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
+    def add_norm(self, x: Array, h: Array, weight: Array, eps: float, scale: float = 1.0) -> Array:
+        """x + scale * rms_norm(h, weight), the norm behind a half of a layer; may overwrite x."""
+
+    def rope_kv_write(
+        self, qkv: Array, rope: Array | None, layer: int, q_norm: Array | None = None, k_norm: Array | None = None
+    ) -> Array:
+        """Normalize and rotate queries and keys, write keys and values to the cache; returns the queries.
+
+        `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], however its matrices were stored. The norms'
+        weights are as the blueprint's `qk_norm` says; without a `rope` nothing is rotated.
         """
 
-    def attention(self, q: Array, layer: int, num_heads: int) -> Array:
-        """Causal attention of the step's rows over the cache, [num_tokens, num_heads * head_dim]."""
+    def attention(self, q: Array, layer: int, window: int | None = None, sinks: Array | None = None) -> Array:
+        """Causal attention of the step's rows over the cache, [num_tokens, num_heads * head_dim].
 
-    def silu_mul(self, gate_up: Array) -> Array:
-        """silu(gate) * up of [num_tokens, 2 * ffn] = (gate, up); [num_tokens, ffn]."""
+        A row at position p attends to the positions from p - window + 1 on. `sinks` are logits [num_heads] that take
+        part in the softmax (Xiao et al., 2023). Scale and softcap are the blueprint's.
+        """
+
+    def gate_mul(self, gate_up: Array) -> Array:
+        """activation(gate) * up of [rows, 2 * ffn] = (gate, up), by the blueprint's activation; [rows, ffn]."""
+
+    def moe(
+        self,
+        x: Array,
+        router: Array,
+        gate_up: Array,
+        down: Array,
+        experts: Experts,
+        *,
+        router_bias: Array | None = None,
+        gate_up_bias: Array | None = None,
+        down_bias: Array | None = None,
+    ) -> Array:
+        """The weighted sum of each row's chosen experts, added in the order of their rank; same shape as x.
+
+        The `experts.used` largest of the router's logits are chosen, the smaller number of two equal ones.
+        """
 
     def logit_rows(self, x: Array) -> Array:
         """The rows of x [num_tokens, width] whose logits are wanted, [num_logits, width]."""
+
+    def cap_logits(self, logits: Array, scale: float, softcap: float | None) -> Array:
+        """The logits times `scale`, then softcap * tanh(logits / softcap) when there is one."""

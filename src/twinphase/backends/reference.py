@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Forward, KVCacheSpec, ModelShape, RopeSpec, StepInputs
+from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
 from twinphase.backends.rope_tables import rope_tables
+from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
@@ -28,25 +29,33 @@ class ReferenceBackend:
     block_multiple = 1
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
 
-    def prepare(self, checkpoint: Checkpoint, shape: ModelShape) -> None:
-        """Nothing to prepare."""
+    def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
+        """Nothing but to remember what the model is made of."""
+        self.blueprint = blueprint
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> F32:
         """Dequantized weights, float32 [outputs, inputs]."""
-        return np.concatenate([self.vector(checkpoint, name) for name in names])
+        return np.concatenate([self._tensor(checkpoint, name) for name in names])
 
-    def vector(self, checkpoint: Checkpoint, name: str) -> F32:
-        """A dequantized tensor, float32 of its shape."""
+    def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> F32:
+        """Dequantized weights, float32 [experts, outputs, inputs]."""
+        return np.concatenate([self._tensor(checkpoint, name) for name in names], axis=1)
+
+    def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> F32:
+        """Dequantized tensors side by side, float32 of their shape."""
+        return np.concatenate([self._tensor(checkpoint, name) for name in names], axis=-1) + np.float32(plus)
+
+    def _tensor(self, checkpoint: Checkpoint, name: str) -> F32:
         info = checkpoint.tensors[name]
         return dequantize(checkpoint.raw(name), info.shape, info.type)
 
     def embedding(self, checkpoint: Checkpoint, name: str) -> F32:
         """Dequantized embedding, float32 [vocab_size, hidden_size]."""
-        return self.vector(checkpoint, name)
+        return self._tensor(checkpoint, name)
 
-    def rope(self, checkpoint: Checkpoint, spec: RopeSpec, max_positions: int) -> tuple[F32, F32, bool]:
+    def rope(self, rope: Rope, max_positions: int) -> tuple[F32, F32, bool]:
         """Cosines, sines and whether pairs are interleaved."""
-        return (*rope_tables(checkpoint, spec, max_positions), spec.interleaved)
+        return (*rope_tables(rope, max_positions), rope.interleaved)
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Float32 [layers, slots, kv_heads, head_dim], keys and values apart."""
@@ -65,9 +74,9 @@ class ReferenceBackend:
         logits: F32 = forward(self)
         return logits
 
-    def embed(self, table: F32) -> F32:
-        """Rows of the table."""
-        return table[self.inputs.token_ids]
+    def embed(self, table: F32, scale: float = 1.0) -> F32:
+        """Rows of the table, scaled."""
+        return table[self.inputs.token_ids] * np.float32(scale)
 
     def rms_norm(self, x: F32, weight: F32, eps: float) -> F32:
         """x / sqrt(mean(x^2) + eps) * weight."""
@@ -75,19 +84,46 @@ class ReferenceBackend:
         root: F32 = np.sqrt(mean + np.float32(eps), dtype=np.float32)
         return x / root * weight
 
-    def linear(self, x: F32, weight: F32, residual: F32 | None = None) -> F32:
-        """x @ weight.T + residual."""
+    def linear(self, x: F32, weight: F32, *, residual: F32 | None = None, bias: F32 | None = None) -> F32:
+        """x @ weight.T + residual + bias."""
         out: F32 = x @ weight.T
-        return out if residual is None else out + residual
+        for term in (residual, bias):
+            if term is not None:
+                out = out + term
+        return out
 
-    def rope_kv_write(self, qkv: F32, rope: tuple[F32, F32, bool], layer: int, num_heads: int) -> F32:
-        """Rotate, write the cache, return queries [num_tokens, num_heads, head_dim]."""
-        spec, inputs = self.kv_spec, self.inputs
-        heads = qkv.reshape(len(qkv), -1, spec.head_dim)
-        q, k, v = np.split(heads, [num_heads, num_heads + spec.num_kv_heads], axis=1)
-        self.keys[layer, inputs.slot_mapping] = self._rotate(k, rope)
+    def add(self, x: F32, h: F32, scale: float = 1.0) -> F32:
+        """x + scale * h."""
+        return x + np.float32(scale) * h
+
+    def add_norm(self, x: F32, h: F32, weight: F32, eps: float, scale: float = 1.0) -> F32:
+        """x + scale * rms_norm(h)."""
+        return self.add(x, self.rms_norm(h, weight, eps), scale)
+
+    def rope_kv_write(
+        self,
+        qkv: F32,
+        rope: tuple[F32, F32, bool] | None,
+        layer: int,
+        q_norm: F32 | None = None,
+        k_norm: F32 | None = None,
+    ) -> F32:
+        """Normalize, rotate, write the cache, return queries [num_tokens, num_heads, head_dim]."""
+        b, inputs, rows = self.blueprint, self.inputs, len(qkv)
+        ends = [b.num_heads * b.head_dim, (b.num_heads + b.num_kv_heads) * b.head_dim]
+        q, k, v = (part.reshape(rows, -1, b.head_dim) for part in np.split(qkv, ends, axis=1))
+        if q_norm is not None and k_norm is not None:
+            q, k = self._normalize(q, q_norm), self._normalize(k, k_norm)
+        if rope is not None:
+            q, k = self._rotate(q, rope), self._rotate(k, rope)
+        self.keys[layer, inputs.slot_mapping] = k
         self.values[layer, inputs.slot_mapping] = v
-        return self._rotate(q, rope)
+        return q
+
+    def _normalize(self, x: F32, weight: F32) -> F32:
+        """RMSNorm of each head of x [rows, heads, head_dim], or of all heads together where the weight is as wide."""
+        flat = x.reshape(len(x), -1, len(weight))
+        return self.rms_norm(flat, weight, self.blueprint.norm_eps).reshape(x.shape)
 
     def _rotate(self, x: F32, rope: tuple[F32, F32, bool]) -> F32:
         cos_table, sin_table, interleaved = rope
@@ -100,30 +136,85 @@ class ReferenceBackend:
         out[..., second] = x[..., first] * sin + x[..., second] * cos
         return out
 
-    def attention(self, q: F32, layer: int, num_heads: int) -> F32:
-        """softmax(q k^T / sqrt(d)) v, causal, sequence by sequence."""
-        spec, inputs = self.kv_spec, self.inputs
+    def attention(self, q: F32, layer: int, window: int | None = None, sinks: F32 | None = None) -> F32:
+        """softmax(scale * q k^T) v, causal and within the window, sequence by sequence."""
+        spec, inputs, b = self.kv_spec, self.inputs, self.blueprint
         out = np.empty_like(q)
         for i, context_len in enumerate(inputs.context_lens):
             rows = slice(inputs.query_start[i], inputs.query_start[i + 1])
             at = np.arange(context_len)
             slots = inputs.block_tables[i][at // spec.block_size] * spec.block_size + at % spec.block_size
             k, v = self.keys[layer, slots], self.values[layer, slots]  # [context, kv_heads, head_dim]
-            hidden = at[None, :] > inputs.positions[rows][:, None]  # the causal mask
-            for head in range(num_heads):
-                kv_head = head * spec.num_kv_heads // num_heads
-                scores = q[rows, head] @ k[:, kv_head].T * np.float32(spec.head_dim**-0.5)
+            position = inputs.positions[rows][:, None]
+            hidden = at[None, :] > position  # the causal mask
+            if window is not None:
+                hidden |= at[None, :] <= position - window
+            for head in range(b.num_heads):
+                scores = q[rows, head] @ k[:, head // b.group].T * np.float32(b.scale)
+                if b.attention_softcap is not None:
+                    scores = _softcap(scores, b.attention_softcap)
                 scores[hidden] = -np.inf
-                p = np.exp(scores - scores.max(axis=1, keepdims=True))
-                out[rows, head] = (p / p.sum(axis=1, keepdims=True)) @ v[:, kv_head]
+                sink = np.full((len(scores), 1), -np.inf if sinks is None else sinks[head], np.float32)
+                top = np.maximum(scores.max(axis=1, keepdims=True), sink)
+                p = np.exp(scores - top)
+                out[rows, head] = (p / (p.sum(axis=1, keepdims=True) + np.exp(sink - top))) @ v[:, head // b.group]
         return out.reshape(len(out), -1)
 
-    def silu_mul(self, gate_up: F32) -> F32:
-        """silu(gate) * up."""
+    def gate_mul(self, gate_up: F32) -> F32:
+        """activation(gate) * up."""
+        out: F32
         gate, up = np.split(gate_up, 2, axis=1)
-        out: F32 = gate / (1 + np.exp(-gate)) * up
+        if self.blueprint.activation == "gelu":  # by tanh (Hendrycks and Gimpel, 2016, arXiv:1606.08415)
+            inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
+            out = np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+            return out
+        if self.blueprint.activation == "swiglu_oai":  # clamped, alpha 1.702 (gpt-oss's published code)
+            gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+            out = gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
+            return out
+        out = gate / (1 + np.exp(-gate)) * up
+        return out
+
+    def moe(
+        self,
+        x: F32,
+        router: F32,
+        gate_up: F32,
+        down: F32,
+        experts: Experts,
+        *,
+        router_bias: F32 | None = None,
+        gate_up_bias: F32 | None = None,
+        down_bias: F32 | None = None,
+    ) -> F32:
+        """Each row through its chosen experts, expert by expert; added in the order of their rank."""
+        logits = self.linear(x, router, bias=router_bias)
+        order = np.argsort(-logits, axis=1, kind="stable")[:, : experts.used]
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+        p = np.take_along_axis(p / p.sum(axis=1, keepdims=True), order, axis=1)
+        if experts.renormalize:
+            p = p / p.sum(axis=1, keepdims=True)
+        results = np.empty((*order.shape, x.shape[1]), np.float32)
+        for expert in np.unique(order).tolist():
+            rows, rank = np.nonzero(order == expert)
+            biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
+            h = self.gate_mul(self.linear(x[rows], gate_up[expert], bias=biases[0]))
+            results[rows, rank] = self.linear(h, down[expert], bias=biases[1])
+        out = np.zeros_like(x)
+        for k in range(experts.used):
+            out += p[:, k, None] * results[:, k]
         return out
 
     def logit_rows(self, x: F32) -> F32:
         """The wanted rows."""
         return x[self.inputs.logit_rows]
+
+    def cap_logits(self, logits: F32, scale: float, softcap: float | None) -> F32:
+        """Scaled, then capped."""
+        logits = logits * np.float32(scale)
+        return logits if softcap is None else _softcap(logits, softcap)
+
+
+def _softcap(x: F32, cap: float) -> F32:
+    out: F32 = np.float32(cap) * np.tanh(x / np.float32(cap))
+    return out

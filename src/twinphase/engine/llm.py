@@ -65,7 +65,7 @@ class LLM:
         """
         self._loaded = LoadedEngine(model, compile_progress=compile_progress, **config)
         self.config, self.checkpoint = self._loaded.config, self._loaded.checkpoint
-        self.model_config, self.engine = self._loaded.model_config, self._loaded.engine
+        self.blueprint, self.engine = self._loaded.blueprint, self._loaded.engine
         self._ids = count()
         self._turns = Turns()
         self._transcripts: dict[str, Transcript] = {}  # unfinished requests

@@ -20,13 +20,13 @@ from twinphase.engine.text import ModelText
 from twinphase.engine.trace import TraceWriter, trace_header
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.explain.explanation import Explanation, Machine, explain
-from twinphase.models.config import ModelConfig
-from twinphase.models.loader import Model, load_model, read_config
+from twinphase.models.decoder import Decoder
+from twinphase.models.loader import load_model, read_blueprint
 from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
 from twinphase.phases.report import Units, phase_report
 from twinphase.phases.timeline import RequestTimeline
-from twinphase.phases.work import ModelShape
+from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.weights.checkpoint import Checkpoint
@@ -42,7 +42,6 @@ __all__ = [
     "make_backend",
     "make_engine",
     "measured_ceilings",
-    "model_shape",
 ]
 
 DENSE_TYPES = {"F32", "F16", "BF16"}
@@ -69,14 +68,13 @@ class LoadedEngine:
         """Load a model; see `LLM` for the arguments and errors. `load_progress` is told (done, total) layers."""
         wanted = engine_config(config)
         self.checkpoint = open_gguf(resolve_model(str(model)))
-        self.model_config = read_config(self.checkpoint)
-        shape = self.model_config
-        about = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # keys and values in 16 bits
-        self.config = wanted.resolve(shape.context_length, about)
+        b = self.blueprint = read_blueprint(self.checkpoint)
+        about = 4 * b.num_layers * b.num_kv_heads * b.head_dim  # keys and values in 16 bits
+        self.config = wanted.resolve(b.context_length, about)
         self.text = ModelText(self.checkpoint)
         self.backend = backend = make_backend(self.config, compile_progress)
         loaded = load_model(self.checkpoint, backend, self.config.max_model_len, load_progress)
-        costs, eos = model_shape(self.checkpoint, loaded.config), self.text.tokenizer.eos_token_ids
+        costs, eos = model_shape(self.checkpoint, b), self.text.tokenizer.eos_token_ids
         self.engine = make_engine(self.config, loaded, backend, costs, eos, self.checkpoint.fingerprint)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -174,7 +172,7 @@ def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str
 
 def make_engine(
     config: EngineConfig,
-    model: Model,
+    model: Decoder,
     backend: Backend,
     shape: ModelShape,
     eos_token_ids: frozenset[int],
@@ -184,9 +182,9 @@ def make_engine(
     if config.max_model_len is None or config.num_kv_blocks is None:
         raise ValueError("the configuration is not resolved")
     spec = KVCacheSpec(
-        num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
+        num_layers=model.blueprint.num_layers,
+        num_kv_heads=model.blueprint.num_kv_heads,
+        head_dim=model.blueprint.head_dim,
         num_blocks=config.num_kv_blocks,
         block_size=config.block_size,
     )
@@ -211,7 +209,7 @@ def make_engine(
     )
     runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
     recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
-    return Engine(scheduler, runner, recorder, shape=shape, vocab_size=model.config.vocab_size, seed=config.seed)
+    return Engine(scheduler, runner, recorder, shape=shape, vocab_size=model.blueprint.vocab_size, seed=config.seed)
 
 
 def _step_log(config: EngineConfig, scheduler: Scheduler, cost_model: CostModel) -> TraceWriter | None:
@@ -233,26 +231,6 @@ def measured_ceilings(config: EngineConfig) -> Ceilings | None:
     from twinphase.backends.cpu.isa import choose_isa
 
     return load_ceilings(config.threads or available_cores(), choose_isa(config.isa).name)
-
-
-def model_shape(checkpoint: Checkpoint, config: ModelConfig) -> ModelShape:
-    """The numbers of the cost formulas; bytes are those of the checkpoint's own precision."""
-    head = checkpoint.tensors.get("output.weight") or checkpoint.tensors["token_embd.weight"]
-    matrices = {t.name: t for t in checkpoint.tensors.values() if t.name.startswith("blk.") and len(t.shape) == 2}
-    last = f"blk.{config.num_layers - 1}."
-    tail = [matrices[f"{last}{name}.weight"] for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")]
-    tail_parameters = sum(info.shape[0] * info.shape[1] for info in tail)
-    tail_bytes = sum(info.nbytes for info in tail)
-    return ModelShape(
-        linear_parameters=config.linear_parameters - tail_parameters,
-        head_parameters=config.vocab_size * config.hidden_size + tail_parameters,
-        linear_bytes=sum(info.nbytes for info in matrices.values()) - tail_bytes,
-        head_bytes=head.nbytes + tail_bytes,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
 
 
 def best_isa(config: EngineConfig) -> str | None:

@@ -8,7 +8,7 @@ from time import perf_counter
 from twinphase.backends.base import Backend
 from twinphase.batch import Batch, StepOutput
 from twinphase.engine.inputs import build
-from twinphase.models.loader import Model
+from twinphase.models.decoder import Decoder
 from twinphase.sampling.sampler import sample
 
 __all__ = ["Runner"]
@@ -17,7 +17,7 @@ __all__ = ["Runner"]
 class Runner:
     """A model on a backend whose KV cache is allocated."""
 
-    def __init__(self, model: Model, backend: Backend, *, block_size: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, model: Decoder, backend: Backend, *, block_size: int, eos_token_ids: Collection[int]) -> None:
         self.model = model
         self.backend = backend
         self.block_size = block_size

@@ -1,91 +1,168 @@
-"""Hyper-parameters of a decoder, read from a checkpoint's metadata."""
+"""Hyper-parameters of a checkpoint in one vocabulary: Hugging Face's field names, whatever the format.
+
+A GGUF file's metadata is translated, so that `architectures/` describes each model once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
-from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.errors import CheckpointError
 from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.quant import dequantize
 
-__all__ = ["ModelConfig"]
+__all__ = ["Config"]
 
-MAX_CONTEXT = 1 << 24  # tokens; no model comes near, so a larger number is a damaged file
-# Features that would change the answers if they were ignored, with the value that means "not used".
-NEUTRAL = {"rope.scale_linear": 1.0, "expert_count": 0, "attention.sliding_window": 0}
+LARGEST = 1 << 24  # no model comes near in any field but rope_theta, so a larger number is a damaged file
+FIX = "Convert or fetch the model again."
+# GGUF's keys behind the architecture's prefix (gguf.constants), and the field each stands for.
+GGUF_FIELDS = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "feed_forward_length": "intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "context_length": "max_position_embeddings",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attention.scale": "attention_multiplier",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "rope.dimension_count": "rotary_dim",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "pooling_type": "pooling_type",
+}
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a model, in the field's names."""
+class Config:
+    """Typed reads of hyper-parameters; each failure names the field and the model.
 
-    architecture: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    vocab_size: int
-    context_length: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_dim: int
+    Attributes:
+        architecture: by GGUF's name.
+        name: of the model in messages.
+        is_gguf: whether the checkpoint is a GGUF file, for the few things that its converter changes.
+        tensors: values of small tensors that carry hyper-parameters (RoPE factors in GGUF), by name.
+        max_positions: tokens of the longest sequence of this engine; None is the model's own limit.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        architecture: str,
+        name: str,
+        *,
+        is_gguf: bool = False,
+        tensors: Mapping[str, tuple[float, ...]] | None = None,
+        max_positions: int | None = None,
+    ) -> None:
+        self.fields, self.architecture, self.name, self.is_gguf = fields, architecture, name, is_gguf
+        self.tensors, self.max_positions = tensors or {}, max_positions
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
-        """Read the GGUF keys of the checkpoint's architecture.
+    def of(cls, checkpoint: Checkpoint, max_positions: int | None = None) -> Config:
+        """That of an open checkpoint.
 
         Raises:
-            CheckpointError: a required key is missing or its value is absurd.
-            UnsupportedModelError: a feature that is not implemented (RoPE scaling by factor).
+            CheckpointError: no token embedding, or a field that is absurd.
         """
-        arch = checkpoint.architecture
+        shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+        embedding = shapes.get("token_embd.weight", ())
+        if len(embedding) != 2:
+            raise CheckpointError(f"{checkpoint.path.name} has no token_embd.weight matrix.", FIX)
+        arch, name = checkpoint.architecture, checkpoint.path.name
+        if checkpoint.config is not None:
+            fields = dict(checkpoint.config)
+            # A folder whose weights have no head of their own is tied, whatever the default of its class.
+            fields.setdefault("tie_word_embeddings", "output.weight" not in shapes)
+            return cls(fields, arch, name, max_positions=max_positions)
+        fields = _gguf_fields(checkpoint)
+        fields |= {"vocab_size": embedding[0], "tie_word_embeddings": "output.weight" not in shapes}
+        tensors = {key: _values(checkpoint, key) for key in checkpoint.tensors if key.startswith("rope_")}
+        return cls(fields, arch, name, is_gguf=True, tensors=tensors, max_positions=max_positions)
 
-        def number(key: str, default: float | None = None) -> float:
-            value = checkpoint.metadata.get(f"{arch}.{key}", default)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
-                raise CheckpointError(f"{checkpoint.path.name}: {arch}.{key} is {value!r}.", "Convert the model again.")
-            return value
+    def integer(self, field: str, default: int | None = None, least: int = 1) -> int:
+        """An integer of at least `least`; `default`, if there is one, where the field is missing or null."""
+        value = self.fields.get(field)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+            raise self._wrong(field, value)
+        return value
 
-        scaling = checkpoint.metadata.get(f"{arch}.rope.scaling.type", "none")
-        if scaling not in ("none", ""):
-            raise UnsupportedModelError(f"RoPE scaling {scaling!r} is not supported.", "Use a model without it.")
-        for key, neutral in NEUTRAL.items():
-            if checkpoint.metadata.get(f"{arch}.{key}", neutral) not in (neutral, 0):
-                raise UnsupportedModelError(f"{arch}.{key} is not supported.", "Use a model without it.")
-        hidden, heads = int(number("embedding_length")), int(number("attention.head_count"))
-        head_dim = int(number("attention.key_length", hidden // heads))
-        embedding = checkpoint.tensors.get("token_embd.weight")
-        if embedding is None or len(embedding.shape) != 2:
-            raise CheckpointError(f"{checkpoint.path.name}: no token_embd.weight matrix.", "Convert the model again.")
-        kv_heads = int(number("attention.head_count_kv", heads))
-        if heads % kv_heads:
-            raise CheckpointError(f"{heads} heads do not divide by {kv_heads} KV heads.", "Convert the model again.")
-        rope_dim = int(number("rope.dimension_count", head_dim))
-        if rope_dim % 2 or rope_dim > head_dim:
-            raise CheckpointError(
-                f"{arch}.rope.dimension_count is {rope_dim}, but a head has {head_dim}.", "Convert the model again."
-            )
-        context_length = int(number("context_length"))
-        if context_length > MAX_CONTEXT:
-            raise CheckpointError(f"{arch}.context_length is {context_length}.", "Convert the model again.")
-        return cls(
-            architecture=arch,
-            hidden_size=hidden,
-            num_layers=int(number("block_count")),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            ffn_size=int(number("feed_forward_length")),
-            vocab_size=embedding.shape[0],
-            context_length=context_length,
-            rms_norm_eps=float(number("attention.layer_norm_rms_epsilon", 1e-5)),
-            rope_theta=float(number("rope.freq_base", 10000.0)),
-            rope_dim=rope_dim,
-        )
+    def real(self, field: str, default: float | None = None) -> float:
+        """A positive number; `default`, if there is one, where the field is missing or null."""
+        value = self.fields.get(field)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
+            raise self._wrong(field, value)
+        return float(value)
 
-    @property
-    def linear_parameters(self) -> int:
-        """Weights of the layers' matrices, without embedding and output head: P of the FLOP formulas."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.ffn_size)
+    def flag(self, field: str, default: bool) -> bool:
+        value = self.fields.get(field)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(field, value)
+        return value
+
+    def table(self, field: str) -> Mapping[str, Any]:
+        """An object of the configuration; empty where it is missing or null."""
+        value = self.fields.get(field)
+        if value is not None and not isinstance(value, Mapping):
+            raise self._wrong(field, value)
+        return value or {}
+
+    def sequence(self, field: str, length: int) -> list[Any] | None:
+        """A list with one entry per layer; None where it is missing or null."""
+        value = self.fields.get(field)
+        if value is not None and (not isinstance(value, list) or len(value) < length):
+            raise self._wrong(field, value)
+        return None if value is None else value[:length]
+
+    def called(self, field: str) -> str:
+        """The field by the name that the checkpoint's own format has for it."""
+        key = {name: key for key, name in GGUF_FIELDS.items()}.get(field) if self.is_gguf else None
+        return field if key is None else f"{self.architecture}.{key}"
+
+    def _wrong(self, field: str, value: object) -> CheckpointError:
+        what = "has no" if value is None else f"has {str(value)[:80]!r} as"
+        return CheckpointError(f"The configuration of {self.name} {what} {self.called(field)}.", FIX)
+
+
+def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
+    info = checkpoint.tensors[name]
+    try:
+        return tuple(dequantize(checkpoint.raw(name), info.shape, info.type).ravel().tolist())
+    except ValueError:
+        raise CheckpointError(f"Tensor {name} of {checkpoint.path.name} is damaged.", FIX) from None
+
+
+def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
+    prefix = f"{checkpoint.architecture}."
+    given = {k.removeprefix(prefix): v for k, v in checkpoint.metadata.items() if k.startswith(prefix)}
+    fields = {GGUF_FIELDS[key]: value for key, value in given.items() if key in GGUF_FIELDS}
+    return fields | {"rope_scaling": _gguf_rope_scaling(given)}
+
+
+def _gguf_rope_scaling(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Hugging Face's `rope_scaling` from GGUF's keys."""
+    kind, factor = given.get("rope.scaling.type"), given.get("rope.scaling.factor", given.get("rope.scale_linear"))
+    original = given.get("rope.scaling.original_context_length")
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    scaling["attention_factor"] = given.get("rope.scaling.attn_factor")
+    scaling["beta_fast"] = given.get("rope.scaling.yarn_beta_fast")
+    scaling["beta_slow"] = given.get("rope.scaling.yarn_beta_slow")
+    if kind is None and factor not in (None, 0, 1, 1.0):
+        scaling["rope_type"] = "linear"
+    return {key: value for key, value in scaling.items() if value is not None} or None

@@ -1,47 +1,32 @@
-"""From an open checkpoint to a model on a backend: picks the architecture's class and checks its tensors."""
+"""From a file or folder to a model on a backend: opens it, describes it, checks its tensors, loads it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-from twinphase.backends.base import Array, Backend
-from twinphase.errors import UnsupportedModelError
-from twinphase.models.config import ModelConfig
-from twinphase.models.llama import Llama
+from twinphase.backends.base import Backend
+from twinphase.blueprint import Blueprint
+from twinphase.models.architectures import describe
+from twinphase.models.config import Config
+from twinphase.models.decoder import Decoder
+from twinphase.models.tensors import check_tensors
 from twinphase.weights.checkpoint import Checkpoint
-from twinphase.weights.names import check_tensors
 
-__all__ = ["Model", "load_model", "read_config"]
-
-ARCHITECTURES = {"llama": Llama}
+__all__ = ["load_model", "read_blueprint"]
 
 
-class Model(Protocol):
-    """A loaded model."""
+def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> Blueprint:
+    """What the model is made of, once its architecture and tensors are known to be right.
 
-    config: ModelConfig
-
-    def forward(self, backend: Backend) -> Array:
-        """Logits of the backend's current step."""
-
-
-def read_config(checkpoint: Checkpoint) -> ModelConfig:
-    """The model's hyper-parameters, once its architecture and tensors are known to be right.
+    `max_positions` is the longest sequence it will see, which chooses between LongRoPE's two sets of factors.
 
     Raises:
         UnsupportedModelError: the architecture or a feature is not implemented; the message names it.
         CheckpointError: a hyper-parameter or tensor is missing or wrong; the message names it.
     """
-    if checkpoint.architecture not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedModelError(
-            f"Architecture {checkpoint.architecture!r} of {checkpoint.path.name} is not supported.",
-            f"Use a model of one of: {known}.",
-        )
-    config = ModelConfig.from_checkpoint(checkpoint)
-    check_tensors(checkpoint, config)
-    return config
+    blueprint = describe(Config.of(checkpoint, max_positions))
+    check_tensors(checkpoint, blueprint)
+    return blueprint
 
 
 def load_model(
@@ -49,14 +34,13 @@ def load_model(
     backend: Backend,
     max_positions: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Model:
+) -> Decoder:
     """Load `checkpoint` onto `backend`, for sequences of up to `max_positions` tokens (None: the model's context).
 
     `progress` is called with (done, total) layers.
 
     Raises:
-        TwinphaseError: as `read_config`, or what the backend cannot compute.
+        TwinphaseError: as `read_blueprint`, or what the backend cannot compute.
     """
-    config = read_config(checkpoint)
-    model_class = ARCHITECTURES[checkpoint.architecture]
-    return model_class(checkpoint, config, backend, max_positions or config.context_length, progress)
+    blueprint = read_blueprint(checkpoint, max_positions)
+    return Decoder(checkpoint, blueprint, backend, max_positions or blueprint.context_length, progress)

@@ -6,11 +6,14 @@ Not for measured rates, ceilings or times.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from twinphase.batch import StepWork
+from twinphase.blueprint import Blueprint
+from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Cost", "ModelShape", "kv_bytes_per_token", "rows_cost", "step_cost", "weight_bytes_read"]
+__all__ = ["Cost", "ModelShape", "kv_bytes_per_token", "model_shape", "rows_cost", "step_cost", "weight_bytes_read"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,33 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     kv_token_bytes: int = 0
+
+
+def model_shape(checkpoint: Checkpoint, blueprint: Blueprint) -> ModelShape:
+    """The numbers of the cost formulas for an open model; bytes are those of the checkpoint's own precision.
+
+    Of experts, those that one row goes through; a router counts as what it is, a small matrix.
+    """
+    b, head = blueprint, checkpoint.tensors["token_embd.weight" if blueprint.tied else "output.weight"]
+    linear, tail = [0, 0], [0, 0]  # parameters, bytes; of the layers, and of the last one behind its attention
+    last = f"blk.{b.num_layers - 1}."
+    for info in checkpoint.tensors.values():
+        if not info.name.startswith("blk.") or len(info.shape) < 2 or info.name.endswith(".bias"):
+            continue
+        used = b.experts.used / b.experts.count if b.experts and len(info.shape) == 3 else 1
+        into = tail if info.name.startswith((f"{last}attn_output", f"{last}ffn_")) else linear
+        into[0] += int(math.prod(info.shape) * used)
+        into[1] += int(info.nbytes * used)
+    return ModelShape(
+        linear_parameters=linear[0],
+        head_parameters=b.vocab_size * b.hidden_size + tail[0],
+        linear_bytes=linear[1],
+        head_bytes=head.nbytes + tail[1],
+        num_layers=b.num_layers,
+        num_heads=b.num_heads,
+        num_kv_heads=b.num_kv_heads,
+        head_dim=b.head_dim,
+    )
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ class Attention(Steps):
     def forward(self, backend: Backend) -> Array:
         model, layer = self.model, self.model.layers[0]
         x = backend.rms_norm(backend.embed(model.embedding), layer.attn_norm, 1e-5)
-        q = backend.rope_kv_write(backend.linear(x, layer.qkv), model.rope, 0, model.config.num_heads)
-        return backend.linear(backend.attention(q, 0, model.config.num_heads), layer.output)
+        q = backend.rope_kv_write(backend.linear(x, layer.qkv), model.ropes[0], 0)
+        return backend.linear(backend.attention(q, 0), layer.output)
 
     def __call__(self, inputs: StepInputs) -> F32:
         return self.backend.execute(self.forward, inputs).copy()

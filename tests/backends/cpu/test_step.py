@@ -5,16 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from twinphase.backends.base import KVCacheSpec, ModelShape, RopeSpec, StepInputs
+from twinphase.backends.base import KVCacheSpec, StepInputs
 from twinphase.backends.cpu.kv_layout import TILE
 from twinphase.backends.cpu.step import StepMemory
+from twinphase.blueprint import Blueprint
 
 
 def step_memory(seqs: int, positions: int, kv_heads: int = 3, threads: int = 2) -> StepMemory:
     """For a model of 3 query heads on each KV head."""
-    shape = ModelShape(3 * kv_heads, kv_heads, 64, RopeSpec(1e4, 64, interleaved=True))
+    blueprint = Blueprint(
+        "llama", 64, 30, 3 * kv_heads, kv_heads, 64, 64, 320, positions, 1e-5, (None,) * 30, (None,) * 30, tied=True
+    )
     spec = KVCacheSpec(30, kv_heads, 64, num_blocks=seqs * positions // 16)
-    return StepMemory(1024, seqs, positions, spec, shape, threads)
+    return StepMemory(1024, seqs, positions, spec, blueprint, threads)
 
 
 def decodes(contexts: list[int]) -> StepInputs:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Forward, KVCacheSpec, ModelShape, RopeSpec, StepInputs
+from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
 from twinphase.backends.cpu import kv_layout, tiling
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.formats import FORMATS, STRIP
@@ -29,6 +29,7 @@ from twinphase.backends.cpu.weights import (
     vector_of,
 )
 from twinphase.backends.rope_tables import rope_tables
+from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
@@ -51,6 +52,21 @@ F32 = NDArray[np.float32]
 def _bits(value: float) -> int:
     """The bits of a float32, as kernels take float arguments."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def _not_yet(b: Blueprint) -> dict[str, bool]:
+    plain = (b.embedding_scale, b.residual_scale, b.logit_scale, b.attention_softcap, b.logit_softcap)
+    return {
+        "experts": b.experts is not None,
+        "sliding windows": any(b.windows),
+        "sinks": b.sinks,
+        "norms of queries and keys": b.qk_norm != "none",
+        "norms behind each half": b.norm_after or not b.norm_before,
+        "fused matrices": b.fused_qkv or b.fused_gate_up,
+        b.activation: b.activation != "silu",
+        "scales and softcaps": plain != (1.0, 1.0, 1.0, None, None),
+        "several rotary embeddings": len(set(b.ropes)) > 1,
+    }
 
 
 class CpuBackend:
@@ -100,26 +116,32 @@ class CpuBackend:
         self._stamped: StampedProgram | None = None
 
     # Preparation and weights
-    def prepare(self, checkpoint: Checkpoint, shape: ModelShape) -> None:
+    def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Compile the kernels this model needs and reserve memory for its weights.
 
         Raises:
             UnsupportedModelError: head sizes that the attention kernels do not cover, or a tensor type without one.
         """
-        if not shape.rope.interleaved and shape.rope.dim % 32:
+        missing = [name for name, has in _not_yet(blueprint).items() if has]
+        if missing:
             raise UnsupportedModelError(
-                f"Rotating {shape.rope.dim} dimensions in halves is not supported.", "It must be a multiple of 32."
+                f"The cpu backend cannot compute {', '.join(missing)} yet.", "Use --backend reference, which is slow."
             )
-        if shape.head_dim % 16 or shape.rope.dim % 16 or shape.head_dim > 256 or shape.num_heads * shape.head_dim % 32:
+        rope = blueprint.ropes[0]
+        assert rope is not None
+        if not rope.interleaved and rope.dim % 32:
             raise UnsupportedModelError(
-                f"Head size {shape.head_dim} (rotated {shape.rope.dim}) is not supported by the cpu backend.",
+                f"Rotating {rope.dim} dimensions in halves is not supported.", "It must be a multiple of 32."
+            )
+        head_dim = blueprint.head_dim
+        if head_dim % 16 or rope.dim % 16 or head_dim > 256 or blueprint.num_heads * head_dim % 32:
+            raise UnsupportedModelError(
+                f"Head size {head_dim} (rotated {rope.dim}) is not supported by the cpu backend.",
                 "It must be a multiple of 16 up to 256, and all heads together of 32.",
             )
-        self.shape, self._checkpoint = shape, checkpoint
-        group = shape.num_heads // shape.num_kv_heads
-        self._rope_spec = f"rope_kv_write:{shape.head_dim}:{shape.rope.dim}:{int(shape.rope.interleaved)}"
-        self._rope_spec += f":{self.kv_cache_dtype}"
-        self._attention = f"{shape.head_dim}:{group}"
+        self.blueprint, self._checkpoint = blueprint, checkpoint
+        self._rope_spec = f"rope_kv_write:{head_dim}:{rope.dim}:{int(rope.interleaved)}:{self.kv_cache_dtype}"
+        self._attention = f"{head_dim}:{blueprint.group}"
         types = {t.type for t in checkpoint.tensors.values() if len(t.shape) == 2}
         specs = [
             *(f"attention_{phase}:{self._attention}:{self.kv_cache_dtype}" for phase in ("prefill", "decode")),
@@ -153,9 +175,10 @@ class CpuBackend:
         self._pack_commands += commands
         return matrix
 
-    def vector(self, checkpoint: Checkpoint, name: str) -> Vector:
-        width = checkpoint.tensors[name].shape[0]
-        out = Vector(vector_of(checkpoint, name, padded(width)), width)
+    def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> Vector:
+        """The tensors side by side, each padded as the outputs of stacked matrices are."""
+        values = np.concatenate([vector_of(checkpoint, name, plus) for name in names])
+        out = Vector(values, sum(checkpoint.tensors[name].shape[0] for name in names))
         self._keep.append(out.values)
         return out
 
@@ -165,9 +188,9 @@ class CpuBackend:
         address = checkpoint.raw(name).ctypes.data
         return Embedding(info.type, address, info.nbytes // info.shape[0], info.shape[1])
 
-    def rope(self, checkpoint: Checkpoint, spec: RopeSpec, max_positions: int) -> tuple[F32, F32]:
+    def rope(self, rope: Rope, max_positions: int) -> tuple[F32, F32]:
         """Cosines and sines, float32 [max_positions, dim / 2] each."""
-        tables = rope_tables(checkpoint, spec, max_positions)
+        tables = rope_tables(rope, max_positions)
         self._keep += tables
         self._max_positions = max_positions
         return tables
@@ -190,7 +213,7 @@ class CpuBackend:
             for layer in range(spec.num_layers)
         ]
         self._step = StepMemory(
-            self.max_rows["tokens"], self.max_num_seqs, self._max_positions, spec, self.shape, self.threads
+            self.max_rows["tokens"], self.max_num_seqs, self._max_positions, spec, self.blueprint, self.threads
         )
         if self._pack_commands:
             pool = ThreadPool(self._kernels["run_program"], self.threads, 64)
@@ -236,8 +259,7 @@ class CpuBackend:
         return self._logits[: len(inputs.logit_rows), : self._outputs], seconds
 
     def _scratch_bytes(self) -> int:
-        group = self.shape.num_heads // self.shape.num_kv_heads
-        return kv_layout.attention_scratch_bytes(self.shape.head_dim, group)
+        return kv_layout.attention_scratch_bytes(self.blueprint.head_dim, self.blueprint.group)
 
     def _capture(self, forward: Forward) -> None:
         logits: Buffer = forward(self)
@@ -247,7 +269,7 @@ class CpuBackend:
         self._pool.load(self._program.commands)
 
     # Operations
-    def embed(self, table: Embedding) -> Buffer:
+    def embed(self, table: Embedding, scale: float = 1.0) -> Buffer:
         """Embedding rows of the step's tokens."""
         program, out = self._program, Buffer(self._program, "tokens", padded(table.width))
         args = [self._step.token_ids.ctypes.data, table.address, table.row_bytes, table.width]
@@ -279,8 +301,12 @@ class CpuBackend:
 
         return Buffer(program, x.rows, x.width, make=make)
 
-    def linear(self, x: Buffer, weight: Matrix, residual: Buffer | None = None) -> Buffer:
-        """x @ weight.T + residual, into new memory: a kernel may compute a row twice."""
+    def linear(
+        self, x: Buffer, weight: Matrix, *, residual: Buffer | None = None, bias: Vector | None = None
+    ) -> Buffer:
+        """x @ weight.T + residual or bias, into new memory: a kernel may compute a row twice."""
+        if residual is not None and bias is not None:
+            raise ValueError("a linear layer adds a residual or a bias")
         program = self._program
         out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
         base = None if residual is None else residual.floats
@@ -291,7 +317,10 @@ class CpuBackend:
             strips_per_tile, chunk, tiles = self._linear_tiles(x.rows, part.strips, source.stride)
             args = [part.address, part.groups, part.strips, at[0], source.stride, *at[1:3], source.groups * 4, at[3]]
             args += [out.floats.data + column, out.floats.stride]
-            args += [self._zeros(part.strips), 0] if base is None else [base.data + column, base.stride]
+            if bias is not None:
+                args += [bias.values.ctypes.data + column, 0]  # one row for all
+            else:
+                args += [self._zeros(part.strips), 0] if base is None else [base.data + column, base.stride]
             args += [program.count(x.rows), strips_per_tile, chunk]
             kernel = "quantized_linear" if quantized else "dense_linear"
             reads = [source.data] if base is None else [source.data, base.data]
@@ -330,24 +359,27 @@ class CpuBackend:
         key, address = (rows, strips, row_bytes), self._program.cells.address
         return address(("strips", *key), per_tile), address(("chunk", *key), chunk), address(("tiles", *key), tiles)
 
-    def rope_kv_write(self, qkv: Buffer, rope: tuple[F32, F32], layer: int, num_heads: int) -> StepMemory:
+    def rope_kv_write(self, qkv: Buffer, rope: tuple[F32, F32] | None, layer: int, q_norm: Vector | None = None,
+                      k_norm: Vector | None = None) -> StepMemory:  # fmt: skip
         """Rotate, write the cache; the queries stay in the step's memory, as int8."""
         program, step, source = self._program, self._step, qkv.floats
         # The Hadamard transform of both sides multiplies their products by its size.
-        scale = self.shape.head_dim**-0.5 * LOG2_E / kv_layout.spread_size(self.shape.head_dim)
+        b = self.blueprint
+        scale = b.scale * LOG2_E / kv_layout.spread_size(b.head_dim)
         args = [source.data + 4 * column for column in qkv.columns] + [source.stride]
         args += [table.ctypes.data for table in rope] + [step.positions.ctypes.data, step.slots.ctypes.data]
-        args += [num_heads, self.shape.num_kv_heads, *self._layers[layer], *step.query_addresses]
+        args += [b.num_heads, b.num_kv_heads, *self._layers[layer], *step.query_addresses]
         args += [_bits(scale), self._per_chunk]
         writes = [(step.query_addresses[0], 0), (self._layers[layer][0], 0)]
         program.add(self._rope_spec, program.count("tokens"), args, [source.data], writes)
         return step
 
-    def attention(self, q: StepMemory, layer: int, num_heads: int) -> Buffer:
+    def attention(self, q: StepMemory, layer: int, window: int | None = None, sinks: Vector | None = None) -> Buffer:
         """Prefill's tiles, decode's tiles and the merge of the latter; whichever the step has."""
-        program, cache = self._program, self._layers[layer]
-        out = Buffer(program, "tokens", num_heads * self.shape.head_dim)
-        common = [*q.query_addresses, *cache, self.shape.num_kv_heads, q.block_tables.ctypes.data]
+        program, cache, kv_heads = self._program, self._layers[layer], self.blueprint.num_kv_heads
+        num_heads = self.blueprint.num_heads
+        out = Buffer(program, "tokens", num_heads * self.blueprint.head_dim)
+        common = [*q.query_addresses, *cache, kv_heads, q.block_tables.ctypes.data]
         common += [q.block_tables.strides[0], self.kv_spec.block_size // kv_layout.CELL, self._per_chunk]
         reads, partials = [q.query_addresses[0], cache[0]], q.partials.ctypes.data
         cells = program.cells
@@ -365,11 +397,11 @@ class CpuBackend:
             reads,
             [(out.floats.data, 0)],
         )
-        args = [q.merges.ctypes.data, partials, self.shape.num_kv_heads, out.floats.data]
+        args = [q.merges.ctypes.data, partials, kv_heads, out.floats.data]
         program.add(f"attention_merge:{self._attention}", merged_heads, args, [partials], [(out.floats.data, 2)])
         return out
 
-    def silu_mul(self, gate_up: Buffer) -> Buffer:
+    def gate_mul(self, gate_up: Buffer) -> Buffer:
         """SwiGLU; what its reader wants is written in the same pass."""
         program, source = self._program, gate_up.floats
         gate, up = gate_up.columns
@@ -383,3 +415,21 @@ class CpuBackend:
             return out
 
         return Buffer(program, gate_up.rows, up - gate, make=make)
+
+    # What `prepare` refuses so far.
+    def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
+        raise NotImplementedError
+
+    def add(self, x: Buffer, h: Buffer, scale: float = 1.0) -> Buffer:
+        raise NotImplementedError
+
+    def add_norm(self, x: Buffer, h: Buffer, weight: Vector, eps: float, scale: float = 1.0) -> Buffer:
+        raise NotImplementedError
+
+    def cap_logits(self, logits: Buffer, scale: float, softcap: float | None) -> Buffer:
+        raise NotImplementedError
+
+    def moe(self, x: Buffer, router: Matrix, gate_up: Matrix, down: Matrix, experts: Experts, *,
+            router_bias: Vector | None = None, gate_up_bias: Vector | None = None,
+            down_bias: Vector | None = None) -> Buffer:  # fmt: skip
+        raise NotImplementedError

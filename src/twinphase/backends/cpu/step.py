@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import KVCacheSpec, ModelShape, StepInputs
+from twinphase.backends.base import KVCacheSpec, StepInputs
 from twinphase.backends.cpu.kv_layout import TILE, padded_group, query_tile_tokens
 from twinphase.backends.cpu.threads import aligned
+from twinphase.blueprint import Blueprint
 
 __all__ = ["COUNTS", "StepMemory"]
 
@@ -31,31 +32,33 @@ class StepMemory:
         max_seqs: int,
         max_positions: int,
         spec: KVCacheSpec,
-        shape: ModelShape,
+        blueprint: Blueprint,
         threads: int,
     ) -> None:
-        self._shape, self._threads = shape, threads
-        self._group = shape.num_heads // shape.num_kv_heads
+        self._blueprint, self._threads = blueprint, threads
+        self._group = blueprint.group
         self._block_size = spec.block_size
         max_seqs = min(max_seqs, max_tokens)
         self.token_ids, self.positions = aligned(max_tokens, np.int32), aligned(max_tokens, np.int32)
         self.slots, self.logit_rows = aligned(max_tokens, np.int64), aligned(max_tokens, np.int32)
         columns = -(-max_positions // spec.block_size)
         self.block_tables = aligned(max_seqs * columns, np.int32).reshape(max_seqs, columns)
-        heads, shares = shape.num_heads, UNITS_PER_THREAD * threads
-        self.queries = [aligned(max_tokens * heads * shape.head_dim, np.int8),
+        heads, shares = blueprint.num_heads, UNITS_PER_THREAD * threads
+        self.queries = [aligned(max_tokens * heads * blueprint.head_dim, np.int8),
                         aligned(max_tokens * heads, np.float32), aligned(max_tokens * heads, np.int32)]  # fmt: skip
         # Pieces of spread sequences: each has at least one share's tiles, but for its last piece.
         # One more, since decode looks one unit ahead.
-        self.decode_units = aligned((max_seqs * shape.num_kv_heads + 2 * shares + 1) * UNIT, np.int32).reshape(-1, UNIT)
-        most_units = (max_tokens // query_tile_tokens(self._group) + max_seqs + 1) * shape.num_kv_heads
+        self.decode_units = aligned((max_seqs * blueprint.num_kv_heads + 2 * shares + 1) * UNIT, np.int32).reshape(
+            -1, UNIT
+        )
+        most_units = (max_tokens // query_tile_tokens(self._group) + max_seqs + 1) * blueprint.num_kv_heads
         self.prefill_units = aligned(most_units * UNIT, np.int32).reshape(-1, UNIT)
         # A spread sequence has more than a share's tiles in each KV head, so that fewer heads than shares are spread.
         # Pages are taken when first written: an upper bound costs nothing.
-        spread = min(shares, max_seqs * shape.num_kv_heads)
+        spread = min(shares, max_seqs * blueprint.num_kv_heads)
         self.merges = aligned(spread * MERGE, np.int32).reshape(-1, MERGE)
         count = spread * -(-max_positions // TILE) * padded_group(self._group)
-        self.partials = aligned(count * (16 + shape.head_dim), np.float32)
+        self.partials = aligned(count * (16 + blueprint.head_dim), np.float32)
 
     @property
     def query_addresses(self) -> list[int]:
@@ -92,7 +95,7 @@ class StepMemory:
         """
         if not len(contexts):
             return 0, 0
-        kv_heads = self._shape.num_kv_heads
+        kv_heads = self._blueprint.num_kv_heads
         tiles = -(-contexts // TILE)
         share = max(1, int(tiles.sum()) * kv_heads // (UNITS_PER_THREAD * self._threads))
         spread = tiles > share
@@ -124,7 +127,7 @@ class StepMemory:
         """Cut each prefill chunk into query tiles; returns the number of units."""
         units, size = [], query_tile_tokens(self._group)
         for sequence in range(decodes, len(starts) - 1):
-            for kv_head in range(self._shape.num_kv_heads):
+            for kv_head in range(self._blueprint.num_kv_heads):
                 # Late query tiles see more keys: first, so that no thread is left with one at the end.
                 for first in reversed(range(starts[sequence], starts[sequence + 1], size)):
                     count = min(size, starts[sequence + 1] - first)

@@ -185,9 +185,9 @@ def _pack_dense(checkpoint: Checkpoint, info: TensorInfo, memory: NDArray[np.uin
         whole[full, :, : outputs - full * STRIP] = rows[full * STRIP :].T
 
 
-def vector_of(checkpoint: Checkpoint, name: str, width: int) -> NDArray[np.float32]:
-    """A float32 vector padded with zeros to `width`."""
+def vector_of(checkpoint: Checkpoint, name: str, plus: float) -> NDArray[np.float32]:
+    """A float32 vector with `plus` added, padded with zeros to a multiple of `STRIP`."""
     info = checkpoint.tensors[name]
-    out = np.zeros(width, np.float32)
-    out[: info.shape[0]] = dequantize(checkpoint.raw(name), info.shape, info.type)
+    out = np.zeros(padded(info.shape[0]), np.float32)
+    out[: info.shape[0]] = dequantize(checkpoint.raw(name), info.shape, info.type) + np.float32(plus)
     return out

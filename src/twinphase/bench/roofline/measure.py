@@ -22,7 +22,7 @@ from twinphase.config import EngineConfig, available_cores, free_memory
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.runner import Runner
 from twinphase.errors import InvalidRequestError
-from twinphase.models.loader import read_config
+from twinphase.models.loader import read_blueprint
 from twinphase.phases.report import Units
 from twinphase.phases.work import ModelShape
 from twinphase.weights.gguf import open_gguf
@@ -292,7 +292,7 @@ def measure_model(model: str, settings: Settings, progress: Progress = lambda wh
         InvalidRequestError: no point fits.
     """
     progress("loading the model", 0, 0)
-    shape = read_config(open_gguf(resolve_model(model)))
+    shape = read_blueprint(open_gguf(resolve_model(model)))
     memory, about = free_memory(), 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     capacity = None if memory is None else memory // 4 // about
     points, left_out, room = planned(settings, shape.context_length, capacity)

@@ -48,7 +48,7 @@ class EngineLoadTarget:
 
     async def sizing(self) -> Sizing:
         """Prompts are token ids: their lengths are exact. Given texts become ids of this model."""
-        return Sizing(vocab_size=self._loaded.model_config.vocab_size, encode=self._loaded.text.tokenizer.encode)
+        return Sizing(vocab_size=self._loaded.blueprint.vocab_size, encode=self._loaded.text.tokenizer.encode)
 
     async def send(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Observation:
         """Submit a request at `intended`, and take its whole answer; failures are in the observation."""

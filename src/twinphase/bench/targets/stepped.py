@@ -169,9 +169,9 @@ class Workshop:
         self.loaded = LoadedEngine(model, max_num_batched_tokens=max_num_batched_tokens, **config)
         self.config = self.loaded.config
         self.shape = self.loaded.engine.shape
-        self.model_config = self.loaded.model_config
+        self.blueprint = self.loaded.blueprint
         self.units = compute_units(self.loaded.checkpoint, self.config)
-        self._prompts = PromptMaker(Sizing(vocab_size=self.model_config.vocab_size))
+        self._prompts = PromptMaker(Sizing(vocab_size=self.blueprint.vocab_size))
 
     @property
     def max_model_len(self) -> int:
@@ -220,7 +220,7 @@ class Workshop:
                 model.executor,
                 StepRecorder(self.shape, model.cost_model),
                 shape=self.shape,
-                vocab_size=self.model_config.vocab_size,
+                vocab_size=self.blueprint.vocab_size,
             )
         )
 

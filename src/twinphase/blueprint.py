@@ -1,0 +1,121 @@
+"""What a decoder is made of: everything in which one architecture differs from another, as plain data.
+
+`models/architectures` fills a blueprint from a checkpoint's hyper-parameters; `models/decoder.py` computes it, backends
+prepare for it, and every count of parameters, FLOP and bytes is derived from it. Not for weights, nor for a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Activation", "Blueprint", "Experts", "QkNorm", "Rope"]
+
+QkNorm = Literal["none", "head", "width"]
+Activation = Literal["silu", "gelu", "swiglu_oai"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (Su et al., 2021), with its scaling already worked out.
+
+    Attributes:
+        frequencies: radians per position, one for each rotated pair of a head's dimensions.
+        interleaved: True rotates the pairs (2i, 2i+1), as GGUF stores Llama; False the pairs (i, i + pairs).
+        magnitude: multiplies cosines and sines (YaRN's and LongRoPE's attention factor).
+    """
+
+    frequencies: tuple[float, ...]
+    interleaved: bool = False
+    magnitude: float = 1.0
+
+    @property
+    def dim(self) -> int:
+        """Rotated dimensions, the first of a head."""
+        return 2 * len(self.frequencies)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward layer (Shazeer et al., 2017).
+
+    Attributes:
+        count: experts of a layer.
+        used: experts that a token goes through.
+        ffn_size: width of one expert.
+        renormalize: whether the weights of the chosen are divided by their sum; if not, they are the softmax over all.
+        bias: whether router and experts have biases.
+    """
+
+    count: int
+    used: int
+    ffn_size: int
+    renormalize: bool
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A decoder. The defaults are Llama's (Touvron et al., 2023).
+
+    Attributes:
+        architecture: by GGUF's name.
+        ffn_size: width of the feed-forward layer; of one expert, where there are experts.
+        context_length: tokens of the longest sequence that the model was made for.
+        norm_eps: epsilon of every RMSNorm.
+        ropes: of each layer; None where it rotates nothing.
+        windows: of each layer, how many tokens a token attends to at most, itself included; None is all.
+        tied: whether the output head is the embedding.
+        norm_before, norm_after: whether each half of a layer has an RMSNorm on its input, and on its output.
+        norm_offset: added to the stored weights of every RMSNorm (1 where they are stored as w of 1 + w).
+        qk_norm: an RMSNorm of queries and keys before they are rotated: of each head, or over the whole width.
+        qkv_bias, output_bias: whether the projections into and out of attention have biases.
+        fused_qkv, fused_gate_up: whether the checkpoint stores these matrices as one.
+        activation: of the gate: SiLU, GELU (tanh), or the clamped SwiGLU of GPT-OSS.
+        embedding_scale, residual_scale, logit_scale: multiply the embedding, what each half adds, and the logits.
+        attention_scale: multiplies the products of queries and keys; None is 1 / sqrt(head_dim).
+        attention_softcap, logit_softcap: c in c * tanh(x / c), of scores and of logits; None is none.
+        sinks: whether each head has a learned logit that takes part in the softmax and has no value.
+        experts: None for a dense model.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float
+    ropes: tuple[Rope | None, ...]
+    windows: tuple[int | None, ...]
+    tied: bool
+    norm_before: bool = True
+    norm_after: bool = False
+    norm_offset: float = 0.0
+    qk_norm: QkNorm = "none"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    sinks: bool = False
+    experts: Experts | None = None
+
+    @property
+    def scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads

@@ -1,0 +1,15 @@
+"""Qwen3-MoE: a Qwen3 with experts of their own width in every layer."""
+
+from twinphase.blueprint import Blueprint
+from twinphase.models.architectures import qwen3
+from twinphase.models.config import Config
+from twinphase.models.family import experts
+
+HF = {"qwen3_moe": "qwen3moe"}
+
+
+def describe(config: Config) -> Blueprint:
+    # GGUF does not say; every published model renormalizes, and so does llama.cpp.
+    renormalize = config.flag("norm_topk_prob", config.is_gguf)
+    mixture = experts(config, "num_experts", "moe_intermediate_size", renormalize=renormalize)
+    return qwen3.describe(config, experts=mixture)

@@ -1,0 +1,157 @@
+"""The forward pass of every decoder, written once over the `Backend` protocol and directed by a `Blueprint`.
+
+A layer is two halves, attention and feed-forward, each added to what came in. Read it as Llama first: a norm before
+each half, nothing else that a blueprint may ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from twinphase.backends.base import Array, Backend
+from twinphase.blueprint import Blueprint
+from twinphase.models.tensors import GATE_UP, QKV, ffn_norm_name, layer_tensors
+from twinphase.weights.checkpoint import Checkpoint
+
+__all__ = ["Decoder"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one layer; None for what the blueprint does not have."""
+
+    attn_norm: Array | None
+    qkv: Array
+    qkv_bias: Array | None
+    q_norm: Array | None
+    k_norm: Array | None
+    sinks: Array | None
+    output: Array
+    output_bias: Array | None
+    attn_post_norm: Array | None
+    ffn_norm: Array | None
+    router: Array | None
+    router_bias: Array | None
+    gate_up: Array
+    gate_up_bias: Array | None
+    down: Array
+    down_bias: Array | None
+    ffn_post_norm: Array | None
+
+
+class Decoder:
+    """Weights on one backend, and the forward pass of a step."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        blueprint: Blueprint,
+        backend: Backend,
+        max_positions: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Load every tensor onto `backend`; positions stay below `max_positions`. `progress` counts layers."""
+        self.blueprint = blueprint
+        backend.prepare(checkpoint, blueprint)
+        tables = {rope: backend.rope(rope, max_positions) for rope in dict.fromkeys(blueprint.ropes) if rope}
+        self.ropes = [tables[rope] if rope else None for rope in blueprint.ropes]
+        self.embedding = backend.embedding(checkpoint, "token_embd.weight")
+        self.layers: list[Layer] = []
+        for i in range(blueprint.num_layers):
+            progress(i, blueprint.num_layers)
+            self.layers.append(_load_layer(checkpoint, blueprint, backend, f"blk.{i}."))
+        self.norm = backend.vector(checkpoint, ["output_norm.weight"], blueprint.norm_offset)
+        self.head = backend.matrix(checkpoint, ["token_embd.weight" if blueprint.tied else "output.weight"])
+
+    def forward(self, backend: Backend) -> Array:
+        """Logits [num_logits, vocab_size] of the backend's current step."""
+        blueprint = self.blueprint
+        x = backend.embed(self.embedding, blueprint.embedding_scale)  # [num_tokens, hidden_size]
+        for index, layer in enumerate(self.layers):
+            h = self._attention(backend, x, index, layer)
+            if index == blueprint.num_layers - 1:
+                # Behind the last attention no row looks at another: only those whose logits are wanted go on.
+                h, x = backend.logit_rows(h), backend.logit_rows(x)
+            x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
+            x = self._feed_forward(backend, x, layer)
+        x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
+        logits = backend.linear(x, self.head)
+        if blueprint.logit_scale != 1.0 or blueprint.logit_softcap:
+            logits = backend.cap_logits(logits, blueprint.logit_scale, blueprint.logit_softcap)
+        return logits
+
+    def _attention(self, backend: Backend, x: Array, index: int, layer: Layer) -> Array:
+        h = backend.rms_norm(x, layer.attn_norm, self.blueprint.norm_eps) if layer.attn_norm is not None else x
+        qkv = backend.linear(h, layer.qkv, bias=layer.qkv_bias)
+        q = backend.rope_kv_write(qkv, self.ropes[index], index, layer.q_norm, layer.k_norm)
+        return backend.attention(q, index, self.blueprint.windows[index], layer.sinks)
+
+    def _feed_forward(self, backend: Backend, x: Array, layer: Layer) -> Array:
+        """x plus the second half of a layer."""
+        blueprint = self.blueprint
+        h = backend.rms_norm(x, layer.ffn_norm, blueprint.norm_eps) if layer.ffn_norm is not None else x
+        if blueprint.experts is None:
+            h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
+            return self._add(backend, x, h, layer.down, layer.down_bias, layer.ffn_post_norm)
+        h = backend.moe(
+            h,
+            layer.router,
+            layer.gate_up,
+            layer.down,
+            blueprint.experts,
+            router_bias=layer.router_bias,
+            gate_up_bias=layer.gate_up_bias,
+            down_bias=layer.down_bias,
+        )
+        return backend.add(x, h, blueprint.residual_scale)
+
+    def _add(
+        self, backend: Backend, x: Array, h: Array, weight: Array, bias: Array | None, post_norm: Array | None
+    ) -> Array:
+        """x plus the last linear layer of a half; in one operation where nothing is between them."""
+        scale = self.blueprint.residual_scale
+        if post_norm is not None:
+            return backend.add_norm(x, backend.linear(h, weight, bias=bias), post_norm, self.blueprint.norm_eps, scale)
+        if bias is not None or scale != 1.0:
+            return backend.add(x, backend.linear(h, weight, bias=bias), scale)
+        return backend.linear(h, weight, residual=x)
+
+
+def _load_layer(checkpoint: Checkpoint, blueprint: Blueprint, backend: Backend, prefix: str) -> Layer:
+    expected = layer_tensors(blueprint)
+
+    def vector(*names: str, plus: float = 0.0) -> Array | None:
+        if not all(name in expected for name in names):
+            return None
+        return backend.vector(checkpoint, [prefix + name for name in names], plus)
+
+    def norm(name: str) -> Array | None:
+        return vector(f"{name}.weight", plus=blueprint.norm_offset)
+
+    def matrix(*names: str) -> Array:
+        load = backend.experts if names[0].endswith("_exps") else backend.matrix
+        return load(checkpoint, [f"{prefix}{name}.weight" for name in names])
+
+    experts = "_exps" if blueprint.experts else ""
+    gate_up = [name + experts for name in GATE_UP[blueprint.fused_gate_up]]
+    qkv = QKV[blueprint.fused_qkv]
+    return Layer(
+        attn_norm=norm("attn_norm"),
+        qkv=matrix(*qkv),
+        qkv_bias=vector(*(f"{name}.bias" for name in qkv)),
+        q_norm=norm("attn_q_norm"),
+        k_norm=norm("attn_k_norm"),
+        sinks=vector("attn_sinks.weight"),
+        output=matrix("attn_output"),
+        output_bias=vector("attn_output.bias"),
+        attn_post_norm=norm("post_attention_norm") if blueprint.norm_after else None,
+        ffn_norm=norm(ffn_norm_name(blueprint)),
+        router=matrix("ffn_gate_inp") if blueprint.experts else None,
+        router_bias=vector("ffn_gate_inp.bias"),
+        gate_up=matrix(*gate_up),
+        gate_up_bias=vector(*(f"{name}.bias" for name in gate_up)),
+        down=matrix("ffn_down" + experts),
+        down_bias=vector(f"ffn_down{experts}.bias"),
+        ffn_post_norm=norm("post_ffw_norm"),
+    )

@@ -1,0 +1,107 @@
+"""A Llama as a configuration describes it, from which each file of `architectures/` says how its family differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from twinphase.blueprint import Blueprint, Experts
+from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.models.config import FIX, Config
+from twinphase.models.rope import make_rope
+
+__all__ = ["experts", "llama_like", "windows"]
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def llama_like(
+    config: Config,
+    *,
+    head_dim: int | None = None,
+    tied: bool = False,
+    permuted_in_gguf: bool = False,
+    windowed: Callable[[int], bool] = lambda layer: False,
+    **differences: Any,
+) -> Blueprint:
+    """The blueprint of a Llama with the configuration's sizes, and `differences` of fields by name.
+
+    Args:
+        config: of the model.
+        head_dim: the default of the family's configuration class; None is hidden_size / num_attention_heads.
+        tied: the default of `tie_word_embeddings`.
+        permuted_in_gguf: see `make_rope`.
+        windowed: which layers have the window, where the configuration does not say it by `layer_types`.
+        differences: fields of `Blueprint`.
+
+    Raises:
+        CheckpointError: a field that is missing or absurd; the message names it.
+        UnsupportedModelError: a feature that is not known; the message names it.
+    """
+    hidden, layers = config.integer("hidden_size"), config.integer("num_hidden_layers")
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    size = config.integer("head_dim", head_dim or hidden // heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"{config.name}: {heads} heads do not divide by {kv_heads} KV heads.", FIX)
+    if "ropes" not in differences:
+        differences["ropes"] = (make_rope(config, size, permuted_in_gguf=permuted_in_gguf),) * layers
+    mixture = differences.get("experts")
+    if mixture is None and config.integer("num_experts", 0, least=0):
+        raise UnsupportedModelError(f"{config.name} has experts, which {config.architecture} has not.", FIX)
+    return Blueprint(
+        architecture=config.architecture,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        ffn_size=mixture.ffn_size if mixture else config.integer("intermediate_size"),
+        vocab_size=config.integer("vocab_size"),
+        context_length=config.integer("max_position_embeddings"),
+        norm_eps=config.real("rms_norm_eps", 1e-5),
+        tied=config.flag("tie_word_embeddings", tied),
+        **{"windows": windows(config, windowed)} | differences,
+    )
+
+
+def windows(config: Config, windowed: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Each layer's window: by `layer_types` where they are given, else by the family's rule.
+
+    Raises:
+        UnsupportedModelError: a type of layer that is not known.
+    """
+    layers = config.integer("num_hidden_layers")
+    types = config.sequence("layer_types", layers)
+    if types is not None and not set(types) <= set(LAYER_TYPES):
+        unknown = ", ".join(sorted({str(kind) for kind in types} - set(LAYER_TYPES)))
+        raise UnsupportedModelError(
+            f"{config.name} has layers of type {unknown}.", f"Known are: {', '.join(LAYER_TYPES)}."
+        )
+    if not config.fields.get("sliding_window"):  # null and 0 are none
+        return (None,) * layers
+    window = config.integer("sliding_window")
+    has = [kind == "sliding_attention" for kind in types] if types else [windowed(i) for i in range(layers)]
+    return tuple(window if here else None for here in has)
+
+
+def experts(config: Config, count: str, size: str, *, renormalize: bool, bias: bool = False) -> Experts:
+    """The mixture that a configuration names; `count` and `size` are the fields of the family's class.
+
+    Raises:
+        UnsupportedModelError: experts in only some layers.
+    """
+    if config.integer("decoder_sparse_step", 1) != 1 or config.fields.get("mlp_only_layers"):
+        raise UnsupportedModelError(
+            f"{config.name} has experts in only some layers.", "Use a model with experts in every layer."
+        )
+    mixture = Experts(
+        count=config.integer("num_experts" if config.is_gguf else count),
+        used=config.integer("num_experts_per_tok"),
+        ffn_size=config.integer(size, config.integer("intermediate_size") if config.is_gguf else None),
+        renormalize=renormalize,
+        bias=bias,
+    )
+    if mixture.used > mixture.count:
+        raise CheckpointError(f"{config.name} uses {mixture.used} of {mixture.count} experts.", FIX)
+    return mixture

@@ -1,0 +1,100 @@
+"""Which tensors a blueprint's model has, by GGUF name, and their shapes: the one list that everything else reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from twinphase.blueprint import Blueprint
+from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.models.config import FIX
+from twinphase.weights.checkpoint import Checkpoint
+
+__all__ = ["GATE_UP", "QKV", "check_tensors", "ffn_norm_name", "layer_tensors", "model_tensors"]
+
+Shape = tuple[int, ...]
+# By whether the checkpoint stores them as one matrix.
+QKV = {False: ("attn_q", "attn_k", "attn_v"), True: ("attn_qkv",)}
+GATE_UP = {False: ("ffn_gate", "ffn_up"), True: ("ffn_up",)}
+# Tensors from which RoPE's frequencies were computed when the blueprint was made.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def ffn_norm_name(blueprint: Blueprint) -> str:
+    """GGUF names the norm in front of GPT-OSS's experts after its place behind attention."""
+    return "post_attention_norm" if blueprint.architecture == "gpt-oss" else "ffn_norm"
+
+
+def layer_tensors(blueprint: Blueprint) -> dict[str, Shape]:
+    """Row-major shape of each tensor of a layer, by its name behind `blk.N.`."""
+    b = blueprint
+    hidden, queries, keys = b.hidden_size, b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
+    widths = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "attn_qkv": queries + 2 * keys}
+    shapes: dict[str, Shape] = {}
+    for name in QKV[b.fused_qkv]:
+        shapes[f"{name}.weight"] = (widths[name], hidden)
+        if b.qkv_bias:
+            shapes[f"{name}.bias"] = (widths[name],)
+    if b.qk_norm != "none":
+        by_head = b.qk_norm == "head"
+        shapes["attn_q_norm.weight"] = (b.head_dim if by_head else queries,)
+        shapes["attn_k_norm.weight"] = (b.head_dim if by_head else keys,)
+    if b.sinks:
+        shapes["attn_sinks.weight"] = (b.num_heads,)
+    shapes["attn_output.weight"] = (hidden, queries)
+    if b.output_bias:
+        shapes["attn_output.bias"] = (hidden,)
+    if b.norm_before:
+        shapes["attn_norm.weight"] = shapes[f"{ffn_norm_name(b)}.weight"] = (hidden,)
+    if b.norm_after:
+        shapes["post_attention_norm.weight"] = shapes["post_ffw_norm.weight"] = (hidden,)
+    return shapes | (_expert_tensors(b) if b.experts else _dense_tensors(b))
+
+
+def _dense_tensors(b: Blueprint) -> dict[str, Shape]:
+    up = (2 * b.ffn_size if b.fused_gate_up else b.ffn_size, b.hidden_size)
+    shapes: dict[str, Shape] = {f"{name}.weight": up for name in GATE_UP[b.fused_gate_up]}
+    return shapes | {"ffn_down.weight": (b.hidden_size, b.ffn_size)}
+
+
+def _expert_tensors(b: Blueprint) -> dict[str, Shape]:
+    assert b.experts is not None
+    count, size, hidden = b.experts.count, b.experts.ffn_size, b.hidden_size
+    shapes: dict[str, Shape] = {"ffn_gate_inp": (count, hidden), "ffn_down_exps": (count, hidden, size)}
+    shapes |= {"ffn_gate_exps": (count, size, hidden), "ffn_up_exps": (count, size, hidden)}
+    tensors: dict[str, Shape] = {f"{name}.weight": shape for name, shape in shapes.items()}
+    if b.experts.bias:
+        tensors |= {f"{name}.bias": shape[:-1] for name, shape in shapes.items()}
+    return tensors
+
+
+def model_tensors(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
+    """(name, row-major shape) of every tensor that the model must have."""
+    yield "token_embd.weight", (blueprint.vocab_size, blueprint.hidden_size)
+    for i in range(blueprint.num_layers):
+        for name, shape in layer_tensors(blueprint).items():
+            yield f"blk.{i}.{name}", shape
+    yield "output_norm.weight", (blueprint.hidden_size,)
+    if not blueprint.tied:
+        yield "output.weight", (blueprint.vocab_size, blueprint.hidden_size)
+
+
+def check_tensors(checkpoint: Checkpoint, blueprint: Blueprint) -> None:
+    """Check names and shapes before anything is allocated.
+
+    Raises:
+        CheckpointError: names the first tensor that is missing or misshapen.
+        UnsupportedModelError: names a tensor that would be ignored.
+    """
+    expected = dict(model_tensors(blueprint))
+    for name in checkpoint.tensors:
+        if name not in expected and name not in ROPE_TENSORS:
+            raise UnsupportedModelError(
+                f"{checkpoint.path.name} has a tensor {name}, which {blueprint.architecture} does not use here.",
+                "Use a model without it: ignoring it would change the answers.",
+            )
+    for name, shape in expected.items():
+        info = checkpoint.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{checkpoint.path.name} has no tensor {name}.", FIX)
+        if info.shape != shape:
+            raise CheckpointError(f"Tensor {name} has shape {info.shape}, expected {shape}.", FIX)

@@ -1,0 +1,97 @@
+"""Tiny random checkpoints of every architecture, made by transformers' own classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+COMMON = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+        "short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.5 + i for i in range(8)]}  # fmt: skip
+
+
+def _phi(**more: Any) -> dict[str, Any]:
+    return {"original_max_position_embeddings": 32, "sliding_window": 24, **more}
+
+
+# Name: transformers' class and what its configuration has beside COMMON.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_theta": 1e4}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
+    "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {"sliding_window": 24, "head_dim": 32, "query_pre_attn_scalar": 32}),
+    "gemma3": (
+        "Gemma3Text",
+        {"sliding_window": 24, "head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 7},
+    ),  # fmt: skip
+    "phi3": ("Phi3", _phi()),
+    "phi3-longrope": ("Phi3", _phi(rope_parameters=LONG)),
+    "phi4-mini": (
+        "Phi3",
+        _phi(
+            rope_parameters={**LONG, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+        ),
+    ),  # fmt: skip
+    "olmo2": ("Olmo2", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.05,
+            "logits_scaling": 8.0,
+        },
+    ),  # fmt: skip
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, "moe_intermediate_size": 32, "norm_topk_prob": True, **MOE}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {**MOE, "num_key_value_heads": 4, "intermediate_size": 32}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+        },
+    ),  # fmt: skip
+}
+
+
+def make_model(name: str) -> Any:
+    """The model in float32 with every parameter random, norms, biases and sinks included."""
+    class_name, more = FAMILIES[name]
+    config = getattr(transformers, f"{class_name}Config")(**COMMON | more)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{class_name}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+            elif "embed" not in key:
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def logits_of(model: Any, tokens: list[int]) -> Any:
+    """Float32 [tokens, vocab_size]."""
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].numpy()
