@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from twinphase.backends.base import Backend, KVCacheSpec, StepInputs
 from twinphase.backends.cpu.compiler import compile_kernels
 from twinphase.backends.cpu.isa import available_isas, choose_isa
-from twinphase.models.loader import load_model
-from twinphase.weights.gguf import open_gguf
+from twinphase.models.loader import load_model, open_model
 from twinphase.weights.storage import cache_root
 
 __all__ = ["USER_CACHE", "Piece", "Steps", "compile_together", "own_cache", "per_isa", "step_inputs"]
@@ -102,7 +101,7 @@ class Steps:
 
     def __init__(self, path: Path, backend: Backend, *, num_blocks: int = 64, block_size: int = 16) -> None:
         self.backend, self.block_size = backend, block_size
-        self.model = load_model(open_gguf(path), backend)
+        self.model = load_model(open_model(path), backend)
         config = self.model.blueprint
         self.vocab_size = config.vocab_size
         spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, block_size)

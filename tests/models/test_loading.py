@@ -98,7 +98,7 @@ def test_tensors_that_are_wrong_or_would_be_ignored(
     checkpoint: Checkpoint, name: str, shape: tuple[int, ...], error: type[TwinphaseError], says: str
 ) -> None:
     known = checkpoint.tensors["token_embd.weight"]
-    wrong = replace(known, name=name, shape=shape)
+    wrong = replace(known, name=name, shape=shape, nbytes=known.nbytes // 2)
     with pytest.raises(error, match=says):
         read_blueprint(replace(checkpoint, tensors={**checkpoint.tensors, name: wrong}))
 

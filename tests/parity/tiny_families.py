@@ -19,6 +19,9 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 2}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
         "short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.5 + i for i in range(8)]}  # fmt: skip
 
+GEMMA3_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}  # fmt: skip
+
 
 def _phi(**more: Any) -> dict[str, Any]:
     return {"original_max_position_embeddings": 32, "sliding_window": 24, **more}
@@ -34,10 +37,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
-    "gemma2": ("Gemma2", {"sliding_window": 24, "head_dim": 32, "query_pre_attn_scalar": 32}),
+    "gemma2": (
+        "Gemma2",
+        {"tie_word_embeddings": True, "sliding_window": 24, "head_dim": 32, "query_pre_attn_scalar": 32},
+    ),
     "gemma3": (
-        "Gemma3Text",
-        {"sliding_window": 24, "head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 7},
+        "Gemma3",
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 24,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "num_hidden_layers": 7,
+            "rope_parameters": GEMMA3_ROPES,
+        },
     ),  # fmt: skip
     "phi3": ("Phi3", _phi()),
     "phi3-longrope": ("Phi3", _phi(rope_parameters=LONG)),
@@ -78,7 +91,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(name: str) -> Any:
     """The model in float32 with every parameter random, norms, biases and sinks included."""
     class_name, more = FAMILIES[name]
-    config = getattr(transformers, f"{class_name}Config")(**COMMON | more)
+    text = "Text" if class_name == "Gemma3" else ""
+    config = getattr(transformers, f"{class_name}{text}Config")(**COMMON | more)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{class_name}ForCausalLM")(config).float().eval()

@@ -144,7 +144,7 @@ def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
     info = checkpoint.tensors[name]
     try:
         return tuple(dequantize(checkpoint.raw(name), info.shape, info.type).ravel().tolist())
-    except ValueError:
+    except (ValueError, CheckpointError):
         raise CheckpointError(f"Tensor {name} of {checkpoint.path.name} is damaged.", FIX) from None
 
 

@@ -85,8 +85,8 @@ def windows(config: Config, windowed: Callable[[int], bool]) -> tuple[int | None
     return tuple(window if here else None for here in has)
 
 
-def experts(config: Config, count: str, size: str, *, renormalize: bool, bias: bool = False) -> Experts:
-    """The mixture that a configuration names; `count` and `size` are the fields of the family's class.
+def experts(config: Config, size: str, *, renormalize: bool, bias: bool = False) -> Experts:
+    """The mixture that a configuration names; `size` is the field of the family's class.
 
     Raises:
         UnsupportedModelError: experts in only some layers.
@@ -96,7 +96,8 @@ def experts(config: Config, count: str, size: str, *, renormalize: bool, bias: b
             f"{config.name} has experts in only some layers.", "Use a model with experts in every layer."
         )
     mixture = Experts(
-        count=config.integer("num_experts" if config.is_gguf else count),
+        # transformers has both names for the count, and has changed which of them a family is saved with.
+        count=config.integer("num_experts", config.fields.get("num_local_experts")),
         used=config.integer("num_experts_per_tok"),
         ffn_size=config.integer(size, config.integer("intermediate_size") if config.is_gguf else None),
         renormalize=renormalize,

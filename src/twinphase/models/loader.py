@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from twinphase.backends.base import Backend
 from twinphase.blueprint import Blueprint
-from twinphase.models.architectures import describe
+from twinphase.models.architectures import describe, gguf_architecture
 from twinphase.models.config import Config
 from twinphase.models.decoder import Decoder
 from twinphase.models.tensors import check_tensors
 from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.gguf import open_gguf
+from twinphase.weights.safetensors import open_safetensors, read_folder_config
 
-__all__ = ["load_model", "read_blueprint"]
+__all__ = ["load_model", "open_model", "read_blueprint"]
+
+
+def open_model(path: Path, **options: Any) -> Checkpoint:
+    """Open a GGUF file or a Hugging Face folder; `options` are those of `open_gguf` or `open_safetensors`.
+
+    Raises:
+        TwinphaseError: as those two, or an architecture that is not known.
+    """
+    if not path.is_dir():
+        return open_gguf(path, mark_used=options.get("mark_used", True))
+    architecture = gguf_architecture(read_folder_config(path).get("model_type"), path.name)
+    return open_safetensors(path, architecture, **options)
 
 
 def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> Blueprint:

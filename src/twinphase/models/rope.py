@@ -56,7 +56,10 @@ def make_rope(
     if "rope_factors_long.weight" in config.tensors:
         kind = "longrope"
     if kind not in SCALINGS:
-        raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported.", f"Known are: {', '.join(SCALINGS)}.")
+        raise UnsupportedModelError(
+            f"{config.name} has RoPE scaling of type {kind!r}, which is not supported.",
+            f"Known are: {', '.join(SCALINGS)}.",
+        )
     interleaved, magnitude, frequencies = config.is_gguf and permuted_in_gguf, 1.0, plain
     if divisors := config.tensors.get("rope_freqs.weight"):  # Llama 3's scaling, worked out by the converter
         frequencies = [f / d for f, d in zip(plain, _fitting(divisors, len(plain), config), strict=True)]

@@ -365,6 +365,7 @@ class CpuBackend:
         program, step, source = self._program, self._step, qkv.floats
         # The Hadamard transform of both sides multiplies their products by its size.
         b = self.blueprint
+        assert rope is not None  # so far `prepare` refuses layers without one
         scale = b.scale * LOG2_E / kv_layout.spread_size(b.head_dim)
         args = [source.data + 4 * column for column in qkv.columns] + [source.stride]
         args += [table.ctypes.data for table in rope] + [step.positions.ctypes.data, step.slots.ctypes.data]

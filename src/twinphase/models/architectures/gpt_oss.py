@@ -22,5 +22,5 @@ def describe(config: Config) -> Blueprint:
         activation="swiglu_oai",
         sinks=True,
         # The softmax over the chosen experts' logits is that over all of them, renormalized.
-        experts=experts(config, "num_local_experts", size, renormalize=True, bias=True),
+        experts=experts(config, size, renormalize=True, bias=True),
     )

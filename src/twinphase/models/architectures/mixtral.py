@@ -8,5 +8,5 @@ HF = {"mixtral": "llama"}
 
 
 def describe(config: Config) -> Blueprint:
-    mixture = experts(config, "num_local_experts", "intermediate_size", renormalize=True)
+    mixture = experts(config, "intermediate_size", renormalize=True)
     return llama_like(config, permuted_in_gguf=True, windowed=lambda layer: True, experts=mixture)

@@ -11,5 +11,5 @@ HF = {"qwen3_moe": "qwen3moe"}
 def describe(config: Config) -> Blueprint:
     # GGUF does not say; every published model renormalizes, and so does llama.cpp.
     renormalize = config.flag("norm_topk_prob", config.is_gguf)
-    mixture = experts(config, "num_experts", "moe_intermediate_size", renormalize=renormalize)
+    mixture = experts(config, "moe_intermediate_size", renormalize=renormalize)
     return qwen3.describe(config, experts=mixture)

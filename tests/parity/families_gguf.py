@@ -1,0 +1,104 @@
+"""Writes a checkpoint of tiny_families.py as llama.cpp's converter would: its keys, its order of queries and keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.weights.checkpoint import Checkpoint
+
+PERMUTED = ("llama", "granite", "smollm3")
+
+
+def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
+    """`checkpoint` is the folder that transformers' `model` was saved to; its tensors have GGUF's names already."""
+    arch, config = checkpoint.architecture, model.config
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _add_feed_forward(writer, config, arch)
+    _add_rope(writer, config, arch, head_dim)
+    _add_scales(writer, config, arch)
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True):
+        writer.add_sliding_window(window)
+    for name, info in checkpoint.tensors.items():
+        values = checkpoint.raw(name).view(np.float32).reshape(info.shape)
+        if arch in PERMUTED and name.endswith(("attn_q.weight", "attn_k.weight")):
+            values = _permuted(values, head_dim)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        writer.add_tensor(name, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _permuted(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """convert_hf_to_gguf.py's `permute`: the two halves of each head in turn."""
+    heads = len(values) // head_dim
+    return values.reshape(heads, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
+
+
+def _add_feed_forward(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    writer.add_feed_forward_length(config.intermediate_size)
+    count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if count:
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch in ("qwen3moe", "gpt-oss"):
+        writer.add_expert_feed_forward_length(
+            getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        )
+
+
+def _add_rope(writer: gguf.GGUFWriter, config: Any, arch: str, head_dim: int) -> None:
+    rope = config.rope_parameters
+    if arch == "gemma3":
+        writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
+        return
+    writer.add_rope_freq_base(rope["rope_theta"])
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(dim)
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType[kind.upper()])
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "longrope":
+        for which in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
+    if kind == "llama3":  # convert_hf_to_gguf.py: the divisors, worked out
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        original, divisors = rope["original_max_position_embeddings"], []
+        for i in range(dim // 2):
+            wave = 2 * np.pi * rope["rope_theta"] ** (2 * i / dim)
+            smooth = (original / wave - low) / (high - low)
+            divisors.append(1 / ((1 - min(1, max(0, smooth))) / rope["factor"] + min(1, max(0, smooth))))
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+
+
+def _add_scales(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
