@@ -17,7 +17,7 @@ import time
 
 from twinphase.bench.conditions import Bystanders
 from twinphase.config import EngineConfig
-from twinphase.engine.loading import learn_ceilings
+from twinphase.engine.ceilings import learn_ceilings
 from twinphase.phases.hardware import Ceilings, must_measure
 
 

@@ -1,10 +1,10 @@
 """A machine that no test runs on, for explanations of made-up timelines."""
 
+from twinphase.backends.base import Units
 from twinphase.config import EngineConfig
 from twinphase.explain.evidence import Machine
 from twinphase.phases.cost import CostModel
 from twinphase.phases.hardware import Ceilings
-from twinphase.phases.report import Units
 from twinphase.phases.work import ModelShape
 
 KV_BYTES = {"auto": 2 * 2 * (64 + 4 + 128), "int8": 2 * 2 * (64 + 4 + 64 + 4)}  # per token

@@ -138,10 +138,10 @@ def test_ceilings_are_measured_when_unknown_or_too_low(
     llm = LLM(model, backend="reference")
     given = answer.stream_answer(llm, "hello", params, show=False)
     looked_at = SimpleNamespace(config=replace(llm.config, backend=backend), checkpoint=llm.checkpoint)
-    monkeypatch.setattr("twinphase.engine.loading.load_ceilings", lambda *_: known)
+    monkeypatch.setattr("twinphase.engine.ceilings.load_ceilings", lambda *_: known)
     learned: list[EngineConfig] = []
     monkeypatch.setattr(
-        "twinphase.engine.loading.learn_ceilings", lambda config: learned.append(config) or (HIGH, None)
+        "twinphase.engine.ceilings.learn_ceilings", lambda config: learned.append(config) or (HIGH, None)
     )
     report, ceilings = answer.report_answer(looked_at, given, 1.0)  # type: ignore[arg-type]
     assert learned == ([looked_at.config] if measured else [])

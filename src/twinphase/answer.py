@@ -74,7 +74,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: boo
 
 def _measure(config: EngineConfig) -> Ceilings:
     """Measure this machine's ceilings, keep the best of them and of those known."""
-    from twinphase.engine.loading import learn_ceilings
+    from twinphase.engine.ceilings import learn_ceilings
 
     terminal.note("Measuring what this machine can do at best, for MFU and MBU (some seconds, then kept) ...")
     best, problem = learn_ceilings(config)
@@ -93,7 +93,7 @@ def report_answer(
     They are measured when they are unknown, were taken on a busy machine, or a phase came out above 100 %. They are
     those of the cpu backend; another backend's efficiency is unknown.
     """
-    from twinphase.engine.loading import compute_units, measured_ceilings
+    from twinphase.engine.ceilings import compute_units, device_of, measured_ceilings
 
     ceilings = measured_ceilings(llm.config)
 
@@ -110,7 +110,7 @@ def report_answer(
     result = divide(ceilings)
     if ceilings is not None and result.over_ceiling:
         ceilings = replace(ceilings, provisional=True)
-    if llm.config.backend == "cpu" and must_measure(ceilings) and not answer.interrupted:
+    if device_of(llm.config).has_ceilings and must_measure(ceilings) and not answer.interrupted:
         try:
             ceilings = _measure(llm.config)
         except TwinphaseError as error:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twinphase.backends.base import Units
 from twinphase.batch import StepWork
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.estimate import Estimate, attended_tokens, estimate, kv_bytes, warnings
@@ -21,7 +22,6 @@ from twinphase.estimate.inputs import (
 )
 from twinphase.estimate.known_models import read_shape
 from twinphase.phases.hardware import Ceilings
-from twinphase.phases.report import Units
 from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
 
 LLAMA = read_shape("llama-2-7b")

@@ -13,6 +13,7 @@ import pytest
 from provoked import Engine, Script, usual_seconds
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
+from twinphase.backends.base import Units
 from twinphase.backends.cpu.isa import available_isas
 from twinphase.config import available_cores
 from twinphase.engine.llm import LLM
@@ -20,7 +21,6 @@ from twinphase.engine.outputs import Transcript
 from twinphase.explain.evidence import Machine
 from twinphase.explain.explanation import explain
 from twinphase.phases.hardware import Ceilings
-from twinphase.phases.report import Units
 from twinphase.phases.work import step_cost, weight_bytes_read
 from twinphase.request import SamplingParams
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from twinphase.backends.base import Units
 from twinphase.phases.hardware import Ceilings
-from twinphase.phases.report import PhaseReport, Units, phase_report
+from twinphase.phases.report import PhaseReport, phase_report
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost
 from twinphase.terminal import percentages, report_lines

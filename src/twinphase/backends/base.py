@@ -16,9 +16,18 @@ from numpy.typing import NDArray
 from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Array", "Backend", "Forward", "KVCacheSpec", "StepInputs"]
+__all__ = ["Array", "Backend", "Forward", "KVCacheSpec", "StepInputs", "Units"]
 
 Array = Any  # opaque to models
+
+
+@dataclass(frozen=True)
+class Units:
+    """Which arithmetic unit does what: "int8", "float32" or "bfloat16"."""
+
+    linear: str
+    scores: str  # queries by keys
+    values: str  # probabilities by values; as many FLOP as the scores
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
+from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, Units
+from twinphase.backends.device import MeasuredRates
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
-__all__ = ["ReferenceBackend"]
+__all__ = ["ReferenceBackend", "ReferenceDevice"]
 
 F32 = NDArray[np.float32]
 
@@ -218,3 +219,22 @@ class ReferenceBackend:
 def _softcap(x: F32, cap: float) -> F32:
     out: F32 = np.float32(cap) * np.tanh(x / np.float32(cap))
     return out
+
+
+class ReferenceDevice:
+    """See `Device`: all in float32, on however many threads NumPy takes, and without ceilings."""
+
+    name, isa, threads, has_ceilings = "reference", "", 1, False
+    best_isa: str | None = None
+
+    def units(self, *, dense: bool) -> Units:
+        """Float32 whatever the weights are stored as."""
+        return Units("float32", "float32", "float32")
+
+    def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
+        """2 d b, with b = 4."""
+        return 8 * head_dim
+
+    def measure(self) -> MeasuredRates:
+        """Never: `has_ceilings` says so."""
+        raise NotImplementedError("the reference backend has no ceilings")

@@ -9,9 +9,9 @@ import typer
 from twinphase.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from twinphase.backends.base import Units
     from twinphase.estimate.inputs import Hardware, Scenario
     from twinphase.estimate.shapes import DecoderShape
-    from twinphase.phases.report import Units
 
 __all__ = ["estimate"]
 
@@ -142,7 +142,7 @@ def _hardware(given: dict[str, Any]) -> Hardware:
 
 def _this_machine() -> Hardware:
     from twinphase.config import EngineConfig, free_memory
-    from twinphase.engine.loading import measured_ceilings
+    from twinphase.engine.ceilings import measured_ceilings
     from twinphase.estimate.inputs import Hardware
 
     ceilings = measured_ceilings(EngineConfig())
@@ -162,10 +162,9 @@ def _scenario(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
     if kv_dtype not in ("auto", *DTYPES):
         raise InvalidRequestError(f"--kv-cache-dtype is {kv_dtype!r}.", f"Use auto or one of: {', '.join(DTYPES)}.")
     if here and kv_dtype in ("auto", "int8"):
-        from twinphase.backends.cpu.kv_layout import CELL, key_bytes, scale_bytes, value_bytes
+        from twinphase.backends.device import open_device
 
-        cell = key_bytes(shape.head_dim) + scale_bytes(kv_dtype) + value_bytes(shape.head_dim, kv_dtype)
-        kv_head_bytes = cell / CELL
+        kv_head_bytes = open_device("cpu").kv_head_bytes(shape.head_dim, kv_dtype)
     else:
         kv_head_bytes = 2 * shape.head_dim * (2 if kv_dtype == "auto" else DTYPES[kv_dtype])
     return Scenario(
@@ -182,9 +181,9 @@ def _scenario(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
 
 
 def _units(dtype: str, compute_dtype: str | None, here: bool) -> Units:
+    from twinphase.backends.base import Units
     from twinphase.estimate.datasheets import PRECISIONS
     from twinphase.estimate.inputs import units_for
-    from twinphase.phases.report import Units
 
     if compute_dtype is not None:
         if compute_dtype not in PRECISIONS:
@@ -192,7 +191,8 @@ def _units(dtype: str, compute_dtype: str | None, here: bool) -> Units:
         return Units(compute_dtype, compute_dtype, compute_dtype)
     if not here:
         return units_for(dtype)
-    from twinphase.backends.cpu.isa import choose_isa  # what our own kernels do
+    from twinphase.backends.device import open_device
 
-    dense = dtype.lower() in ("fp32", "fp16", "bf16", "f32", "f16")
-    return Units("fp32" if dense else "int8", "int8", "bf16" if choose_isa(None).bf16_dot else "fp32")
+    units = open_device("cpu").units(dense=dtype.lower() in ("fp32", "fp16", "bf16", "f32", "f16"))
+    names = {"float32": "fp32", "bfloat16": "bf16"}  # as datasheets have them
+    return Units(*(names.get(unit, unit) for unit in (units.linear, units.scores, units.values)))

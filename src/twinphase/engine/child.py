@@ -77,7 +77,8 @@ def main(descriptor: int) -> int:
 
 
 def _load(load: Load, send: Callable[[FromEngine], None]) -> LoadedEngine:
-    from twinphase.engine.loading import LoadedEngine, learn_ceilings, measured_ceilings
+    from twinphase.engine.ceilings import device_of, learn_ceilings, measured_ceilings
+    from twinphase.engine.loading import LoadedEngine
     from twinphase.phases.hardware import must_measure
 
     last = 0.0
@@ -95,7 +96,7 @@ def _load(load: Load, send: Callable[[FromEngine], None]) -> LoadedEngine:
         load_progress=lambda done, total: report("reading weights", done, total),
         **load.config,
     )
-    if loaded.config.backend == "cpu" and must_measure(measured_ceilings(loaded.config)):
+    if device_of(loaded.config).has_ceilings and must_measure(measured_ceilings(loaded.config)):
         send(Loading("measuring this machine"))
         learn_ceilings(loaded.config)
     send(Loading("warming up"))

@@ -23,7 +23,7 @@ from twinphase.engine.messages import EngineFacts, FromEngine, Load, Loading, Re
 from twinphase.engine.text import ModelText
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
 from twinphase.errors import EngineDeadError
-from twinphase.weights.gguf import open_gguf
+from twinphase.models.loader import open_model
 from twinphase.weights.hub import resolve_model
 
 __all__ = ["Host", "ProcessHost", "ThreadHost"]
@@ -122,7 +122,7 @@ class ProcessHost:
         """
         engine_config(config)
         path = resolve_model(str(model))
-        self.text = ModelText(open_gguf(path))
+        self.text = ModelText(open_model(path))
         self.is_running = False
         self.num_restarts = 0
         self.last_death: EngineDeadError | None = None

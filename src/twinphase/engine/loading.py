@@ -9,9 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from twinphase.backends.base import Backend, KVCacheSpec
+from twinphase.backends.base import Backend, KVCacheSpec, Units
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig, available_cores
+from twinphase.engine.ceilings import compute_units, device_of, measured_ceilings
 from twinphase.engine.checks import Prompt, engine_config
 from twinphase.engine.engine import Engine
 from twinphase.engine.recorder import StepRecorder
@@ -21,30 +22,17 @@ from twinphase.engine.trace import TraceWriter, trace_header
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.explain.explanation import Explanation, Machine, explain
 from twinphase.models.decoder import Decoder
-from twinphase.models.loader import load_model, read_blueprint
+from twinphase.models.loader import load_model, open_model, read_blueprint
 from twinphase.phases.cost import CostModel, starting_prices
-from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
-from twinphase.phases.report import Units, phase_report
+from twinphase.phases.hardware import Ceilings, save_ceilings
+from twinphase.phases.report import phase_report
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
-from twinphase.weights.checkpoint import Checkpoint
-from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import resolve_model
 
-__all__ = [
-    "LoadedEngine",
-    "ceilings_now",
-    "best_isa",
-    "compute_units",
-    "learn_ceilings",
-    "make_backend",
-    "make_engine",
-    "measured_ceilings",
-]
-
-DENSE_TYPES = {"F32", "F16", "BF16"}
+__all__ = ["LoadedEngine", "make_backend", "make_engine"]
 
 
 class LoadedEngine:
@@ -67,7 +55,7 @@ class LoadedEngine:
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors. `load_progress` is told (done, total) layers."""
         wanted = engine_config(config)
-        self.checkpoint = open_gguf(resolve_model(str(model)))
+        self.checkpoint = open_model(resolve_model(str(model)))
         b = self.blueprint = read_blueprint(self.checkpoint)
         about = 4 * b.num_layers * b.num_kv_heads * b.head_dim  # keys and values in 16 bits
         self.config = wanted.resolve(b.context_length, about)
@@ -127,23 +115,11 @@ class LoadedEngine:
             measured_ceilings(self.config),
             self.units,
             available_cores() if self.config.backend == "cpu" else None,
-            best_isa(self.config),
+            device_of(self.config).best_isa,
             self.backend.block_multiple,
             {dtype: self.backend.kv_bytes_per_token(dtype) for dtype in self.backend.kv_cache_dtypes},
         )
         return explain(request, timeline, machine, names=names)
-
-
-def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:
-    """Which arithmetic unit does the linear layers, and which the two products of attention."""
-    if config.backend == "reference":
-        return Units("float32", "float32", "float32")
-    from twinphase.backends.cpu.isa import choose_isa
-
-    layers = (info for name, info in checkpoint.tensors.items() if name.startswith("blk.") and len(info.shape) == 2)
-    dense = all(info.type in DENSE_TYPES for info in layers)
-    values = "bfloat16" if choose_isa(config.isa).bf16_dot else "float32"
-    return Units("float32" if dense else "int8", "int8", values)
 
 
 def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str], None] | None = None) -> Backend:
@@ -191,7 +167,7 @@ def make_engine(
     backend.allocate_kv_cache(spec)
     shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
     cost_model = CostModel(starting_prices(shape, measured_ceilings(config)))
-    content = f"{fingerprint}|{backend.name}|{config.isa}|{config.kv_cache_dtype}".encode()
+    content = f"{fingerprint}|{backend.name}|{device_of(config).isa}|{config.kv_cache_dtype}".encode()
     scheduler = Scheduler(
         KVCacheManager(
             config.num_kv_blocks,
@@ -222,45 +198,3 @@ def _step_log(config: EngineConfig, scheduler: Scheduler, cost_model: CostModel)
             f"Cannot write {config.trace_file}: {error.strerror}.", "Choose another --trace-file."
         ) from None
     return TraceWriter(file, trace_header(scheduler, cost_model))
-
-
-def measured_ceilings(config: EngineConfig) -> Ceilings | None:
-    """What this machine was measured to do, if it was."""
-    if config.backend != "cpu":
-        return None
-    from twinphase.backends.cpu.isa import choose_isa
-
-    return load_ceilings(config.threads or available_cores(), choose_isa(config.isa).name)
-
-
-def best_isa(config: EngineConfig) -> str | None:
-    """The instruction-set path that this processor would get if none were forced."""
-    if config.backend != "cpu":
-        return None
-    from twinphase.backends.cpu.isa import choose_isa
-
-    return choose_isa(None).name
-
-
-def ceilings_now(config: EngineConfig) -> Ceilings:
-    """Measure what this machine can do at best just now (some seconds); nothing is kept."""
-    from twinphase.backends.cpu.ceilings import measure
-    from twinphase.backends.cpu.isa import choose_isa
-
-    threads, isa = config.threads or available_cores(), choose_isa(config.isa).name
-    return Ceilings(processor=processor_name(), threads=threads, isa=isa, **vars(measure(threads, isa)))
-
-
-def learn_ceilings(config: EngineConfig) -> tuple[Ceilings, OSError | None]:
-    """Measure what this machine can do at best (some seconds), and keep the best of that and of what was known.
-
-    Returns:
-        The ceilings, and why they could not be kept, if they could not.
-    """
-    known, found = measured_ceilings(config), ceilings_now(config)
-    best = known.merged(found) if known else found
-    try:
-        save_ceilings(best)
-    except OSError as error:
-        return best, error
-    return best, None

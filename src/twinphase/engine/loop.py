@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from twinphase.engine.ceilings import measured_ceilings
 from twinphase.engine.engine import Engine, StepResult
-from twinphase.engine.loading import LoadedEngine, measured_ceilings
+from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.messages import (
     Accepted,
     Add,

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from twinphase.backends.base import Units
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.datasheets import find_datasheet
 from twinphase.estimate.shapes import DecoderShape, StoredBytes
 from twinphase.phases.hardware import Ceilings
-from twinphase.phases.report import Units
 
 __all__ = ["DTYPES", "Hardware", "Scenario", "bytes_per_weight", "datasheet_hardware", "units_for", "weight_bytes"]
 

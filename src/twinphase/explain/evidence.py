@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from twinphase.backends.base import Units
 from twinphase.batch import StepWork
 from twinphase.config import EngineConfig
 from twinphase.explain.waterfall import until_first_token
 from twinphase.phases.cost import CostError, CostModel
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
-from twinphase.phases.report import Units, flops_by_unit
+from twinphase.phases.report import flops_by_unit
 from twinphase.phases.timeline import Interval, IntervalKind, PhaseTotals, RequestTimeline, StepTotals
 from twinphase.phases.work import ModelShape
 from twinphase.request import RequestCounts

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from twinphase.backends.base import Units
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
 from twinphase.phases.timeline import IntervalKind, PhaseTotals, RequestTimeline, StepTotals
 
-__all__ = ["FORMULAS", "PhaseReport", "PhaseRow", "RestRow", "Units", "flops_by_unit", "phase_report"]
+__all__ = ["FORMULAS", "PhaseReport", "PhaseRow", "RestRow", "flops_by_unit", "phase_report"]
 
 FORMULAS = {
     "MFU": "sum over units of FLOP / measured peak, divided by the time",
@@ -22,15 +23,6 @@ FORMULAS = {
 # A phase's row is the wall time of its steps, whoever they were shared with; `ledger.py` divides them.
 PREFILL_KINDS = (IntervalKind.PREFILL, IntervalKind.RECOMPUTE, IntervalKind.PREFILL_WAIT)
 DECODE_KINDS = (IntervalKind.DECODE, IntervalKind.BATCHING, IntervalKind.STALL)
-
-
-@dataclass(frozen=True)
-class Units:
-    """Which arithmetic unit does what: "int8", "float32" or "bfloat16"."""
-
-    linear: str
-    scores: str  # queries by keys
-    values: str  # probabilities by values; as many FLOP as the scores
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tiny_gguf import write_tiny_gguf
+from twinphase.backends.base import Units
 from twinphase.batch import StepWork
 from twinphase.bench.report.report import Status
 from twinphase.bench.report.result import result_json
@@ -40,7 +41,6 @@ from twinphase.cli import run_app
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.datasheets import DATASHEETS
 from twinphase.phases.hardware import Ceilings, _count, cache_levels
-from twinphase.phases.report import Units
 from twinphase.phases.work import ModelShape, kv_bytes_per_token
 
 MIB = 1 << 20

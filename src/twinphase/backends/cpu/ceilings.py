@@ -12,32 +12,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from twinphase.backends.cpu.isa import baseline_cpu, choose_isa
+from twinphase.backends.device import MeasuredRates
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 
-__all__ = ["CeilingsError", "MeasuredRates", "measure", "measure_sweep"]
+__all__ = ["CeilingsError", "measure", "measure_sweep"]
 
 
 class CeilingsError(TwinphaseError):
     """The ceilings could not be measured; the message carries the last line of what went wrong."""
-
-
-@dataclass(frozen=True)
-class MeasuredRates:
-    """Best rates seen, operations and bytes per second; None where the processor has no such unit.
-
-    A multiplication and an addition are two operations. `bandwidth` is ((working set in bytes, bytes/s), ...).
-    `provisional` means that others took the cores meanwhile, or that the rounds did not agree: a rate may be too low.
-    """
-
-    bandwidth: tuple[tuple[int, float], ...]
-    int8_ops: float
-    float32_flops: float
-    bfloat16_flops: float | None
-    provisional: bool
 
 
 def measure(threads: int, isa: str | None = None) -> MeasuredRates:

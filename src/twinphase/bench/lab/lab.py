@@ -36,7 +36,7 @@ from twinphase.bench.lab.workbench import ROUNDS, Workbench
 from twinphase.bench.progress import Progress
 from twinphase.bench.report.report import Status
 from twinphase.bench.targets.stepped import Workshop
-from twinphase.engine.loading import ceilings_now, measured_ceilings
+from twinphase.engine.ceilings import ceilings_now, measured_ceilings
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.phases.hardware import Ceilings, save_ceilings
 

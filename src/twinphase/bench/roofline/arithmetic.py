@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from twinphase.backends.base import Units
 from twinphase.batch import StepWork
 from twinphase.estimate.datasheets import Datasheet
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
-from twinphase.phases.report import Units
 from twinphase.phases.work import ModelShape, kv_bytes_per_token, step_cost, weight_bytes_read
 
 __all__ = [

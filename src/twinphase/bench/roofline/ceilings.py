@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from twinphase.backends.cpu.ceilings import measure_sweep
-from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.device import open_device
 from twinphase.bench.progress import Progress
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
 
@@ -78,7 +78,7 @@ def measure_ceilings(
         InvalidRequestError: this processor cannot run `isa`.
         CeilingsError: the measuring process failed.
     """
-    name = choose_isa(isa).name
+    name = open_device("cpu", isa=isa).isa
     progress("ceilings: compiling the loops", 0, len(counts) * repetitions)
     found = measure_sweep(counts, isa, repetitions, lambda done, total: progress("ceilings", done, total))
     runs = {

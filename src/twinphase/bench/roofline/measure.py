@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, cast
 
-from twinphase.backends.base import Backend, Forward, StepInputs
+from twinphase.backends.base import Backend, Forward, StepInputs, Units
 from twinphase.bench.progress import Progress
 from twinphase.bench.roofline.arithmetic import PartWork, parts_of_step
 from twinphase.bench.targets.stepped import Stepped
@@ -22,10 +22,8 @@ from twinphase.config import EngineConfig, available_cores, free_memory
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.runner import Runner
 from twinphase.errors import InvalidRequestError
-from twinphase.models.loader import read_blueprint
-from twinphase.phases.report import Units
+from twinphase.models.loader import open_model, read_blueprint
 from twinphase.phases.work import ModelShape
-from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import resolve_model
 
 __all__ = ["ModelPoints", "RooflinePoint", "Sample", "Settings", "measure_model", "planned"]
@@ -292,7 +290,7 @@ def measure_model(model: str, settings: Settings, progress: Progress = lambda wh
         InvalidRequestError: no point fits.
     """
     progress("loading the model", 0, 0)
-    shape = read_blueprint(open_gguf(resolve_model(model)))
+    shape = read_blueprint(open_model(resolve_model(model)))
     memory, about = free_memory(), 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     capacity = None if memory is None else memory // 4 // about
     points, left_out, room = planned(settings, shape.context_length, capacity)

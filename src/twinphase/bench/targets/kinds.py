@@ -198,10 +198,8 @@ def machine_facts(loaded: Any) -> dict[str, Any]:
     if loaded is None:
         return {}
     from twinphase.config import available_cores
+    from twinphase.engine.ceilings import device_of
 
-    config, isa = loaded.config, ""
-    if config.backend == "cpu":
-        from twinphase.backends.cpu.isa import choose_isa
-
-        isa = choose_isa(config.isa).name
+    config = loaded.config
+    isa = device_of(config).isa
     return {"model": loaded.checkpoint.path, "threads": config.threads or available_cores(), "isa": isa}

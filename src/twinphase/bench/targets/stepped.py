@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from twinphase.bench.load.workload import PromptMaker, Sizing
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.engine.ceilings import compute_units
 from twinphase.engine.engine import Engine, StepResult
-from twinphase.engine.loading import LoadedEngine, compute_units
+from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.recorder import StepRecorder
 from twinphase.errors import TwinphaseError
 from twinphase.phases import latency

@@ -1,0 +1,36 @@
+"""This processor as the cpu backend uses it."""
+
+from __future__ import annotations
+
+from twinphase.backends.base import Units
+from twinphase.backends.cpu import ceilings, kv_layout
+from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.device import MeasuredRates
+from twinphase.config import available_cores
+
+__all__ = ["CpuDevice"]
+
+
+class CpuDevice:
+    """See `Device`."""
+
+    name = "cpu"
+    has_ceilings = True
+
+    def __init__(self, threads: int | None, isa: str | None) -> None:
+        self._isa = choose_isa(isa)
+        self.threads, self.isa = threads or available_cores(), self._isa.name
+        self.best_isa: str | None = choose_isa(None).name
+
+    def units(self, *, dense: bool) -> Units:
+        """Quantized weights are multiplied with int8 activations, keys with int8 queries."""
+        return Units("float32" if dense else "int8", "int8", "bfloat16" if self._isa.bf16_dot else "float32")
+
+    def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
+        """Keys in int8 with a scale, values in 16 bits or likewise."""
+        sizes = kv_layout.key_bytes(head_dim), kv_layout.scale_bytes(dtype), kv_layout.value_bytes(head_dim, dtype)
+        return sum(sizes) / kv_layout.CELL
+
+    def measure(self) -> MeasuredRates:
+        """In a process of its own."""
+        return ceilings.measure(self.threads, self.isa)
