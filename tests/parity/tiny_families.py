@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma": ("Gemma", {"tie_word_embeddings": True, "head_dim": 32}),
     "gemma2": (
         "Gemma2",
         {"tie_word_embeddings": True, "sliding_window": 24, "head_dim": 32, "query_pre_attn_scalar": 32},

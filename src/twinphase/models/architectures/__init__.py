@@ -10,6 +10,7 @@ from collections.abc import Callable
 from twinphase.blueprint import Blueprint
 from twinphase.errors import UnsupportedModelError
 from twinphase.models.architectures import (
+    gemma,
     gemma2,
     gemma3,
     gpt_oss,
@@ -28,7 +29,22 @@ from twinphase.models.config import Config
 
 __all__ = ["ARCHITECTURES", "describe", "gguf_architecture"]
 
-_MODULES = (llama, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, phi3, olmo2, olmoe, granite, smollm3, gpt_oss)
+_MODULES = (
+    llama,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    gemma,
+    gemma2,
+    gemma3,
+    phi3,
+    olmo2,
+    olmoe,
+    granite,
+    smollm3,
+    gpt_oss,
+)
 _MODEL_TYPES: dict[str, str] = {model_type: name for module in _MODULES for model_type, name in module.HF.items()}
 _DESCRIBE: dict[str, Callable[[Config], Blueprint]] = {}
 for _module in _MODULES:

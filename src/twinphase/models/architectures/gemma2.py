@@ -1,13 +1,8 @@
-"""Gemma 2 (Riviere et al., 2024): norms around both halves, GELU, softcaps, a window on every other layer.
-
-Its norms are stored as w of 1 + w, except in GGUF, whose converter adds the 1.
-"""
-
-from typing import Any
+"""Gemma 2 (Riviere et al., 2024): a Gemma with norms around both halves, softcaps, a window on every other layer."""
 
 from twinphase.blueprint import Blueprint
+from twinphase.models.architectures import gemma
 from twinphase.models.config import Config
-from twinphase.models.family import llama_like
 
 HF = {"gemma2": "gemma2"}
 LAYERS_OF_27B = 46
@@ -15,26 +10,13 @@ LAYERS_OF_27B = 46
 
 def describe(config: Config) -> Blueprint:
     capped = config.is_gguf or "attn_logit_softcapping" not in config.fields  # there, null is none
-    return gemma(
+    return gemma.describe(
         config,
+        norm_after=True,
         windowed=lambda layer: layer % 2 == 0,
         attention_scale=attention_scale(config, LAYERS_OF_27B),
         attention_softcap=config.fields.get("attn_logit_softcapping") or (50.0 if capped else None),
         logit_softcap=config.fields.get("final_logit_softcapping") or (30.0 if capped else None),
-    )
-
-
-def gemma(config: Config, **differences: Any) -> Blueprint:
-    """What Gemma 2 and 3 share."""
-    return llama_like(
-        config,
-        head_dim=256,
-        tied=True,
-        norm_after=True,
-        norm_offset=0.0 if config.is_gguf else 1.0,
-        activation="gelu",
-        embedding_scale=config.integer("hidden_size") ** 0.5,
-        **differences,
     )
 
 

@@ -4,7 +4,8 @@ Five of six layers have a window and a RoPE base of their own.
 """
 
 from twinphase.blueprint import Blueprint
-from twinphase.models.architectures.gemma2 import attention_scale, gemma
+from twinphase.models.architectures import gemma
+from twinphase.models.architectures.gemma2 import attention_scale
 from twinphase.models.config import Config
 from twinphase.models.family import windows
 from twinphase.models.rope import make_rope
@@ -19,8 +20,9 @@ def describe(config: Config) -> Blueprint:
     head_dim = config.integer("head_dim", 256)
     local = make_rope(config, head_dim, theta_field="rope_local_base_freq", layer_type="sliding_attention")
     whole = make_rope(config, head_dim, theta=1e6, layer_type="full_attention")
-    return gemma(
+    return gemma.describe(
         config,
+        norm_after=True,
         windows=with_window,
         ropes=tuple(local if window else whole for window in with_window),
         qk_norm="head",

@@ -1,0 +1,24 @@
+"""Gemma (Mesnard et al., 2024): a wide head, GELU, a scaled embedding that is also the head.
+
+Its norms are stored as w of 1 + w, except in GGUF, whose converter adds the 1.
+"""
+
+from typing import Any
+
+from twinphase.blueprint import Blueprint
+from twinphase.models.config import Config
+from twinphase.models.family import llama_like
+
+HF = {"gemma": "gemma"}
+
+
+def describe(config: Config, **differences: Any) -> Blueprint:
+    return llama_like(
+        config,
+        head_dim=256,
+        tied=True,
+        norm_offset=0.0 if config.is_gguf else 1.0,
+        activation="gelu",
+        embedding_scale=config.integer("hidden_size") ** 0.5,
+        **differences,
+    )
