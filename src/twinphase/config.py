@@ -16,6 +16,7 @@ __all__ = [
     "BACKENDS",
     "KV_CACHE_DTYPES",
     "POLICIES",
+    "QUANTIZATIONS",
     "EngineConfig",
     "available_cores",
     "free_memory",
@@ -24,6 +25,7 @@ __all__ = [
 
 BACKENDS = ("cpu", "reference")
 KV_CACHE_DTYPES = ("auto", "int8")
+QUANTIZATIONS = ("none", "q8_0", "q4_0", "q4_k")
 POLICIES = ("fcfs", "priority")
 DEFAULT_SEAT_TOKENS = 1024  # of the KV cache for each seat, as far as a quarter of the free memory goes
 
@@ -78,6 +80,11 @@ class EngineConfig:
         "Blocks of the KV cache.",
         minimum=1,
         default_text="1,024 tokens per running request, up to a quarter of the free memory",
+    )
+    quantization: str = setting(
+        "none",
+        "Quantize the matrices of a Hugging Face folder while loading; the result is kept on disk.",
+        choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = setting(
         "auto",

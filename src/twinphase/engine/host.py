@@ -122,7 +122,7 @@ class ProcessHost:
         """
         engine_config(config)
         path = resolve_model(str(model))
-        self.text = ModelText(open_model(path))
+        self.text = ModelText(open_model(path, header_only=True))
         self.is_running = False
         self.num_restarts = 0
         self.last_death: EngineDeadError | None = None

@@ -55,7 +55,7 @@ class LoadedEngine:
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors. `load_progress` is told (done, total) layers."""
         wanted = engine_config(config)
-        self.checkpoint = open_model(resolve_model(str(model)))
+        self.checkpoint = open_model(resolve_model(str(model)), quantization=wanted.quantization)
         b = self.blueprint = read_blueprint(self.checkpoint)
         about = 4 * b.num_layers * b.num_kv_heads * b.head_dim  # keys and values in 16 bits
         self.config = wanted.resolve(b.context_length, about)

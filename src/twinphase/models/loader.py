@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from twinphase.backends.base import Backend
 from twinphase.blueprint import Blueprint
+from twinphase.errors import InvalidRequestError
 from twinphase.models.architectures import describe, gguf_architecture
 from twinphase.models.config import Config
 from twinphase.models.decoder import Decoder
@@ -19,16 +19,27 @@ from twinphase.weights.safetensors import open_safetensors, read_folder_config
 __all__ = ["load_model", "open_model", "read_blueprint"]
 
 
-def open_model(path: Path, **options: Any) -> Checkpoint:
-    """Open a GGUF file or a Hugging Face folder; `options` are those of `open_gguf` or `open_safetensors`.
+def open_model(path: Path, *, quantization: str = "none", header_only: bool = False) -> Checkpoint:
+    """Open a GGUF file or a Hugging Face folder.
+
+    Args:
+        path: of the file or the folder.
+        quantization: of a folder's matrices, one of `config.QUANTIZATIONS`.
+        header_only: no tensor will be read: those of a folder that have to be made are not.
 
     Raises:
-        TwinphaseError: as those two, or an architecture that is not known.
+        InvalidRequestError: a GGUF file is to be quantized.
+        TwinphaseError: as `open_gguf` and `open_safetensors`, or an architecture that is not known.
     """
-    if not path.is_dir():
-        return open_gguf(path, mark_used=options.get("mark_used", True))
-    architecture = gguf_architecture(read_folder_config(path).get("model_type"), path.name)
-    return open_safetensors(path, architecture, **options)
+    if path.is_dir():
+        architecture = gguf_architecture(read_folder_config(path).get("model_type"), path.name)
+        return open_safetensors(path, architecture, quantization=quantization, header_only=header_only)
+    if quantization != "none":
+        raise InvalidRequestError(
+            f"{path.name} cannot be quantized while loading: GGUF files are as they are.",
+            "Leave quantization out, or give the model's Hugging Face folder.",
+        )
+    return open_gguf(path)
 
 
 def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> Blueprint:

@@ -85,6 +85,7 @@ def open_safetensors(
     architecture: str,
     *,
     quantization: str = "none",
+    header_only: bool = False,
     progress: Progress | None = None,
     mark_used: bool = True,
 ) -> Checkpoint:
@@ -94,6 +95,7 @@ def open_safetensors(
         folder: holds config.json and model.safetensors, or an index and its shards.
         architecture: GGUF's name of it; whoever knows the models reads it from the config.
         quantization: what float matrices become: "none", "q8_0", "q4_0" or "q4_k" (`quantized_tensors`).
+        header_only: make no tensors; those that would have to be made can then not be read.
         progress: told when tensors are made; None shows a bar on a terminal.
         mark_used: remember this as a use of the model (`last_used`).
 
@@ -129,7 +131,7 @@ def open_safetensors(
             (model_cache(folder) / "used").touch()
     to_make = {name: source for name, source in sources.items() if source.stored is None}
     made_file = cache_dir / f"tensors-{quantization}.gguf" if cache_dir else None
-    made, arrays = make_tensors(to_make, made_file, f"{quantization} {key}", progress)
+    made, arrays = make_tensors({} if header_only else to_make, made_file, f"{quantization} {key}", progress)
     return Checkpoint(
         path=folder,
         architecture=architecture,
@@ -143,6 +145,8 @@ def open_safetensors(
 
 
 def _placed(name: str, source: Source, made: Mapping[str, TensorInfo], num_shards: int) -> TensorInfo:
+    if source.stored is None and name not in made:
+        return TensorInfo(name, source.shape, source.type, 0, source.nbytes, num_shards)
     if source.stored is None:
         return replace(made[name], file=num_shards + made[name].file)
     file, offset = source.stored
