@@ -17,7 +17,7 @@ from steps import Piece, Steps
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.models.loader import open_model
 
-TOKENS = list(np.random.default_rng(0).integers(3, 320, 70))
+TOKENS = list(np.random.default_rng(0).integers(3, 448, 70))
 TOLERANCE = 1e-3  # of the norm of the logits
 CASES = [(name, kind) for name in FAMILIES for kind in ("folder", "gguf")]
 CASES.remove(("qwen2-window", "gguf"))  # llama.cpp's converter drops that window

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 COMMON = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 448, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
