@@ -3,6 +3,7 @@
     PEERS_DIR=/some/folder python benchmarks/peers/setup.py        # once: installs the peers, makes the models
     PEERS_DIR=/some/folder python benchmarks/versus_peers.py                # one request at a time
     PEERS_DIR=/some/folder python benchmarks/versus_peers.py --concurrent   # 1, 4, 16 and 64 requests at once
+    PEERS_DIR=/some/folder python benchmarks/versus_peers.py --model FILE.gguf   # beside llama.cpp on any file
     python benchmarks/versus_peers.py --engines NAME=URL,NAME=URL,...       # servers that are up, as their clients
 
 Points: `prefill_N` is N prompt tokens in to the first token out; `decode_at_N` is 127 further greedy tokens after that
@@ -42,6 +43,7 @@ from peers.engines import (
     DEFAULT_ENGINES,
     ENGINES,
     REPO,
+    SAME_FILE_ENGINES,
     EngineError,
     EngineProcess,
     EngineSpec,
@@ -176,6 +178,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help=f"points {CONCURRENT_POINTS} on {','.join(CONCURRENT_ENGINES)}, where not named otherwise",
     )
+    parser.add_argument("--model", type=Path, help="GGUF file for twinphase and llama.cpp in place of SmolLM2's")
     parser.add_argument("--reps", type=int, default=5, help="repetitions (default: %(default)s)")
     parser.add_argument(
         "--retries", type=int, default=2, help="further tries at a disturbed measurement (default: %(default)s)"
@@ -187,10 +190,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--python", type=Path, default=python, help="interpreter that has what twinphase needs")
     parser.add_argument("--json", type=Path, help="file for the raw values (default: benchmarks/results/, dated)")
     args = parser.parse_args()
-    engines = args.engines or ",".join(CONCURRENT_ENGINES if args.concurrent else DEFAULT_ENGINES)
+    default = CONCURRENT_ENGINES if args.concurrent else SAME_FILE_ENGINES if args.model else DEFAULT_ENGINES
+    engines = args.engines or ",".join(default)
     points = args.points or (CONCURRENT_POINTS if args.concurrent else DEFAULT_POINTS)
     try:
         args.specs = select(engines.split(","))
+        if args.model:
+            args.specs = [dataclasses.replace(spec, model=str(args.model.resolve())) for spec in args.specs]
         args.point_list = [Point.parse(name) for name in points.split(",")]
     except ValueError as error:
         parser.error(str(error))

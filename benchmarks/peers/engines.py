@@ -75,6 +75,7 @@ ENGINES: tuple[EngineSpec, ...] = (
 )
 # One twinphase unless more are asked for: each row of the table costs minutes.
 DEFAULT_ENGINES = tuple(spec.name for spec in ENGINES if spec.is_peer or spec.name == "twinphase")
+SAME_FILE_ENGINES = ("twinphase", "llamacpp-q4_0-fa")  # with --model: their file is replaced
 # Those that batch continuously, on 4-bit weights where they can.
 CONCURRENT_ENGINES = (
     *("twinphase-q4_0", "twinphase-q4_0-kv8", "llamacpp-q4_0", "llamacpp-q4_0-fa"),
@@ -115,7 +116,7 @@ class Places:
         """The model of an engine, or None when it has not been made."""
         if spec.is_server:
             return spec.model
-        path = self.peers_dir / "models" / spec.model if self.peers_dir else None
+        path = self.peers_dir / "models" / spec.model if self.peers_dir else Path(spec.model)  # or an absolute path
         if path and path.exists():
             return f"{spec.prefix}{path}"
         return DEFAULT_MODEL if spec.name == "twinphase" else None
