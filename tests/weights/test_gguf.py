@@ -336,3 +336,19 @@ def test_mutated_headers_open_or_fail_cleanly(tiny_bytes: bytes, data: st.DataOb
     else:
         for info in header.tensors.values():
             assert 0 <= info.offset <= info.offset + info.nbytes <= len(content)
+
+
+def test_memory_of_a_tensor_is_let_go_of_and_read_again(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", hidden=256, ffn=4096, tensor_type="F32")
+    checkpoint = open_gguf(path)
+    name = "blk.0.ffn_up.weight"  # 4 MB
+
+    def resident() -> int:
+        lines = Path("/proc/self/smaps").read_text().partition(str(path))[2].splitlines()
+        return int(next(line for line in lines if line.startswith("Rss:")).split()[1]) * 1024
+
+    before = checkpoint.raw(name).copy()
+    held = resident()
+    checkpoint.release(name)
+    assert resident() < held - 4_000_000
+    np.testing.assert_array_equal(checkpoint.raw(name), before)

@@ -6,6 +6,7 @@ architectures. Not for packing (backends do that).
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,3 +71,15 @@ class Checkpoint:
         """The tensor's bytes as stored, uint8 [nbytes], a view into the mapped file."""
         info = self.tensors[name]
         return self.files[info.file][info.offset : info.offset + info.nbytes]
+
+    def release(self, name: str) -> None:
+        """Let go of the memory that reading a tensor has filled; what is read again comes from the file again."""
+        info = self.tensors[name]
+        source: Any = self.files[info.file].base
+        source = source.obj if isinstance(source, memoryview) else source
+        if not isinstance(source, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+            return  # made in memory, which would be lost
+        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0:
+            source.madvise(mmap.MADV_DONTNEED, first, length)
