@@ -75,8 +75,7 @@ class Checkpoint:
     def release(self, name: str) -> None:
         """Let go of the memory that reading a tensor has filled; what is read again comes from the file again."""
         info = self.tensors[name]
-        source: Any = self.files[info.file].base
-        source = source.obj if isinstance(source, memoryview) else source
+        source = self.files[info.file].base
         if not isinstance(source, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
             return  # made in memory, which would be lost
         first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -7,6 +7,7 @@ those are Python functions that call what `intrinsics.emitted` makes of an emitt
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -145,6 +146,10 @@ class Emit:
         """Larger of two floats, lane by lane; no NaN handling."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
+    def minimum(self, x: Value, y: Value) -> Value:
+        """Smaller of two floats, lane by lane; y where x is not a number."""
+        return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
+
     def reduce_max(self, x: Value) -> Value:
         """Largest lane of a float vector."""
         name = f"llvm.vector.reduce.fmax.{self._suffix(x.type)}"
@@ -214,13 +219,48 @@ class Emit:
         exponent = self.b.shl(self.b.bitcast(shifted, ints), self.splat(ints, 23))
         return self.b.bitcast(self.b.add(self.b.bitcast(p, ints), exponent), ty)
 
-    def silu(self, x: Value) -> Value:
-        """x / (1 + e^-x) of a float32 vector."""
-        ty = x.type
-        minus = self.b.fmul(x, self.splat(ty, -LOG2_E))
+    def _over_one_plus_exp2(self, x: Value, exponent: Value) -> Value:
+        """x / (1 + 2^exponent)."""
         # Above 2^88 the quotient is 0 either way; the clamp keeps exp2 in its range.
-        capped = self.b.select(self.b.fcmp_ordered("<", minus, self.splat(ty, 88.0)), minus, self.splat(ty, 88.0))
-        return self.b.fdiv(x, self.b.fadd(self.exp2(capped), self.splat(ty, 1.0)))
+        return self.b.fdiv(x, self.b.fadd(self.exp2(self.minimum(exponent, self.splat(x.type, 88.0))),
+                                          self.splat(x.type, 1.0)))  # fmt: skip
+
+    def silu(self, x: Value, alpha: float = 1.0) -> Value:
+        """x / (1 + e^(-alpha x)) of a float32 vector."""
+        return self._over_one_plus_exp2(x, self.b.fmul(x, self.splat(x.type, -LOG2_E * alpha)))
+
+    def gelu(self, x: Value) -> Value:
+        """x / 2 (1 + tanh(u)) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3), of a float32 vector.
+
+        That is GELU by tanh (Hendrycks and Gimpel, 2016, arXiv:1606.08415).
+        """
+        slope = -2 * LOG2_E * math.sqrt(2 / math.pi)
+        square = self.b.fmul(x, x)
+        factor = self.fma(square, self.splat(x.type, slope * 0.044715), self.splat(x.type, slope))
+        return self._over_one_plus_exp2(x, self.b.fmul(x, factor))
+
+    def softcap(self, x: Value, slope: Value, cap: Value) -> Value:
+        """cap * tanh(x / c) of a float32 vector, by 1 - 2 / (1 + 2^(slope x)); `slope` is 2 log2(e) / c."""
+        ty = x.type
+        share = self._over_one_plus_exp2(self.splat(ty, 2.0), self.b.fmul(x, slope))
+        return self.b.fmul(cap, self.b.fsub(self.splat(ty, 1.0), share))
+
+    def lookup(self, codes: Value, table: Sequence[int]) -> Value:
+        """table[code] of each byte below 16, a byte again; bytes in int32 lanes."""
+        count = 4 * codes.type.count
+        ty = vector(I8, count)
+        numbers, entries = self.b.bitcast(codes, ty), [entry - 256 if entry > 127 else entry for entry in table]
+        name = {8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}.get(self.isa.lanes)
+        if name is not None:
+            found = self.call(name, ty, ir.Constant(ty, entries * (count // 16)), numbers)
+        elif self.isa.dot == "sdot":
+            found = self.call("llvm.aarch64.neon.tbl1.v16i8", ty, ir.Constant(ty, entries), numbers)
+        else:
+            found = self.splat(ty, entries[0])
+            for code in range(1, 16):
+                here = self.b.icmp_signed("==", numbers, self.splat(ty, code))
+                found = self.b.select(here, self.splat(ty, entries[code]), found)
+        return self.b.bitcast(found, codes.type)
 
     # Dot products: the only instructions that differ between paths
     def dot(self, total: Value, weights: Value, inputs: Value, *, signed: bool = False) -> Value:

@@ -15,11 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FORMATS", "GROUP", "STRIP", "PackedFormat"]
+__all__ = ["FORMATS", "GROUP", "IQ4_VALUES", "MXFP4_VALUES", "STRIP", "PackedFormat"]
 
 STRIP = 32  # outputs
 GROUP = 32  # inputs
 SUPER = 8  # groups that share a float16 scale in the K formats
+# What the codes of IQ4_NL and IQ4_XS stand for (ggml-common.h, `kvalues_iq4nl`), and twice what those of MXFP4 do
+# (OCP Microscaling Formats 1.0, E2M1).
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,14 @@ class PackedFormat:
     """A packed layout.
 
     Attributes:
-        bits: bits of a code.
+        bits: bits of a code; codes of 2 or 3 bits are kept in 4.
         group: inputs that share a scale, 32 or 16.
         nested: scales (and minima) are 8-bit numbers times a float16 that 256 inputs share, as in the K formats.
         minimum: whether a minimum is stored.
         offset: subtracted from every code.
+        signed_scales: whether nested 8-bit scales have a sign.
+        values: what each code stands for, where that is not itself; kernels look it up, plus 128.
+        exponents: scales are 8-bit exponents of 2, 128 more than they are, in place of float16.
     """
 
     name: str
@@ -40,6 +47,19 @@ class PackedFormat:
     nested: bool
     minimum: bool
     offset: int
+    signed_scales: bool = False
+    values: tuple[int, ...] = ()
+    exponents: bool = False
+
+    @property
+    def bits_multiplied(self) -> int:
+        """Bits of what is multiplied: the code, or the value that it stands for."""
+        return 8 if self.values else self.bits
+
+    @property
+    def scale_size(self) -> int:
+        """Bytes of a scale or minimum in a record."""
+        return 1 if self.nested or self.exponents else 2
 
     @property
     def low_lines(self) -> int:
@@ -59,12 +79,12 @@ class PackedFormat:
     @property
     def scale_bytes(self) -> int:
         """Bytes of scales in a record."""
-        return STRIP * (GROUP // self.group) * (1 if self.nested else 2)
+        return STRIP * (GROUP // self.group) * self.scale_size
 
     @property
     def minimum_bytes(self) -> int:
         """Bytes of minima in a record."""
-        return (STRIP * (1 if self.nested else 2)) if self.minimum else 0
+        return self.scale_bytes if self.minimum else 0
 
     @property
     def record_bytes(self) -> int:
@@ -92,6 +112,11 @@ FORMATS = {
         PackedFormat("Q8_0", 8, 32, False, False, 128),
         PackedFormat("Q4_K", 4, 32, True, True, 0),
         PackedFormat("Q5_K", 5, 32, True, True, 0),
-        PackedFormat("Q6_K", 6, 16, True, False, 32),
+        PackedFormat("Q6_K", 6, 16, True, False, 32, signed_scales=True),
+        PackedFormat("Q2_K", 4, 16, True, True, 0),
+        PackedFormat("Q3_K", 4, 16, True, False, 4, signed_scales=True),
+        PackedFormat("IQ4_NL", 4, 32, False, False, 128, values=IQ4_VALUES),
+        PackedFormat("IQ4_XS", 4, 32, True, False, 128, signed_scales=True, values=IQ4_VALUES),
+        PackedFormat("MXFP4", 4, 32, False, False, 128, values=MXFP4_VALUES, exponents=True),
     )
 }

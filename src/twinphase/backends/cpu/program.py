@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from twinphase.backends.cpu.threads import Command, aligned
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
 
-__all__ = ["Buffer", "Program", "StepCells"]
+__all__ = ["Buffer", "Memory", "Program", "StepCells", "rows_in"]
 
 
 class StepCells:
@@ -47,6 +47,12 @@ class StepCells:
             self._values[index] = formula(counts)
 
 
+def rows_in(counts: dict[str, int], rows: str) -> int:
+    """How many rows there are of a kind such as "tokens" or "tokens*8"."""
+    name, _, times = rows.partition("*")
+    return counts[name] * int(times or 1)
+
+
 class Buffer:
     """Rows that a program writes, or the promise of some (`make`), so that the reader chooses their kind.
 
@@ -54,7 +60,8 @@ class Buffer:
     float32 otherwise.
 
     Attributes:
-        rows: which rows: "tokens" (all of the step) or "logits" (those whose logits are wanted).
+        rows: which rows: "tokens" (all of the step) or "logits" (those whose logits are wanted); "tokens*8" is eight
+            for each.
         width: columns, padding included.
         columns: first column of each of the tensors that were stacked.
         outputs: columns of the first of them, without padding.
@@ -93,7 +100,7 @@ class Memory:
     """Arrays of a buffer; they go back to the program when the last handle is dropped during capture."""
 
     def __init__(self, program: Program, rows: str, width: int, quantized: bool) -> None:
-        self.rows, self.width = rows, width
+        self.rows, self.width, self.quantized = rows, width, quantized
         self.groups = width // 32
         self._program, self._key = program, (rows, width, quantized)
         self.arrays = program.take(rows, width, quantized)
@@ -136,7 +143,7 @@ class Program:
         free = self._free.get((rows, width, quantized))
         if free:
             return free.pop()
-        count = self.max_rows[rows] + 8
+        count = rows_in(self.max_rows, rows) + 8
         if quantized:
             groups = width // 32
             arrays = [aligned(count * width, np.int8), aligned(count * groups, np.float32),
@@ -152,11 +159,11 @@ class Program:
 
     def count(self, rows: str) -> int:
         """Address of the number of rows in a step."""
-        return self.cells.address(rows, lambda counts: counts[rows])
+        return self.cells.address(rows, lambda counts: rows_in(counts, rows))
 
     def tiles(self, rows: str, per_tile: int, times: int = 1) -> int:
         """Address of the number of tiles: `times` for every `per_tile` rows."""
-        return self.cells.address((rows, per_tile, times), lambda counts: -(-counts[rows] // per_tile) * times)
+        return self.cells.address((rows, per_tile, times), lambda counts: -(-rows_in(counts, rows) // per_tile) * times)
 
     def add(
         self,

@@ -22,13 +22,13 @@ from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
 
 __all__ = ["PARTS", "StampedProgram", "part_of"]
 
-PARTS = ("linear", "attention", "other")  # other: norms, rotation and KV write, SwiGLU, quantizing, embedding
+PARTS = ("linear", "attention", "other")  # other: norms, rotation and KV write, gates, routing, quantizing, embedding
 
 
 def part_of(spec: str) -> str:
     """The part of a step that a kernel belongs to, by its spec such as "quantized_linear:Q4_0"."""
     name = spec.partition(":")[0]
-    if name in ("quantized_linear", "dense_linear"):
+    if name.endswith(("_linear", "_experts")):
         return "linear"
     return "attention" if name.startswith("attention_") else "other"
 

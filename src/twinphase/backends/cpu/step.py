@@ -113,7 +113,7 @@ class StepMemory:
         rows, merges, base = [], [], 0
         for sequence in np.flatnonzero(spread).tolist():
             context, end = int(contexts[sequence]), int(tiles[sequence])
-            merges.append((sequence, end, base, 0))
+            merges.append((sequence, end, base, context))
             for kv_head in range(kv_heads):
                 for first in range(0, end, share):
                     last = min(end, first + share)

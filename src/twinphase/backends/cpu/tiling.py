@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["ROWS_PER_TILE", "SILU_PARTS", "row_chunk"]
+__all__ = ["GATE_PARTS", "LOGIT_PARTS", "ROWS_PER_TILE", "SLOT", "row_chunk"]
 
 CHUNK_BYTES = (
     384 << 10
 )  # of a linear layer's inputs that stay in the second-level cache while strips of weights pass by
 ROWS_PER_TILE = 4  # rows of an elementwise tile
-SILU_PARTS = 2  # tiles of one SwiGLU row, so that a single row still feeds two threads
+SLOT = 3  # int32 numbers of an expert that has rows: its number, its first row, the end of its rows
+GATE_PARTS = 2  # tiles of one gated row, so that a single row still feeds two threads
+LOGIT_PARTS = 8  # tiles of one row of logits
 
 
 def row_chunk(rows: int, row_bytes: int, strips: int, tiles: int) -> int:

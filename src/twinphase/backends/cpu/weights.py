@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,20 @@ from twinphase.errors import OutOfMemoryError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.quant import dequantize
 
-__all__ = ["DENSE_BYTES", "Arena", "Embedding", "Matrix", "Part", "Vector", "arena_bytes", "check_types", "load_matrix"]
+__all__ = [
+    "DENSE_BYTES",
+    "Arena",
+    "Embedding",
+    "Matrix",
+    "Part",
+    "Vector",
+    "arena_bytes",
+    "check_types",
+    "load_experts",
+    "load_matrix",
+    "padded",
+    "vector_of",
+]
 
 DENSE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -71,13 +85,18 @@ class Part:
     column: int
     strip_bytes: int
 
+    @property
+    def nbytes(self) -> int:
+        """Of an expert's part: bytes to the next expert's."""
+        return self.strips * self.strip_bytes
+
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear layer's weights.
+    """A linear layer's weights, or those of the same layer of every expert, one expert behind the other.
 
     Attributes:
-        parts: runs of strips.
+        parts: runs of strips; of the first expert, whose parts are not joined.
         columns: first output column of each named tensor.
         sizes: outputs of each named tensor.
         width: columns of the result, padding included.
@@ -91,10 +110,15 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """A float32 vector: `width` values, padded with zeros to a multiple of 32."""
+    """Float32 values: a row, or one for each expert; each tensor's part padded with zeros to a multiple of 32."""
 
     values: NDArray[np.float32]
     width: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes between rows."""
+        return self.values.strides[0]
 
 
 @dataclass(frozen=True)
@@ -108,8 +132,13 @@ class Embedding:
 
 
 def _strip_bytes(info: TensorInfo) -> int:
-    inputs = info.shape[1]
+    inputs = info.shape[-1]
     return FORMATS[info.type].strip_bytes(inputs) if info.type in FORMATS else STRIP * inputs * DENSE_BYTES[info.type]
+
+
+def _strips(info: TensorInfo) -> int:
+    """Strips of a matrix; of one expert's, where there are several."""
+    return padded(info.shape[-2]) // STRIP
 
 
 def check_types(types: Iterable[str]) -> None:
@@ -123,71 +152,86 @@ def check_types(types: Iterable[str]) -> None:
             )
 
 
-def arena_bytes(checkpoint: Checkpoint) -> int:
+def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
     """Memory for all matrices, the embedding included when it is also the output head."""
-    matrices = [t for t in checkpoint.tensors.values() if len(t.shape) == 2]
-    tied = "output.weight" not in checkpoint.tensors
-    return sum(
-        padded(t.shape[0]) // STRIP * _strip_bytes(t) + 64 for t in matrices if tied or t.name != "token_embd.weight"
-    )
+    total = 0
+    for info in checkpoint.tensors.values():
+        if info.name.endswith(".weight") and len(info.shape) >= 2 and (tied or info.name != "token_embd.weight"):
+            total += math.prod(info.shape[:-2]) * _strips(info) * _strip_bytes(info) + 64
+    return total
 
 
-def load_matrix(
-    checkpoint: Checkpoint, names: Sequence[str], arena: Arena, pack: Callable[[str, Sequence[int], int], Command]
-) -> tuple[Matrix, list[Command]]:
-    """Place a layer's tensors in the arena; returns the matrix and the commands that will fill it.
+Pack = Callable[[str, Sequence[int], int], Command]  # (type, arguments, strips): the command that packs
 
-    Args:
-        checkpoint: where the tensors are.
-        names: tensors stacked along the outputs.
-        arena: where they go.
-        pack: makes the packing command of a type from its arguments and number of strips.
-    """
+
+def load_matrix(checkpoint: Checkpoint, names: Sequence[str], arena: Arena, pack: Pack) -> tuple[Matrix, list[Command]]:
+    """Place a layer's tensors in the arena, stacked along the outputs; also the commands that will fill it."""
     parts: list[Part] = []
     columns, commands, column = [], [], 0
     infos = [checkpoint.tensors[name] for name in names]
     for info in infos:
-        outputs, inputs = info.shape
-        strips = padded(outputs) // STRIP
-        memory = arena.take(strips * _strip_bytes(info))
-        if info.type in FORMATS:
-            groups = inputs // GROUP
-            source = checkpoint.raw(info.name)
-            args = (source.ctypes.data, info.nbytes // outputs, outputs, groups, memory.ctypes.data)
-            commands.append(pack(info.type, args, strips))
-        else:
-            groups = inputs
-            _pack_dense(checkpoint, info, memory, strips)
+        part, fill = _place(checkpoint, info, arena, pack, column)
         columns.append(column)
-        here = Part(info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info))
-        parts = _joined(parts, here)
-        column += padded(outputs)
+        commands += fill
+        parts = _joined(parts, part)
+        column += padded(info.shape[0])
     sizes = tuple(info.shape[0] for info in infos)
     return Matrix(tuple(parts), tuple(columns), sizes, column), commands
+
+
+def load_experts(
+    checkpoint: Checkpoint, names: Sequence[str], arena: Arena, pack: Pack
+) -> tuple[Matrix, list[Command]]:
+    """The same for tensors [experts, outputs, inputs]: a part for each, its experts one behind the other."""
+    infos = [checkpoint.tensors[name] for name in names]
+    columns = [sum(padded(info.shape[1]) for info in infos[:i]) for i in range(len(infos))]
+    placed = [_place(checkpoint, info, arena, pack, column) for info, column in zip(infos, columns, strict=True)]
+    sizes = tuple(info.shape[1] for info in infos)
+    matrix = Matrix(tuple(part for part, _ in placed), tuple(columns), sizes, sum(map(padded, sizes)))
+    return matrix, [command for _, commands in placed for command in commands]
+
+
+def _place(
+    checkpoint: Checkpoint, info: TensorInfo, arena: Arena, pack: Pack, column: int
+) -> tuple[Part, list[Command]]:
+    """Memory for a tensor, and what fills it: commands, unless it is dense and has been filled."""
+    count, (outputs, inputs) = math.prod(info.shape[:-2]), info.shape[-2:]
+    strips, source, commands = _strips(info), checkpoint.raw(info.name), []
+    memory = arena.take(count * strips * _strip_bytes(info))
+    for expert in range(count):
+        here = memory[expert * (len(memory) // count) :]
+        raw = source[expert * (info.nbytes // count) :][: info.nbytes // count]
+        if info.type in FORMATS:
+            args = (raw.ctypes.data, len(raw) // outputs, outputs, inputs // GROUP, here.ctypes.data)
+            commands.append(pack(info.type, args, strips))
+        else:
+            _pack_dense(raw, info, here[: len(memory) // count])
+    groups = inputs // GROUP if info.type in FORMATS else inputs
+    return Part(info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info)), commands
 
 
 def _joined(parts: list[Part], new: Part) -> list[Part]:
     """Parts with `new` added; strips that follow each other in memory and are of one type are one part."""
     last = parts[-1] if parts else None
-    if last and last.type == new.type and last.address + last.strips * last.strip_bytes == new.address:
+    if last and last.type == new.type and last.address + last.nbytes == new.address:
         return [*parts[:-1], replace(last, strips=last.strips + new.strips)]
     return [*parts, new]
 
 
-def _pack_dense(checkpoint: Checkpoint, info: TensorInfo, memory: NDArray[np.uint8], strips: int) -> None:
-    outputs, inputs = info.shape
+def _pack_dense(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uint8]) -> None:
+    outputs, inputs = info.shape[-2:]
     word = np.dtype(f"u{DENSE_BYTES[info.type]}")
-    rows = checkpoint.raw(info.name).view(word).reshape(outputs, inputs)
-    whole = memory.view(word).reshape(strips, inputs, STRIP)
+    rows, whole = raw.view(word).reshape(outputs, inputs), memory.view(word).reshape(-1, inputs, STRIP)
     full = outputs // STRIP
     whole[:full] = rows[: full * STRIP].reshape(full, STRIP, inputs).transpose(0, 2, 1)
-    if full < strips:
+    if full < len(whole):
         whole[full, :, : outputs - full * STRIP] = rows[full * STRIP :].T
 
 
 def vector_of(checkpoint: Checkpoint, name: str, plus: float) -> NDArray[np.float32]:
-    """A float32 vector with `plus` added, padded with zeros to a multiple of `STRIP`."""
+    """Float32 rows with `plus` added, padded with zeros to a multiple of `STRIP`."""
     info = checkpoint.tensors[name]
-    out = np.zeros(padded(info.shape[0]), np.float32)
-    out[: info.shape[0]] = dequantize(checkpoint.raw(name), info.shape, info.type) + np.float32(plus)
+    width = info.shape[-1]
+    out = np.zeros((*info.shape[:-1], padded(width)), np.float32)
+    out[..., :width] = dequantize(checkpoint.raw(name), info.shape, info.type) + np.float32(plus)
     return out

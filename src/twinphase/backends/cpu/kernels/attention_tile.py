@@ -14,7 +14,19 @@ from typing import Any
 from llvmlite import ir
 from numba import njit
 
-from twinphase.backends.cpu.emit import EXP2_DEGREE_3, EXP2_DEGREE_5, F16, F32, I8, I32, I64, Emit, Value, vector
+from twinphase.backends.cpu.emit import (
+    EXP2_DEGREE_3,
+    EXP2_DEGREE_5,
+    F16,
+    F32,
+    I8,
+    I32,
+    I64,
+    LOG2_E,
+    Emit,
+    Value,
+    vector,
+)
 from twinphase.backends.cpu.intrinsics import (
     emitted,
     load_f32,
@@ -127,11 +139,12 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
     return emitted(isa, 6, write)
 
 
-def softmax_kernel(isa: Isa, dtype: str) -> Any:
-    """Numba-callable (scores, weights out, query scale, visible tokens, maximum out, sum out, places): one row.
+def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
+    """Numba-callable (scores, weights out, query scale, first visible token, their end, maximum, sum, places): one row.
 
-    All but the number of visible tokens are addresses. The scales of int8 values, found by the places, are multiplied
-    into the weights once these are summed, so that values are multiplied as the integers they are stored as.
+    All but the range of visible tokens are addresses. Scores, in powers of 2, are capped by `softcap` unless
+    it is 0. The scales of int8 values, found by the places, are multiplied into the weights once these are summed, so
+    that values are multiplied as the integers they are stored as.
     """
     lanes = isa.lanes
     ints, floats = vector(I32, lanes), vector(F32, lanes)
@@ -168,22 +181,28 @@ def softmax_kernel(isa: Isa, dtype: str) -> Any:
             for i, value in enumerate(weights):
                 e.store(value, out, 4 * i * lanes)
 
-    def write(e: Emit, scores: Value, out: Value, scale: Value, visible: Value, maximum: Value, total: Value,
+    def write(e: Emit, scores: Value, out: Value, scale: Value, first: Value, end: Value, maximum: Value, total: Value,
               places: Value) -> None:  # fmt: skip
         b = e.b
         factor = e.broadcast(e.load(F32, scale), lanes)
         x = [b.fmul(e.load(floats, scores, 4 * i * lanes), factor) for i in range(count)]
-        with b.if_else(b.icmp_signed("<", visible, e.i64(TILE))) as (partly, wholly):
+        if softcap:
+            slope, cap = e.splat(floats, 2 / softcap), e.splat(floats, softcap * LOG2_E)
+            x = [e.softcap(value, slope, cap) for value in x]
+        masked = b.or_(b.icmp_signed("<", end, e.i64(TILE)), b.icmp_signed(">", first, e.i64(0)))
+        with b.if_else(masked) as (partly, wholly):
             with partly:
-                limit = e.broadcast(b.trunc(visible, I32), lanes)
+                start, limit = (e.broadcast(b.trunc(bound, I32), lanes) for bound in (first, end))
                 numbers = [ir.Constant(ints, list(range(i * lanes, (i + 1) * lanes))) for i in range(count)]
-                masks = [b.icmp_signed("<", number, limit) for number in numbers]
+                masks = [
+                    b.and_(b.icmp_signed("<", number, limit), b.icmp_signed(">=", number, start)) for number in numbers
+                ]
                 seen = [b.select(mask, value, e.splat(floats, MASKED)) for mask, value in zip(masks, x, strict=True)]
                 row(e, seen, masks, out, maximum, total, places)
             with wholly:
                 row(e, x, [], out, maximum, total, places)
 
-    return emitted(isa, 7, write)
+    return emitted(isa, 8, write)
 
 
 def weighted_values_kernel(
@@ -271,16 +290,27 @@ def scale_add_kernel(isa: Isa, dim: int) -> Any:
     return emitted(isa, 4, write)
 
 
-def divide_kernel(isa: Isa, dim: int) -> Any:
-    """Numba-callable (out, source, sum's address): out = source / sum."""
+def divide_kernel(isa: Isa, dim: int, sinks: bool) -> Any:
+    """Numba-callable (out, source, addresses of sum, maximum and sink): out = source / sum.
+
+    A sink is a score (a natural logarithm, not a power of 2) that takes its share of the sum and has no value.
+    """
     floats = vector(F32, 16)
 
-    def write(e: Emit, out: Value, source: Value, total: Value) -> None:
-        divisor = e.broadcast(e.load(F32, total), 16)
+    def write(e: Emit, out: Value, source: Value, total: Value, maximum: Value, sink: Value) -> None:
+        b = e.b
+        divisor, alpha = e.broadcast(e.load(F32, total), 16), None
+        if sinks:
+            score = b.fmul(e.broadcast(e.load(F32, sink), 16), e.splat(floats, LOG2_E))
+            old = e.broadcast(e.load(F32, maximum), 16)
+            top = e.maximum(old, score)
+            alpha = e.exp2(b.fsub(old, top))
+            divisor = e.fma(divisor, alpha, e.exp2(b.fsub(score, top)))
         for i in range(0, dim, 16):
-            e.store(e.b.fdiv(e.load(floats, source, 4 * i), divisor), out, 4 * i)
+            value = e.load(floats, source, 4 * i)
+            e.store(b.fdiv(value if alpha is None else b.fmul(value, alpha), divisor), out, 4 * i)
 
-    return emitted(isa, 3, write)
+    return emitted(isa, 5, write)
 
 
 def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_place: bool) -> Any:

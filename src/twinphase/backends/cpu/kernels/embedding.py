@@ -10,18 +10,19 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from twinphase.backends.cpu.emit import F32, Value
-from twinphase.backends.cpu.formats import FORMATS
+from twinphase.backends.cpu.formats import FORMATS, IQ4_VALUES, MXFP4_VALUES
 from twinphase.backends.cpu.intrinsics import (
     KERNEL_SIGNATURE,
     fields,
     load_f16,
     load_f32,
+    load_u8,
     load_u16,
     load_u32,
     store_f32,
 )
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kernels.packing import BLOCK_BYTES, code_of, k_minimum, k_scale
+from twinphase.backends.cpu.kernels.packing import BLOCK_BYTES, code_of, iq4_scale, k_minimum, k_scale, q3_scale
 
 __all__ = ["embed"]
 
@@ -75,18 +76,54 @@ def _value_of(isa: Isa, name: str) -> Any:
         small = (load_u32(block + 192 + k // 16 % 16) & 255 ^ 128) - 128
         return half(block + 208) * types.float32(small) * types.float32(code(block, j, k % 32) - 32)
 
-    return q6_k if name == "Q6_K" else nested if fmt.nested else flat
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q2_k(row: int, k: int) -> float:
+        block, j = row + k // 256 * size, k // 32 % 8
+        both = load_u8(block + k // 16 % 16)
+        scale = half(block + 80) * types.float32(both & 15)
+        return scale * types.float32(code(block, j, k % 32)) - half(block + 82) * types.float32(both >> 4)
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q3_k(row: int, k: int) -> float:
+        block, j = row + k // 256 * size, k // 32 % 8
+        scale = half(block + 108) * types.float32(q3_scale(block, k // 16 % 16))
+        return scale * types.float32(code(block, j, k % 32) - 4)
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def iq4_nl(row: int, k: int) -> float:
+        block = row + k // 32 * size
+        return half(block) * types.float32(IQ4_VALUES[code(block, 0, k % 32)])
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def iq4_xs(row: int, k: int) -> float:
+        block, j = row + k // 256 * size, k // 32 % 8
+        scale = half(block) * types.float32(iq4_scale(block, j))
+        return scale * types.float32(IQ4_VALUES[code(block, j, k % 32)])
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def mxfp4(row: int, k: int) -> float:
+        block = row + k // 32 * size
+        scale = _float_from_bits(load_u8(block) << 23) * types.float32(0.5)
+        return scale * types.float32(MXFP4_VALUES[code(block, 0, k % 32)])
+
+    special = {"Q6_K": q6_k, "Q2_K": q2_k, "Q3_K": q3_k, "IQ4_NL": iq4_nl, "IQ4_XS": iq4_xs, "MXFP4": mxfp4}
+    return special.get(name, nested if fmt.nested else flat)
 
 
 def embed(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One row a tile. Arguments: address of token ids (int32), table, bytes of a table row, width, out, out stride."""
-    value_of, arguments = _value_of(isa, format_name), fields(6)
+    """One row a tile.
+
+    Arguments: address of token ids (int32), table, bytes of a table row, width, out, out stride,
+    bits of the scale.
+    """
+    value_of, arguments = _value_of(isa, format_name), fields(7)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        ids, table, row_bytes, width, out, stride = arguments(args)
+        ids, table, row_bytes, width, out, stride, bits = arguments(args)
+        scale = _float_from_bits(bits)
         row, to = table + load_u32(ids + 4 * tile) * row_bytes, out + tile * stride
         for k in range(width):
-            store_f32(to + 4 * k, value_of(row, k))
+            store_f32(to + 4 * k, value_of(row, k) * scale)
         for k in range(width, stride // 4):
             # Memory is shared with other rows of this width, whose last columns need not be padding.
             store_f32(to + 4 * k, 0.0)

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from llvmlite import ir
+from numba import njit
 
 from twinphase.backends.cpu.emit import F16, F32, I8, I16, I32, Emit, Value, vector
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP, SUPER, PackedFormat
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.tiling import SLOT
 
-__all__ = ["dense_linear", "quantized_linear"]
+__all__ = ["dense_experts", "dense_linear", "quantized_experts", "quantized_linear"]
 
 
 AHEAD_LINES = 3  # lines of the next strip's weights that a tile asks for in each group
@@ -59,7 +61,7 @@ class _Tile:
         self.ints, self.floats = vector(I32, self.lanes), vector(F32, self.lanes)
         # Byte offsets of the first block: 0, or those of the strip's second block of 16 outputs.
         self.low_at = e.mul(block, 64)
-        self.scale_at = e.mul(block, 16 * (1 if fmt.nested else 2))
+        self.scale_at = e.mul(block, 16 * fmt.scale_size)
         self.shared_at = e.mul(block, 32)
 
     def codes(self, record: Value, quad: int, n: int) -> Value:
@@ -71,6 +73,8 @@ class _Tile:
             return e.load(self.ints, record, self.low_at, (2 * quad + block) * 64 + part)
         low = e.load(self.ints, record, self.low_at, (2 * (quad // 2) + block) * 64 + part)
         low = b.and_(b.lshr(low, e.splat(self.ints, 4 * (quad % 2))), e.splat(self.ints, 0x0F0F0F0F))
+        if fmt.values:
+            return e.lookup(low, [value + 128 for value in fmt.values])
         if not fmt.plane_lines:
             return low
         high_bits = fmt.bits - 4
@@ -85,6 +89,10 @@ class _Tile:
     def scales(self, address: Value, offset: int, header: tuple[Value, int] | None, n: int, signed: bool) -> Value:
         """Scales (or minima) of vector n's outputs, float32."""
         e, b = self.e, self.e.b
+        if self.fmt.exponents:  # 0, the padding's, is 0
+            small = e.load(vector(I8, self.lanes), address, self.scale_at, offset + n * self.lanes)
+            power = b.bitcast(b.shl(b.zext(small, self.ints), e.splat(self.ints, 23)), self.floats)
+            return b.fmul(power, e.splat(self.floats, 0.5))
         if header is None:
             return e.widen(e.load(vector(F16, self.lanes), address, self.scale_at, offset + 2 * n * self.lanes))
         small = e.load(vector(I8, self.lanes), address, self.scale_at, offset + n * self.lanes)
@@ -95,7 +103,7 @@ class _Tile:
     def group(self, record: Value, header: Value | None, x: Inputs, g: Value, totals: list[Any]) -> None:
         """Add one group of 32 inputs to the totals."""
         e, b, fmt = self.e, self.e.b, self.fmt
-        signed = e.dot_is_signed(fmt.bits)
+        signed = e.dot_is_signed(fmt.bits_multiplied)
         offset = 0 if signed else fmt.offset
         quads = fmt.group // 4
         for part in range(GROUP // fmt.group):
@@ -121,17 +129,22 @@ class _Tile:
     def _scale(self, record: Value, header: Value | None, x: Inputs, g: Value, totals: list[Any],
                sums: list[list[Value]], part: int) -> None:  # fmt: skip
         e, b, fmt = self.e, self.e.b, self.fmt
-        scale_at = fmt.code_bytes + part * STRIP * (1 if fmt.nested else 2)
+        scale_at = fmt.code_bytes + part * STRIP * fmt.scale_size
         shared = None if header is None else (header, 0)
-        scales = [self.scales(record, scale_at, shared, n, fmt.name == "Q6_K") for n in range(self.vectors)]
+        scales = [self.scales(record, scale_at, shared, n, fmt.signed_scales) for n in range(self.vectors)]
         if fmt.minimum:
             shared = None if header is None else (header, 2 * STRIP)
-            at = fmt.code_bytes + fmt.scale_bytes
+            at = scale_at + fmt.scale_bytes
             minima = [self.scales(record, at, shared, n, False) for n in range(self.vectors)]
         for m in range(self.rows):
             here = e.add(e.mul(x.scale_stride, m), e.mul(g, 4))
             token_scale = e.broadcast(e.load(F32, x.scale, here), self.lanes)
-            token_sum = e.broadcast(e.load(F32, x.fsum, here), self.lanes) if fmt.minimum else None
+            token_sum = None
+            if fmt.minimum and fmt.group == 32:
+                token_sum = e.broadcast(e.load(F32, x.fsum, here), self.lanes)
+            elif fmt.minimum:
+                total = e.load(I32, x.isum, e.mul(here, 2), 4 * part)
+                token_sum = b.fmul(token_scale, e.broadcast(b.sitofp(total, F32), self.lanes))
             for n in range(self.vectors):
                 value = b.sitofp(sums[m][n], self.floats)
                 total = e.fma(value, b.fmul(scales[n], token_scale), totals[m][n].get())
@@ -156,6 +169,29 @@ def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, in
     Arguments: w, groups, strips, data, data stride, scale, fsum, scale stride, isum, out, out stride, residual,
     residual stride, addresses of the row count, of the strips and of the rows that a tile takes. Strides are bytes.
     """
+    return _linear_kernel(isa, *_quantized(isa, format_name))
+
+
+def quantized_experts(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
+    """The same, each row by the weights of its expert; rows are sorted by expert. See `_experts_kernel`."""
+    return _experts_kernel(isa, *_quantized(isa, format_name))
+
+
+def dense_linear(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], None]]:
+    """The same on weights of F32, F16 or BF16, strips of [inputs][32 outputs]; x in float32.
+
+    Arguments as above: groups is the number of inputs; scale, fsum and isum are not read.
+    """
+    return _linear_kernel(isa, *_dense(isa, dtype))
+
+
+def dense_experts(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], None]]:
+    """The same for experts."""
+    return _experts_kernel(isa, *_dense(isa, dtype))
+
+
+def _quantized(isa: Isa, format_name: str) -> tuple[Any, int, int]:
+    """What emits a register tile of packed weights, bytes of a record and of a header."""
     fmt = FORMATS[format_name]
     per_header = SUPER if fmt.nested else 1
     step = fmt.header_bytes + per_header * fmt.record_bytes
@@ -178,14 +214,11 @@ def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, in
                     tile.group(record, header, x, g, totals)
         return totals
 
-    return _linear(isa, write, fmt.record_bytes, fmt.header_bytes)
+    return write, fmt.record_bytes, fmt.header_bytes
 
 
-def dense_linear(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], None]]:
-    """The same on weights of F32, F16 or BF16, strips of [inputs][32 outputs]; x in float32.
-
-    Arguments as above: groups is the number of inputs; scale, fsum and isum are not read.
-    """
+def _dense(isa: Isa, dtype: str) -> tuple[Any, int, int]:
+    """The same for dense weights."""
     element, size = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (I16, 2)}[dtype]
     floats = vector(F32, isa.lanes)
 
@@ -209,11 +242,11 @@ def dense_linear(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], N
                     totals[m][n].set(e.fma(value, weights[n], totals[m][n].get()))
         return totals
 
-    return _linear(isa, write, STRIP * size, 0)
+    return write, STRIP * size, 0
 
 
-def _linear(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callable[[int, int, int], None]]:
-    """The loops over rows and strips around register tiles of every height.
+def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
+    """Numba function of some rows through some strips: the loops around register tiles of every height.
 
     Args:
         isa: the path.
@@ -223,7 +256,7 @@ def _linear(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callab
     """
     pieces = 1 if isa.lanes == 16 else 2  # a narrow register file holds one block of 16 outputs
     columns, nested = STRIP // pieces, header > 0
-    most, arguments = isa.linear_rows, fields(16)
+    most = isa.linear_rows
 
     def tiles(e: Emit, size: Value, w: Value, groups: Value, data: Value, data_stride: Value, scale: Value, fsum: Value,
               scale_stride: Value, isum: Value, out: Value, out_stride: Value, residual: Value, residual_stride: Value,
@@ -236,20 +269,17 @@ def _linear(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callab
 
     tile_of = emitted(isa, 16, tiles)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        (w, groups, strips, data, data_stride, scale, fsum, scale_stride, isum, out, out_stride, residual,
-         residual_stride, count, per_tile, chunk) = arguments(args)  # fmt: skip
-        per_tile, chunk = load_i64(per_tile), load_i64(chunk)
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def run(w: int, groups: int, first_strip: int, end_strip: int, data: int, data_stride: int, scale: int, fsum: int,
+            scale_stride: int, isum: int, out: int, out_stride: int, residual: int, residual_stride: int,
+            first_row: int, rows: int) -> None:  # fmt: skip
         strip_bytes = groups * record
         if nested:
             strip_bytes += groups // SUPER * header
-        strip_tiles = (strips + per_tile - 1) // per_tile
-        first_row, first_strip = tile // strip_tiles * chunk, tile % strip_tiles * per_tile
-        rows = min(load_i64(count) - first_row, chunk)
         blocks = (rows + most - 1) // most  # of as equal heights as can be
         # Each of several blocks fetches its share of the next strip; a single one keeps the memory busy by itself.
         step = 0 if blocks == 1 else min(64 * AHEAD_LINES, (record // 64 + blocks) // blocks * 64)
-        for s in range(first_strip, min(strips, first_strip + per_tile)):
+        for s in range(first_strip, end_strip):
             ahead = data if blocks == 1 else w + (s + 1) * strip_bytes
             for piece in range(pieces):
                 column = 4 * (s * STRIP + piece * columns)
@@ -260,5 +290,46 @@ def _linear(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callab
                             fsum + at, scale_stride, isum + 2 * at, out + m * out_stride + column, out_stride,
                             residual + m * residual_stride + column, residual_stride, piece, ahead + i * groups * step,
                             step)  # fmt: skip
+
+    return run
+
+
+def _linear_kernel(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callable[[int, int, int], None]]:
+    """Tiles of a linear layer: chunks of rows, in each of them strips."""
+    run, arguments = _strips_kernel(isa, write, record, header), fields(16)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        (w, groups, strips, data, data_stride, scale, fsum, scale_stride, isum, out, out_stride, residual,
+         residual_stride, count, per_tile, chunk) = arguments(args)  # fmt: skip
+        per_tile, chunk = load_i64(per_tile), load_i64(chunk)
+        strip_tiles = (strips + per_tile - 1) // per_tile
+        first_row, first_strip = tile // strip_tiles * chunk, tile % strip_tiles * per_tile
+        rows = min(load_i64(count) - first_row, chunk)
+        run(w, groups, first_strip, min(strips, first_strip + per_tile), data, data_stride, scale, fsum, scale_stride,
+            isum, out, out_stride, residual, residual_stride, first_row, rows)  # fmt: skip
+
+    return KERNEL_SIGNATURE, kernel
+
+
+def _experts_kernel(isa: Isa, write: Any, record: int, header: int) -> tuple[Any, Callable[[int, int, int], None]]:
+    """Tiles of the same linear layer of many experts: an expert with rows, of it strips.
+
+    Arguments: w of the first expert, bytes to the next, groups, strips, data, data stride, scale, fsum, scale stride,
+    isum, out, out stride, bias of the first expert, bytes to the next, slots (`routing.py`), address of the strips
+    that a tile takes. There are as many tiles as experts that could have rows: those of empty slots do nothing.
+    """
+    run, arguments, slot_of = _strips_kernel(isa, write, record, header), fields(16), fields(SLOT, I32)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        (w, w_stride, groups, strips, data, data_stride, scale, fsum, scale_stride, isum, out, out_stride, bias,
+         bias_stride, slots, per_tile) = arguments(args)  # fmt: skip
+        per_tile = load_i64(per_tile)
+        strip_tiles = (strips + per_tile - 1) // per_tile
+        first_strip = tile % strip_tiles * per_tile
+        expert, first, end = slot_of(slots + 4 * SLOT * (tile // strip_tiles))
+        if first < end:
+            run(w + expert * w_stride, groups, first_strip, min(strips, first_strip + per_tile), data, data_stride,
+                scale, fsum, scale_stride, isum, out, out_stride, bias + expert * bias_stride, 0, first,
+                end - first)  # fmt: skip
 
     return KERNEL_SIGNATURE, kernel

@@ -23,10 +23,13 @@ from twinphase.backends.cpu.intrinsics import (
 )
 from twinphase.backends.cpu.isa import Isa
 
-__all__ = ["BLOCK_BYTES", "code_of", "k_minimum", "k_scale", "pack"]
+__all__ = ["BLOCK_BYTES", "code_of", "iq4_scale", "k_minimum", "k_scale", "pack", "q3_scale"]
 
 HALF = 32768  # sign bit of a float16
-BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+BLOCK_BYTES = {
+    "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176,
+    "Q6_K": 210, "IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17,
+}  # fmt: skip
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -43,6 +46,20 @@ def k_minimum(block: int, j: int) -> int:
     if j < 4:
         return load_u8(block + 8 + j) & 63
     return (load_u8(block + 8 + j) >> 4) | (load_u8(block + 4 + j) >> 6 << 4)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def q3_scale(block: int, i: int) -> int:
+    """Scale i of the 16 of a Q3_K block: 6 bits, less 32."""
+    low = load_u8(block + 96 + i % 8) >> 4 * (i // 8) & 15
+    return (low | (load_u8(block + 104 + i % 4) >> 2 * (i // 4) & 3) << 4) - 32
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def iq4_scale(block: int, j: int) -> int:
+    """Scale j of the 8 of an IQ4_XS block: 6 bits, less 32."""
+    low = load_u8(block + 4 + j // 2) >> 4 * (j % 2) & 15
+    return (low | (load_u16(block + 2) >> 2 * j & 3) << 4) - 32
 
 
 def code_of(name: str) -> Any:
@@ -76,8 +93,24 @@ def code_of(name: str) -> Any:
         low = load_u8(block + half * 64 + part % 2 * 32 + k) >> 4 * (part // 2) & 15
         return low | (load_u8(block + 128 + half * 32 + k) >> 2 * part & 3) << 4
 
-    header = 4 if name.endswith("_1") else 2
-    return {"Q4_0": q4, "Q4_1": q4, "Q5_0": q5, "Q5_1": q5, "Q8_0": q8, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}[name]
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q2_k(block: int, j: int, k: int) -> int:
+        return load_u8(block + 16 + j // 4 * 32 + k) >> 2 * (j % 4) & 3
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q3_k(block: int, j: int, k: int) -> int:
+        low = load_u8(block + 32 + j // 4 * 32 + k) >> 2 * (j % 4) & 3
+        return low | (load_u8(block + k) >> j & 1) << 2
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def iq4_xs(block: int, j: int, k: int) -> int:
+        return load_u8(block + 8 + 16 * j + k % 16) >> 4 * (k // 16) & 15
+
+    header = 4 if name.endswith("_1") else 1 if name == "MXFP4" else 2
+    return {
+        "Q4_0": q4, "Q4_1": q4, "Q5_0": q5, "Q5_1": q5, "Q8_0": q8, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
+        "Q2_K": q2_k, "Q3_K": q3_k, "IQ4_NL": q4, "IQ4_XS": iq4_xs, "MXFP4": q4,
+    }[name]  # fmt: skip
 
 
 def _put_scales(name: str) -> Any:
@@ -104,8 +137,33 @@ def _put_scales(name: str) -> Any:
         store_u8(record + scale_at + 32 + o, load_u8(block + 192 + 2 * j + 1))
         store_u16(header + 2 * o, load_u16(block + 208))
 
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q2_k(block: int, j: int, o: int, record: int, header: int) -> None:
+        for part in range(2):
+            both = load_u8(block + 2 * j + part)
+            store_u8(record + scale_at + 32 * part + o, both & 15)
+            store_u8(record + minimum_at + 32 * part + o, both >> 4)
+        store_u16(header + 2 * o, load_u16(block + 80))
+        store_u16(header + 64 + 2 * o, load_u16(block + 82) ^ HALF)
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q3_k(block: int, j: int, o: int, record: int, header: int) -> None:
+        for part in range(2):
+            store_u8(record + scale_at + 32 * part + o, q3_scale(block, 2 * j + part))
+        store_u16(header + 2 * o, load_u16(block + 108))
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def iq4_xs(block: int, j: int, o: int, record: int, header: int) -> None:
+        store_u8(record + scale_at + o, iq4_scale(block, j))
+        store_u16(header + 2 * o, load_u16(block))
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def mxfp4(block: int, j: int, o: int, record: int, header: int) -> None:
+        store_u8(record + scale_at + o, load_u8(block))
+
     has_minimum = fmt.minimum
-    return q6_k if name == "Q6_K" else nested if fmt.nested else flat
+    special = {"Q6_K": q6_k, "Q2_K": q2_k, "Q3_K": q3_k, "IQ4_XS": iq4_xs, "MXFP4": mxfp4}
+    return special.get(name, nested if fmt.nested else flat)
 
 
 def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from twinphase.backends.cpu.emit import F32, I8, I16, I32, Emit, Value, vector
+from twinphase.backends.cpu.emit import F32, I8, I16, I32, I64, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
@@ -22,26 +22,58 @@ __all__ = ["rope_kv_write"]
 LARGEST_VALUE = 65504.0  # of float16
 
 
-def _rotated(e: Emit, x: Value, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool) -> list[Value]:
-    """The head at address x rotated (RoFormer, Su et al., 2021), as vectors of at most 32 floats in order."""
+Load = Callable[[int, int], Value]  # (count, index): that many floats of a head, from its dimension `index` on
+
+
+def _loader(e: Emit, x: Value, normalized: bool, weight: Value, factor: Value) -> Load:
+    """Reads the head at address x; times the factor (float32 bits) and its weights if it is to be normalized."""
+
+    def load(count: int, index: int) -> Value:
+        value = e.load(vector(F32, count), x, 4 * index)
+        if normalized:
+            value = e.b.fmul(value, e.broadcast(e.b.bitcast(e.b.trunc(factor, I32), F32), count))
+            value = e.b.fmul(value, e.load(value.type, weight, 4 * index))
+        return value
+
+    return load
+
+
+def _inverse_rms(isa: Isa) -> Any:
+    """Numba-callable (x, width, eps bits): 1 / sqrt(mean(x^2) + eps), as float32 bits."""
+
+    def write(e: Emit, x: Value, width: Value, eps: Value) -> Value:
+        squares = e.variable(e.splat(vector(F32, 16), 0.0))
+        with e.loop(0, width, 16) as i:
+            values = e.load(vector(F32, 16), x, e.mul(i, 4))
+            squares.set(e.fma(values, values, squares.get()))
+        mean = e.b.fdiv(e.reduce_add(squares.get()), e.b.sitofp(width, F32))
+        root = e.unary("sqrt", e.b.fadd(mean, e.b.bitcast(e.b.trunc(eps, I32), F32)))
+        return e.b.zext(e.b.bitcast(e.b.fdiv(ir.Constant(F32, 1.0), root), I32), I64)
+
+    return emitted(isa, 3, write)
+
+
+def _rotated(e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool) -> list[Value]:
+    """A head rotated (RoFormer, Su et al., 2021), as vectors of floats in order."""
     b, pairs = e.b, math.gcd(rotary // 2, 16)
-    half = vector(F32, pairs)  # at least 8, since `rotary` is a multiple of 16
+    half = vector(F32, pairs)
     pieces: dict[int, Value] = {}
     for i in range(0, rotary // 2, pairs):
         c, s = e.load(half, cos, 4 * i), e.load(half, sin, 4 * i)
         if interleaved:
-            both = e.load(vector(F32, 2 * pairs), x, 8 * i)
+            both = load(2 * pairs, 2 * i)
             first, second = (e.shuffle(both, None, range(n, 2 * pairs, 2)) for n in (0, 1))
         else:
-            first, second = e.load(half, x, 4 * i), e.load(half, x, 4 * (i + rotary // 2))
+            first, second = load(pairs, i), load(pairs, i + rotary // 2)
         turned = b.fsub(b.fmul(first, c), b.fmul(second, s)), b.fadd(b.fmul(first, s), b.fmul(second, c))
         if interleaved:
             order = [lane for k in range(pairs) for lane in (k, pairs + k)]
             pieces[2 * i] = e.shuffle(*turned, order)
         else:
             pieces[i], pieces[i + rotary // 2] = turned
-    for i in range(rotary, dim, 16):
-        pieces[i] = e.load(vector(F32, 16), x, 4 * i)
+    rest = math.gcd(rotary, 16)
+    for i in range(rotary, dim, rest):
+        pieces[i] = load(rest, i)
     return [pieces[i] for i in sorted(pieces)]
 
 
@@ -66,15 +98,24 @@ def _spread(e: Emit, pieces: list[Value], size: int) -> list[Value]:
     return pieces
 
 
-def _head(e: Emit, x: Value, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool) -> list[Value]:
+def _head(e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool) -> list[Value]:
     """A query or key head as attention multiplies it, before rounding: rotated and spread, in vectors of 16."""
-    pieces = _rotated(e, x, cos, sin, dim, rotary, interleaved)
-    return _spread(e, [part for piece in pieces for part in _sixteens(e, piece)], spread_size(dim))
+    pieces = _rotated(e, load, cos, sin, dim, rotary, interleaved)
+    return _spread(e, _sixteens(e, pieces), spread_size(dim))
 
 
-def _sixteens(e: Emit, piece: Value) -> list[Value]:
-    count = piece.type.count
-    return [e.shuffle(piece, None, range(i, i + 16)) for i in range(0, count, 16)]
+def _sixteens(e: Emit, pieces: list[Value]) -> list[Value]:
+    """The same lanes in vectors of 16."""
+    if all(piece.type.count % 16 == 0 for piece in pieces):
+        return [e.shuffle(p, None, range(i, i + 16)) for p in pieces for i in range(0, p.type.count, 16)]
+    lanes = [e.b.extract_element(p, ir.Constant(I32, i)) for p in pieces for i in range(p.type.count)]
+    out = []
+    for start in range(0, len(lanes), 16):
+        value: Value = ir.Constant(vector(F32, 16), ir.Undefined)
+        for i, lane in enumerate(lanes[start : start + 16]):
+            value = e.b.insert_element(value, lane, ir.Constant(I32, i))
+        out.append(value)
+    return out
 
 
 def _largest(e: Emit, pieces: list[Value]) -> Value:
@@ -84,13 +125,12 @@ def _largest(e: Emit, pieces: list[Value]) -> Value:
     return largest
 
 
-def _query(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
-    """Numba-callable (x, cos, sin, data, scale, sum, softmax scale bits): one query head to int8."""
+def _query(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -> Any:
+    """Numba-callable (x, cos, sin, data, scale, sum, softmax scale bits, norm, its factor): one query head to int8."""
 
-    def write(
-        e: Emit, x: Value, cos: Value, sin: Value, data: Value, scale: Value, total: Value, factor: Value
-    ) -> None:
-        pieces = _head(e, x, cos, sin, dim, rotary, interleaved)
+    def write(e: Emit, x: Value, cos: Value, sin: Value, data: Value, scale: Value, total: Value, factor: Value,
+              norm: Value, inverse_rms: Value) -> None:  # fmt: skip
+        pieces = _head(e, _loader(e, x, normalized, norm, inverse_rms), cos, sin, dim, rotary, interleaved)
         step, inverse = absmax_scale(e, _largest(e, pieces))
         at, sums = 0, ir.Constant(I32, 0)
         for piece in pieces:
@@ -103,14 +143,15 @@ def _query(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
         e.store(e.b.fmul(step, e.b.bitcast(e.b.trunc(factor, I32), F32)), scale)
         e.store(sums, total)
 
-    return emitted(isa, 7, write)
+    return emitted(isa, 9, write)
 
 
-def _key(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
-    """Numba-callable (x, cos, sin, cell's keys, cell's scales, token in the cell): one key head to the cache."""
+def _key(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -> Any:
+    """Numba-callable (x, cos, sin, cell's keys, cell's scales, token in the cell, norm, its factor): one key head."""
 
-    def write(e: Emit, x: Value, cos: Value, sin: Value, keys: Value, scales: Value, token: Value) -> None:
-        pieces = _head(e, x, cos, sin, dim, rotary, interleaved)
+    def write(e: Emit, x: Value, cos: Value, sin: Value, keys: Value, scales: Value, token: Value, norm: Value,
+              inverse_rms: Value) -> None:  # fmt: skip
+        pieces = _head(e, _loader(e, x, normalized, norm, inverse_rms), cos, sin, dim, rotary, interleaved)
         step, inverse = absmax_scale(e, _largest(e, pieces))
         at = 0
         for piece in pieces:
@@ -123,7 +164,7 @@ def _key(isa: Isa, dim: int, rotary: int, interleaved: bool) -> Any:
             at += count // 4
         e.store(step, scales, e.mul(token, 4))
 
-    return emitted(isa, 6, write)
+    return emitted(isa, 8, write)
 
 
 def _value(isa: Isa, dim: int, dtype: str) -> Any:
@@ -158,32 +199,42 @@ def _value(isa: Isa, dim: int, dtype: str) -> Any:
 
 
 def rope_kv_write(
-    isa: Isa, head_dim: str, rotary: str, interleaved: str, dtype: str
+    isa: Isa, head_dim: str, rotary: str, interleaved: str, dtype: str, qk_norm: str
 ) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One row a tile.
+    """One row a tile: RMSNorm of queries and keys (of a head, of the whole width, or none), rotation, writing.
 
     Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV heads, keys,
-    scales and values of the layer, int8 queries, their scales, their sums, softmax scale bits, cells of a chunk.
+    scales and values of the layer, int8 queries, their scales, their sums, softmax scale bits, cells of a chunk,
+    weights of the norms of q and k, eps bits.
     """
-    dim, turned = int(head_dim), int(rotary)
-    query = _query(isa, dim, turned, interleaved == "1")
-    key, value = _key(isa, dim, turned, interleaved == "1"), _value(isa, dim, dtype)
+    dim, turned, normalized = int(head_dim), int(rotary), qk_norm != "none"
+    by_head, by_width = qk_norm == "head", qk_norm == "width"
+    query = _query(isa, dim, turned, interleaved == "1", normalized)
+    key, value = _key(isa, dim, turned, interleaved == "1", normalized), _value(isa, dim, dtype)
     cell_bytes, scale_size, value_size = key_bytes(dim), scale_bytes(dtype), value_bytes(dim, dtype)
-    table_stride, arguments = 4 * (turned // 2), fields(18)
+    table_stride, arguments, inverse_rms = 4 * (turned // 2), fields(21), _inverse_rms(isa)
+    weight_stride = 4 * dim if by_width else 0  # one head's weights serve all heads
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (q, k, v, stride, cos, sin, positions, slots, heads, kv_heads, keys, scales, values, data, query_scales, sums,
-         factor, per_chunk) = arguments(args)  # fmt: skip
+         factor, per_chunk, q_norm, k_norm, eps) = arguments(args)  # fmt: skip
         turn = load_u32(positions + 4 * tile) * table_stride
         cos, sin, slot = cos + turn, sin + turn, load_i64(slots + 8 * tile)
+        q_root = inverse_rms(q + tile * stride, heads * dim, eps) if by_width else 0
+        k_root = inverse_rms(k + tile * stride, kv_heads * dim, eps) if by_width else 0
         for head in range(heads):
-            at = tile * heads + head
-            query(q + tile * stride + head * dim * 4, cos, sin, data + at * dim, query_scales + 4 * at, sums + 4 * at,
-                  factor)  # fmt: skip
+            at, x = tile * heads + head, q + tile * stride + head * dim * 4
+            if by_head:
+                q_root = inverse_rms(x, dim, eps)
+            query(x, cos, sin, data + at * dim, query_scales + 4 * at, sums + 4 * at, factor,
+                  q_norm + head * weight_stride, q_root)  # fmt: skip
         for head in range(kv_heads):
             at = slot // (CELL * CHUNK) * per_chunk + head * CHUNK + slot // CELL % CHUNK
             here = tile * stride + head * dim * 4
-            key(k + here, cos, sin, keys + at * cell_bytes, scales + at * scale_size, slot % CELL)
+            if by_head:
+                k_root = inverse_rms(k + here, dim, eps)
+            key(k + here, cos, sin, keys + at * cell_bytes, scales + at * scale_size, slot % CELL,
+                k_norm + head * weight_stride, k_root)  # fmt: skip
             value(v + here, values + at * value_size, scales + at * scale_size, slot % CELL)
 
     return KERNEL_SIGNATURE, kernel

@@ -1,0 +1,136 @@
+"""A mixture of experts as commands: route, sort rows by expert, gather them, the layers of experts, add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.backends.cpu.formats import FORMATS
+from twinphase.backends.cpu.operations import FEW_ROWS, MAX_TILES, TILES_PER_THREAD, Operations
+from twinphase.backends.cpu.program import Buffer, Memory, rows_in
+from twinphase.backends.cpu.specs import experts_spec
+from twinphase.backends.cpu.threads import aligned
+from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SLOT
+from twinphase.backends.cpu.weights import Matrix, Vector
+from twinphase.blueprint import Experts
+
+__all__ = ["ExpertOperations", "Routing"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the rows of a layer go; memory that all layers share.
+
+    Attributes:
+        numbers, weights: of each row's choices, int32 and float32 [rows * used].
+        rows: the row of each sorted row, int32 [rows * used].
+        places: of each row's choices among the sorted rows, int32 [rows * used].
+        slots: expert, first sorted row and end of its rows, int32 [experts, 3]; empty ones behind.
+    """
+
+    numbers: NDArray[np.generic]
+    weights: NDArray[np.generic]
+    rows: NDArray[np.generic]
+    places: NDArray[np.generic]
+    slots: NDArray[np.generic]
+
+
+class ExpertOperations(Operations):
+    """The operation `moe`."""
+
+    _routings: dict[tuple[str, int, int], Routing]
+
+    def moe(
+        self,
+        x: Buffer,
+        router: Matrix,
+        gate_up: Matrix,
+        down: Matrix,
+        experts: Experts,
+        *,
+        router_bias: Vector | None = None,
+        gate_up_bias: Vector | None = None,
+        down_bias: Vector | None = None,
+    ) -> Buffer:
+        """The weighted sum of each row's chosen experts."""
+        program, used = self._program, experts.used
+        routing = self._route(self.linear(x, router, bias=router_bias), experts)
+        pairs = f"{x.rows}*{used}"
+
+        def gathered(quantized: bool) -> Memory:
+            out = Memory(program, pairs, x.width, quantized)
+            self.pick_rows(routing.rows, x.memory(quantized), out, (routing.rows.ctypes.data,))
+            return out
+
+        h = Buffer(program, pairs, x.width, make=gathered)
+        h = self.gate_mul(self._expert_linear(h, gate_up, gate_up_bias, routing, experts))
+        h = self._expert_linear(h, down, down_bias, routing, experts)
+        out, source = Buffer(program, x.rows, h.width), h.floats
+        args = [program.count(x.rows), used, routing.places.ctypes.data, routing.weights.ctypes.data]
+        args += [source.data, source.groups, out.floats.data]
+        reads = [source.data, routing.numbers.ctypes.data, routing.rows.ctypes.data]
+        program.add("combine", program.tiles(x.rows, ROWS_PER_TILE), args, reads, [(out.floats.data, 0)])
+        return out
+
+    def _route(self, logits: Buffer, experts: Experts) -> Routing:
+        program, source, key = self._program, logits.floats, (logits.rows, experts.count, experts.used)
+        if key not in self._routings:
+            pairs = rows_in(program.max_rows, logits.rows) * experts.used
+            self._routings[key] = Routing(
+                numbers=aligned(pairs, np.int32),
+                weights=aligned(pairs, np.float32),
+                rows=aligned(pairs, np.int32),
+                places=aligned(pairs, np.int32),
+                slots=aligned(experts.count * SLOT, np.int32),
+            )
+        routing = self._routings[key]
+        numbers, rows = routing.numbers.ctypes.data, routing.rows.ctypes.data
+        args = [source.data, source.stride, experts.count, experts.used, int(experts.renormalize)]
+        args += [numbers, routing.weights.ctypes.data]
+        program.add("route", program.count(logits.rows), args, [source.data], [(numbers, 0)])
+        args = [program.count(logits.rows), experts.count, experts.used, numbers, rows]
+        args += [routing.places.ctypes.data, routing.slots.ctypes.data]
+        program.add("sort_rows", program.cells.constant(1), args, [numbers], [(rows, 0)])
+        return routing
+
+    def _expert_linear(
+        self, x: Buffer, weight: Matrix, bias: Vector | None, routing: Routing, experts: Experts
+    ) -> Buffer:
+        """Sorted rows through the weights of their experts."""
+        program = self._program
+        out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
+        for part in weight.parts:
+            source, column = x.memory(part.type in FORMATS), 4 * part.column
+            at = source.addresses
+            strips_per_tile, tiles = self._expert_tiles(x.rows, part.strips, experts.count)
+            args = [part.address, part.nbytes, part.groups, part.strips, at[0], source.stride, *at[1:3]]
+            args += [source.groups * 4, at[3], out.floats.data + column, out.floats.stride]
+            args += [self.zeros(part.strips), 0] if bias is None else [bias.values.ctypes.data + column, bias.stride]
+            args += [routing.slots.ctypes.data, strips_per_tile]
+            reads = [source.data, routing.rows.ctypes.data]
+            program.add(experts_spec(part.type), tiles, args, reads, [(out.floats.data, part.column)])
+        return out
+
+    def _expert_tiles(self, rows: str, strips: int, count: int) -> tuple[int, int]:
+        """Addresses of the strips that a tile takes and of the number of tiles.
+
+        Which experts have rows is known only within the step: there are tiles for as many as could have some.
+        """
+        wanted = TILES_PER_THREAD * self.threads
+
+        def slots(counts: dict[str, int]) -> int:
+            return min(count, rows_in(counts, rows))
+
+        def per_tile(counts: dict[str, int]) -> int:
+            strips_in_all = slots(counts) * strips
+            if rows_in(counts, rows) <= FEW_ROWS * min(count, 8):
+                return max(1, min(strips, strips_in_all // wanted))
+            return max(1, -(-strips_in_all // MAX_TILES))
+
+        def tiles(counts: dict[str, int]) -> int:
+            return slots(counts) * -(-strips // per_tile(counts))
+
+        key, address = (rows, strips, count), self._program.cells.address
+        return address(("expert strips", *key), per_tile), address(("expert tiles", *key), tiles)

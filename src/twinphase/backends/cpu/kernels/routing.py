@@ -1,0 +1,148 @@
+"""Mixtures of experts: which experts each row goes to, the rows sorted by expert, and their results added up.
+
+Rows go through the linear kernels sorted by expert, so that an expert's weights are read once for all of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from twinphase.backends.cpu.emit import F32, I32, LOG2_E, Emit, Value, vector
+from twinphase.backends.cpu.intrinsics import (
+    KERNEL_SIGNATURE,
+    emitted,
+    fields,
+    load_f32,
+    load_i64,
+    load_u32,
+    store_f32,
+    store_i32,
+)
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SLOT
+
+__all__ = ["combine", "route", "sort_rows"]
+
+
+def _powers(isa: Isa) -> Any:
+    """Numba-callable (logits, count, largest's address, out): e^(logit - largest) of each; their sum's float32 bits."""
+
+    def write(e: Emit, logits: Value, count: Value, largest: Value, out: Value) -> Value:
+        four = vector(F32, 4)  # the narrowest vector of all paths
+        top, total = e.broadcast(e.load(F32, largest), 4), e.variable(ir.Constant(F32, 0.0))
+        with e.loop(0, count) as i:
+            at = e.mul(i, 4)
+            x = e.b.fsub(e.broadcast(e.load(F32, logits, at), 4), top)
+            power = e.exp2(e.b.fmul(x, e.splat(four, LOG2_E)))
+            value = e.b.extract_element(power, ir.Constant(I32, 0))
+            total.set(e.b.fadd(total.get(), value))
+            e.store(value, out, at)
+        return e.b.zext(e.b.bitcast(total.get(), I32), ir.IntType(64))
+
+    return emitted(isa, 4, write)
+
+
+def route(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+    """One row a tile: the numbers of its `used` experts with the largest logits, in order, and their weights.
+
+    Arguments: logits, their stride, experts, used, whether weights are divided by their sum (else they are the softmax
+    over all experts), numbers out (int32), weights out.
+    """
+    powers, arguments = _powers(isa), fields(7)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        logits, stride, experts, used, renormalize, numbers, weights = arguments(args)
+        logits += tile * stride
+        numbers += 4 * used * tile
+        weights += 4 * used * tile
+        for i in range(experts):
+            store_f32(scratch + 4 * i, load_f32(logits + 4 * i))
+        for k in range(used):
+            best, largest = 0, np.float32(-np.inf)
+            for i in range(experts):
+                if load_f32(scratch + 4 * i) > largest:  # of equal ones the smaller number
+                    best, largest = i, load_f32(scratch + 4 * i)
+            store_i32(numbers + 4 * k, best)
+            store_f32(weights + 4 * k, load_f32(logits + 4 * best))
+            store_f32(scratch + 4 * best, np.float32(-np.inf))
+        first = logits + 4 * load_u32(numbers)
+        total = 0
+        if not renormalize:
+            total = powers(logits, experts, first, scratch)
+        chosen = powers(weights, used, first, weights)
+        if renormalize:
+            total = chosen
+        store_i32(scratch, total)
+        for k in range(used):
+            store_f32(weights + 4 * k, load_f32(weights + 4 * k) / load_f32(scratch))
+
+    return KERNEL_SIGNATURE, kernel
+
+
+def sort_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+    """The step's rows sorted by expert, in one tile.
+
+    Arguments: address of the row count, experts, used, numbers of the chosen experts, then what is written, int32:
+    the row of each sorted row, the place of each row's choices among the sorted, and the slots: (expert, its first
+    sorted row, the end of them) of each expert that has rows, empty ones behind.
+    """
+    arguments = fields(7)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        count, experts, used, numbers, rows, places, slots = arguments(args)
+        pairs = load_i64(count) * used
+        for expert in range(experts):
+            store_i32(scratch + 4 * expert, 0)
+            for i in range(SLOT):
+                store_i32(slots + 4 * (SLOT * expert + i), 0)
+        for pair in range(pairs):
+            at = scratch + 4 * load_u32(numbers + 4 * pair)
+            store_i32(at, load_u32(at) + 1)
+        start = slot = 0
+        for expert in range(experts):
+            size = load_u32(scratch + 4 * expert)
+            store_i32(scratch + 4 * expert, start)  # where the expert's next row goes
+            if size:
+                store_i32(slots + 4 * SLOT * slot, expert)
+                store_i32(slots + 4 * SLOT * slot + 4, start)
+                store_i32(slots + 4 * SLOT * slot + 8, start + size)
+                slot += 1
+            start += size
+        for pair in range(pairs):
+            at = scratch + 4 * load_u32(numbers + 4 * pair)
+            place = load_u32(at)
+            store_i32(at, place + 1)
+            store_i32(rows + 4 * place, pair // used)
+            store_i32(places + 4 * pair, place)
+
+    return KERNEL_SIGNATURE, kernel
+
+
+def combine(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+    """out[m] = the sum over a row's choices, in order, of weight * result.
+
+    Arguments: address of the row count, used, places, weights, results, groups of 32 columns, out.
+    """
+    wide = vector(F32, 32)
+
+    def write(e: Emit, used: Value, places: Value, weights: Value, results: Value, groups: Value, out: Value) -> None:
+        with e.loop(0, groups) as g:
+            total = e.variable(e.splat(wide, 0.0))
+            with e.loop(0, used) as k:
+                place = e.b.zext(e.load(I32, places, e.mul(k, 4)), ir.IntType(64))
+                value = e.load(wide, results, e.mul(e.add(e.mul(place, groups), g), 128))
+                total.set(e.fma(value, e.broadcast(e.load(F32, weights, e.mul(k, 4)), 32), total.get()))
+            e.store(total.get(), out, e.mul(g, 128))
+
+    row_of, arguments = emitted(isa, 6, write), fields(7)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        count, used, places, weights, results, groups, out = arguments(args)
+        for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
+            row_of(used, places + 4 * used * m, weights + 4 * used * m, results, groups, out + 128 * groups * m)
+
+    return KERNEL_SIGNATURE, kernel

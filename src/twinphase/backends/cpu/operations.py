@@ -1,0 +1,231 @@
+"""The operations of the CPU backend: each adds commands to the program that is being captured."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.backends.base import KVCacheSpec
+from twinphase.backends.cpu import kv_layout, tiling
+from twinphase.backends.cpu.formats import FORMATS, STRIP
+from twinphase.backends.cpu.program import Buffer, Memory, Program
+from twinphase.backends.cpu.specs import attention_spec, linear_spec, merge_spec, rope_spec
+from twinphase.backends.cpu.step import StepMemory
+from twinphase.backends.cpu.threads import aligned
+from twinphase.backends.cpu.weights import Embedding, Matrix, Vector, padded
+from twinphase.blueprint import Blueprint, Rope
+
+__all__ = ["MAX_TILES", "Operations", "RopeTables"]
+
+GATE_PARTS, LOGIT_PARTS, ROWS_PER_TILE = tiling.GATE_PARTS, tiling.LOGIT_PARTS, tiling.ROWS_PER_TILE
+FEW_ROWS = 16
+TILES_PER_THREAD = 8
+MAX_TILES = 1 << 17  # of a linear layer; a claim word holds numbers below 2^18
+LOG2_E = 1.4426950408889634
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float32, as kernels take float arguments."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+@dataclass(frozen=True)
+class RopeTables:
+    """Cosines and sines, float32 [max_positions, dim / 2] each."""
+
+    rope: Rope
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+
+
+class Operations:
+    """What models call while the forward pass is captured. Memory and weights are `CpuBackend`'s."""
+
+    threads: int
+    blueprint: Blueprint
+    kv_spec: KVCacheSpec
+    kv_cache_dtype: str
+    _program: Program
+    _step: StepMemory
+    _layers: list[list[int]]  # addresses of each layer's keys, scales and values
+    _per_chunk: int
+    _keep: list[NDArray[np.generic]]
+
+    def embed(self, table: Embedding, scale: float = 1.0) -> Buffer:
+        """Embedding rows of the step's tokens."""
+        program, out = self._program, Buffer(self._program, "tokens", padded(table.width))
+        args = [self._step.token_ids.ctypes.data, table.address, table.row_bytes, table.width]
+        args += [out.floats.data, out.floats.stride, float_bits(scale)]
+        program.add(f"embed:{table.type}", program.count("tokens"), args, [], [(out.floats.data, 0)])
+        return out
+
+    def logit_rows(self, x: Buffer) -> Buffer:
+        """The rows whose logits are wanted, side by side."""
+        out = Buffer(self._program, "logits", x.width)
+        self.pick_rows(self._step.logit_rows, x.floats, out.floats)
+        return out
+
+    def pick_rows(self, numbers: NDArray[np.generic], source: Memory, out: Memory, reads: tuple[int, ...] = ()) -> None:
+        """Copy the rows of those numbers."""
+        program, kind = self._program, "q8" if source.quantized else "f32"
+        args = [numbers.ctypes.data, source.groups, *source.addresses, *out.addresses]
+        program.add(f"pick_rows:{kind}", program.count(out.rows), args, [source.data, *reads], [(out.data, 0)])
+
+    def rms_norm(self, x: Buffer, weight: Vector, eps: float) -> Buffer:
+        """RMSNorm; what its reader wants is written in the same pass."""
+        program, source = self._program, x.floats
+        if x.width != len(weight.values):
+            raise ValueError(f"rms_norm of {x.width} columns with weights for {len(weight.values)}")
+
+        def make(quantized: bool) -> Memory:
+            out = Memory(program, x.rows, x.width, quantized)
+            args = [program.count(x.rows), source.data, source.stride, weight.values.ctypes.data]
+            args += [weight.width, float_bits(eps), source.groups, *out.addresses]
+            spec, tiles = f"rms_norm:{'q8' if quantized else 'f32'}", program.tiles(x.rows, ROWS_PER_TILE)
+            program.add(spec, tiles, args, [source.data], [(out.data, 0)])
+            return out
+
+        return Buffer(program, x.rows, x.width, make=make)
+
+    def linear(
+        self, x: Buffer, weight: Matrix, *, residual: Buffer | None = None, bias: Vector | None = None
+    ) -> Buffer:
+        """x @ weight.T + residual or bias, into new memory: a kernel may compute a row twice."""
+        if residual is not None and bias is not None:
+            raise ValueError("a linear layer adds a residual or a bias")
+        program = self._program
+        out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
+        base = None if residual is None else residual.floats
+        for part in weight.parts:
+            column = 4 * part.column
+            source = x.memory(part.type in FORMATS)
+            at = source.addresses
+            strips_per_tile, chunk, tiles = self._linear_tiles(x.rows, part.strips, source.stride)
+            args = [part.address, part.groups, part.strips, at[0], source.stride, *at[1:3], source.groups * 4, at[3]]
+            args += [out.floats.data + column, out.floats.stride]
+            if bias is not None:
+                args += [bias.values.ctypes.data + column, 0]  # one row for all
+            else:
+                args += [self.zeros(part.strips), 0] if base is None else [base.data + column, base.stride]
+            args += [program.count(x.rows), strips_per_tile, chunk]
+            reads = [source.data] if base is None else [source.data, base.data]
+            program.add(linear_spec(part.type), tiles, args, reads, [(out.floats.data, part.column)])
+        return out
+
+    def zeros(self, strips: int) -> int:
+        """Address of a row of zeros, the residual of a layer without one."""
+        if self._keep[0].size < strips * STRIP:
+            self._keep.append(self._keep[0])
+            self._keep[0] = aligned(strips * STRIP, np.float32)
+        return int(self._keep[0].ctypes.data)
+
+    def _linear_tiles(self, rows: str, strips: int, row_bytes: int) -> tuple[int, int, int]:
+        """Addresses of the strips and of the rows a tile takes, and of the number of tiles.
+
+        Many rows: one strip, so that its weights stay in the first-level cache and the rows in the second. Few rows:
+        about eight tiles a thread, long enough to stream memory, short enough to even out.
+        """
+        wanted = TILES_PER_THREAD * self.threads
+
+        def chunk(counts: dict[str, int]) -> int:
+            return tiling.row_chunk(counts[rows], row_bytes, strips, wanted)
+
+        def chunks(counts: dict[str, int]) -> int:
+            return -(-counts[rows] // chunk(counts))
+
+        def per_tile(counts: dict[str, int]) -> int:
+            if counts[rows] <= FEW_ROWS:
+                return max(1, strips // wanted)
+            return -(-strips * chunks(counts) // MAX_TILES)
+
+        def tiles(counts: dict[str, int]) -> int:
+            return -(-strips // per_tile(counts)) * chunks(counts)
+
+        key, address = (rows, strips, row_bytes), self._program.cells.address
+        return address(("strips", *key), per_tile), address(("chunk", *key), chunk), address(("tiles", *key), tiles)
+
+    def add(self, x: Buffer, h: Buffer, scale: float = 1.0) -> Buffer:
+        """x + scale * h."""
+        program, out = self._program, Buffer(self._program, x.rows, x.width)
+        sources = [x.floats.data, h.floats.data]
+        args = [program.count(x.rows), *sources, float_bits(scale), x.floats.groups, out.floats.data]
+        program.add("add", program.tiles(x.rows, ROWS_PER_TILE), args, sources, [(out.floats.data, 0)])
+        return out
+
+    def add_norm(self, x: Buffer, h: Buffer, weight: Vector, eps: float, scale: float = 1.0) -> Buffer:
+        """x + scale * rms_norm(h)."""
+        program, out = self._program, Buffer(self._program, x.rows, x.width)
+        sources = [x.floats.data, h.floats.data]
+        args = [program.count(x.rows), *sources, weight.values.ctypes.data, weight.width, float_bits(eps)]
+        args += [float_bits(scale), x.floats.groups, out.floats.data]
+        program.add("add_norm", program.tiles(x.rows, ROWS_PER_TILE), args, sources, [(out.floats.data, 0)])
+        return out
+
+    def rope_kv_write(self, qkv: Buffer, rope: RopeTables | None, layer: int, q_norm: Vector | None = None,
+                      k_norm: Vector | None = None) -> StepMemory:  # fmt: skip
+        """Normalize, rotate, write the cache; the queries stay in the step's memory, as int8."""
+        program, step, source, b = self._program, self._step, qkv.floats, self.blueprint
+        columns = qkv.columns
+        if len(columns) == 1:  # one stored matrix
+            columns = (0, b.num_heads * b.head_dim, (b.num_heads + b.num_kv_heads) * b.head_dim)
+        # The Hadamard transform of both sides multiplies their products by its size.
+        scale = b.scale * LOG2_E / kv_layout.spread_size(b.head_dim)
+        args = [source.data + 4 * column for column in columns] + [source.stride]
+        args += [0, 0] if rope is None else [rope.cos.ctypes.data, rope.sin.ctypes.data]
+        args += [step.positions.ctypes.data, step.slots.ctypes.data]
+        args += [b.num_heads, b.num_kv_heads, *self._layers[layer], *step.query_addresses]
+        args += [float_bits(scale), self._per_chunk]
+        args += [0 if norm is None else norm.values.ctypes.data for norm in (q_norm, k_norm)] + [float_bits(b.norm_eps)]
+        writes = [(step.query_addresses[0], 0), (self._layers[layer][0], 0)]
+        spec = rope_spec(b, None if rope is None else rope.rope, self.kv_cache_dtype)
+        program.add(spec, program.count("tokens"), args, [source.data], writes)
+        return step
+
+    def attention(self, q: StepMemory, layer: int, window: int | None = None, sinks: Vector | None = None) -> Buffer:
+        """Prefill's tiles, decode's tiles and the merge of the latter; whichever the step has."""
+        program, cache, b = self._program, self._layers[layer], self.blueprint
+        out = Buffer(program, "tokens", b.num_heads * b.head_dim)
+        common = [*q.query_addresses, *cache, b.num_kv_heads, q.block_tables.ctypes.data]
+        common += [q.block_tables.strides[0], self.kv_spec.block_size // kv_layout.CELL, self._per_chunk]
+        reads, partials = [q.query_addresses[0], cache[0]], q.partials.ctypes.data
+        limits = [window or 0, 0 if sinks is None else sinks.values.ctypes.data]
+        decode_units, prefill_units = (program.count(f"{phase}_units") for phase in ("decode", "prefill"))
+        merged_heads, target = program.count(f"decode_merges*{b.num_heads}"), out.floats.data
+        args = [q.decode_units.ctypes.data, *common, target, partials, *limits]
+        spec = attention_spec("decode", b, self.kv_cache_dtype)
+        program.add(spec, decode_units, args, reads, [(partials, 0), (target, 1)])
+        args = [q.prefill_units.ctypes.data, *common, target, *limits]
+        spec = attention_spec("prefill", b, self.kv_cache_dtype)
+        program.add(spec, prefill_units, args, reads, [(target, 0)])
+        args = [q.merges.ctypes.data, partials, b.num_kv_heads, target, *limits]
+        program.add(merge_spec(b), merged_heads, args, [partials], [(target, 2)])
+        return out
+
+    def gate_mul(self, gate_up: Buffer) -> Buffer:
+        """activation(gate) * up; what its reader wants is written in the same pass."""
+        program, source, b = self._program, gate_up.floats, self.blueprint
+        width = gate_up.outputs if len(gate_up.columns) == 2 else gate_up.outputs // 2  # one stored matrix
+        gate, up = gate_up.columns if len(gate_up.columns) == 2 else (0, width)
+
+        def make(quantized: bool) -> Memory:
+            out = Memory(program, gate_up.rows, padded(width), quantized)
+            args = [source.data + 4 * gate, source.data + 4 * up, source.stride]
+            args += [out.groups, *out.addresses]
+            spec = f"gate_mul:{b.activation}:{'q8' if quantized else 'f32'}"
+            program.add(spec, program.tiles(gate_up.rows, 1, GATE_PARTS), args, [source.data], [(out.data, 0)])
+            return out
+
+        return Buffer(program, gate_up.rows, padded(width), make=make)
+
+    def cap_logits(self, logits: Buffer, scale: float, softcap: float | None) -> Buffer:
+        """The logits times `scale`, then softcap * tanh(logits / softcap) when there is one."""
+        program, source = self._program, logits.floats
+        out, cap = Buffer(program, logits.rows, logits.width, outputs=logits.outputs), softcap or 1.0
+        args = [source.data, source.groups, out.floats.data]
+        args += [float_bits(value) for value in (scale, 2 * LOG2_E / cap, cap)]
+        spec, tiles = f"cap_logits:{int(bool(softcap))}", program.tiles(logits.rows, 1, LOGIT_PARTS)
+        program.add(spec, tiles, args, [source.data], [(out.floats.data, 0)])
+        return out
