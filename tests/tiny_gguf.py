@@ -6,6 +6,7 @@ template. A hidden size of 64 gives a file of some hundred kilobytes, written in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def write_tiny_gguf(
     rms_norm_eps: float = 1e-5,
     pre: str = "smollm",
     chat_template: str = CHAT_TEMPLATE,
+    window: int | None = None,
+    experts: tuple[int, int] | None = None,
 ) -> Path:
     """Writes a small random Llama-family model and returns its path.
 
@@ -77,6 +80,8 @@ def write_tiny_gguf(
         rms_norm_eps: epsilon of the norms.
         pre: name of the pre-tokenizer.
         chat_template: Jinja source.
+        window: tokens that each layer attends to.
+        experts: how many a layer has, and how many of them a token goes through.
     """
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -92,24 +97,34 @@ def write_tiny_gguf(
     writer.add_rope_dimension_count(hidden // heads)
     writer.add_vocab_size(vocab)
     writer.add_file_type(_file_type(tensor_type))
+    if window:
+        writer.add_sliding_window(window)
+    if experts:
+        writer.add_expert_count(experts[0])
+        writer.add_expert_used_count(experts[1])
     _add_tokenizer(writer, vocab, pre, chat_template)
 
     kv = hidden // heads * kv_heads
-    matrices = {
+    matrices: dict[str, tuple[int, ...]] = {
         "attn_q": (hidden, hidden),
         "attn_k": (kv, hidden),
         "attn_v": (kv, hidden),
         "attn_output": (hidden, hidden),
-        "ffn_gate": (ffn, hidden),
-        "ffn_up": (ffn, hidden),
-        "ffn_down": (hidden, ffn),
     }
+    feed_forward: dict[str, tuple[int, ...]] = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
+    types = dict(types or {})
+    if experts:
+        matrices |= {"ffn_gate_inp": (experts[0], hidden)}
+        types.setdefault("ffn_gate_inp", "F32")  # as llama.cpp keeps it
+        matrices |= {f"ffn_{name}_exps": (experts[0], *shape) for name, shape in feed_forward.items()}
+    else:
+        matrices |= {f"ffn_{name}": shape for name, shape in feed_forward.items()}
     _add_matrix(writer, rng, "token_embd.weight", (vocab, hidden), embedding_type or tensor_type)
     for layer in range(layers):
         for norm in ("attn_norm", "ffn_norm"):
             _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden)
         for name, shape in matrices.items():
-            _add_matrix(writer, rng, f"blk.{layer}.{name}.weight", shape, (types or {}).get(name, tensor_type))
+            _add_matrix(writer, rng, f"blk.{layer}.{name}.weight", shape, types.get(name, tensor_type))
     _add_norm(writer, rng, "output_norm.weight", hidden)
     if not tied:
         _add_matrix(writer, rng, "output.weight", (vocab, hidden), embedding_type or tensor_type)
@@ -183,9 +198,9 @@ def _add_norm(writer: gguf.GGUFWriter, rng: np.random.Generator, name: str, size
 
 
 def _add_matrix(
-    writer: gguf.GGUFWriter, rng: np.random.Generator, name: str, shape: tuple[int, int], tensor_type: str
+    writer: gguf.GGUFWriter, rng: np.random.Generator, name: str, shape: tuple[int, ...], tensor_type: str
 ) -> None:
-    raw = random_raw(rng, shape, tensor_type)
+    raw = random_raw(rng, (math.prod(shape[:-1]), shape[-1]), tensor_type).reshape(*shape[:-1], -1)
     # GGUFWriter derives the shape in elements from F32 and F16 arrays, and from bytes for every other type.
     native = {"F32": np.float32, "F16": np.float16}.get(tensor_type)
     if native is not None:

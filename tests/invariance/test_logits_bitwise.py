@@ -44,15 +44,21 @@ class Case:
     embedding_type: str | None = None
     tied: bool = True
     kv_cache_dtype: str = "auto"
+    window: int | None = None
+    experts: tuple[int, int] | None = None
 
     @property
     def id(self) -> str:
         heads = f"d{self.hidden // self.heads}-g{self.heads // self.kv_heads}x{self.kv_heads}"
-        return f"{self.tensor_type}-{heads}-{self.kv_cache_dtype}"
+        more = f"-window{self.window}" if self.window else ""
+        more += f"-experts{self.experts[0]}" if self.experts else ""
+        return f"{self.tensor_type}-{heads}-{self.kv_cache_dtype}{more}"
 
 
 CASES = (
     Case("Q4_0", 96, 3, 1, embedding_type="Q8_0"),
+    Case("Q4_0", 96, 3, 1, embedding_type="Q8_0", window=140),
+    Case("Q4_0", 96, 3, 1, embedding_type="Q8_0", window=20, experts=(6, 2)),
     Case("Q4_1", 128, 2, 2, tied=False),
     Case("Q8_0", 448, 7, 1),
     Case("Q4_0", 96, 3, 1, embedding_type="Q8_0", kv_cache_dtype="int8"),
@@ -66,6 +72,11 @@ CASES = (
     Case("Q4_K", 256, 2, 1, embedding_type="Q6_K"),
     Case("Q5_K", 256, 8, 2),
     Case("Q6_K", 256, 2, 1),
+    Case("Q2_K", 256, 8, 2),
+    Case("Q3_K", 256, 8, 2),
+    Case("IQ4_NL", 64, 4, 2),
+    Case("IQ4_XS", 256, 8, 2),
+    Case("MXFP4", 64, 4, 2, embedding_type="Q8_0", experts=(5, 3)),
 )
 FIRST = CASES[0]
 
@@ -100,7 +111,8 @@ def load(folder: Path, case: Case, isa: str, threads: int = 2, block_size: int =
     if not path.exists():
         write_tiny_gguf(path, hidden=case.hidden, heads=case.heads, kv_heads=case.kv_heads, tied=case.tied,
                         ffn=256 if case.hidden == 256 else 160, vocab=VOCAB, context=1024,
-                        tensor_type=case.tensor_type, embedding_type=case.embedding_type)  # fmt: skip
+                        tensor_type=case.tensor_type, embedding_type=case.embedding_type, window=case.window,
+                        experts=case.experts)  # fmt: skip
     backend = CpuBackend(threads=threads, isa=isa, max_num_batched_tokens=640, max_num_seqs=64,
                          kv_cache_dtype=case.kv_cache_dtype)  # fmt: skip
     return Steps(path, backend, num_blocks=1600 // block_size, block_size=block_size)
@@ -133,7 +145,7 @@ def per_case(cases: Sequence[Case], quick: int) -> pytest.MarkDecorator:
 
 
 per_format = per_case(CASES, len(CASES))
-per_cache = per_case(CASES, 6)  # quick: every form of the cache and kind of layer
+per_cache = per_case(CASES, 8)  # quick: every form of the cache and kind of layer
 
 
 @per_isa
@@ -153,7 +165,7 @@ def test_threads(folder: Path, case: Case, isa: str) -> None:
 
 
 @per_isa
-@per_case(CASES[:3], 2)
+@per_case(CASES[:5], 4)
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 512), min_size=1, max_size=12))
 @example(sizes=[127, 1, 1, 128])

@@ -22,13 +22,17 @@ DENSE = ("F32", "F16", "BF16")
 SPECS = (
     *(f"{kind}:{name}" for name in FORMATS for kind in ("quantized_linear", "pack")),
     *(f"dense_linear:{name}" for name in DENSE),
+    *(f"embed:{name}" for name in (*FORMATS, *DENSE)),
     "quantize",
     "run_program",
 )
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
 _RESULT = ctypes.create_string_buffer(64)
 # Where a block of each format holds float16 numbers.
-_HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}
+_HALVES = {
+    "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,),
+    "IQ4_XS": (0,), "MXFP4": (),
+}  # fmt: skip
 
 
 @cache
@@ -60,6 +64,8 @@ def random_blocks(
     for at in _HALVES.get(name, (0, 2)):
         halves = (rng.random((outputs, inputs // size, 1)) * 0.1 - 0.03).astype(np.float16)
         raw[:, :, at : at + 2] = halves.view(np.uint8)
+    if name == "MXFP4":
+        raw[:, :, 0] = rng.integers(118, 124, raw.shape[:2])  # exponents
     return raw.reshape(outputs, -1)
 
 

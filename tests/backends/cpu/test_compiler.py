@@ -15,7 +15,7 @@ from twinphase.backends.cpu.isa import ISAS, choose_isa
 from twinphase.errors import StorageError
 
 ISA = choose_isa(None)
-SPECS = ("quantize", "silu_mul:f32")  # small, so that they compile fast
+SPECS = ("quantize", "gate_mul:silu:f32")  # small, so that they compile fast
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
-from kernel_calls import pack, random_blocks
+from kernel_calls import call_kernel, kernel, pack, random_blocks
 from numpy.typing import NDArray
 
 from steps import per_isa
 from twinphase.backends.cpu.formats import FORMATS, PackedFormat
+from twinphase.backends.cpu.threads import aligned
 
 Bytes = NDArray[np.uint8]
 
 
 def read_codes(record: Bytes, fmt: PackedFormat) -> NDArray[np.int32]:
-    """Codes of a record, [32 outputs, 32 inputs]."""
+    """What the codes of a record stand for, [32 outputs, 32 inputs]."""
     codes = np.zeros((32, 32), np.int32)
     low = record[: 128 * fmt.low_lines].reshape(fmt.low_lines, 2, 16, 4).swapaxes(0, 1)  # block, line, output, input
     planes = record[128 * fmt.low_lines : fmt.code_bytes].reshape(fmt.plane_lines, 2, 16, 4).swapaxes(0, 1)
@@ -30,7 +31,7 @@ def read_codes(record: Bytes, fmt: PackedFormat) -> NDArray[np.int32]:
             line = planes[:, quad // per_line].astype(np.int32)
             quads = quads | (line >> high_bits * (quad % per_line) & (1 << high_bits) - 1) << 4
         codes[:, 4 * quad : 4 * quad + 4] = quads.reshape(32, 4)
-    return codes
+    return np.array(fmt.values, np.int32)[codes] if fmt.values else codes - fmt.offset
 
 
 def read_group(record: Bytes, header: Bytes, fmt: PackedFormat) -> NDArray[np.float32]:
@@ -39,15 +40,18 @@ def read_group(record: Bytes, header: Bytes, fmt: PackedFormat) -> NDArray[np.fl
     scales, minima = record[fmt.code_bytes :][: fmt.scale_bytes], record[fmt.code_bytes + fmt.scale_bytes :]
     if fmt.nested:
         shared = header.view(np.float16).reshape(-1, 32).astype(np.float32)
-        small = scales.view(np.int8 if fmt.name == "Q6_K" else np.uint8).reshape(parts, 32)
+        small = scales.view(np.int8 if fmt.signed_scales else np.uint8).reshape(parts, 32)
         scale = shared[0] * small.astype(np.float32)
-        minimum = shared[1] * minima.astype(np.float32) if fmt.minimum else None
+        minimum = shared[1] * minima.reshape(parts, 32).astype(np.float32) if fmt.minimum else None
+    elif fmt.exponents:
+        scale = np.where(scales == 0, 0, 2.0 ** (scales.astype(np.float32) - 128)).astype(np.float32).reshape(parts, 32)
+        minimum = None
     else:
         scale = scales.view(np.float16).reshape(parts, 32).astype(np.float32)
-        minimum = minima.view(np.float16).astype(np.float32) if fmt.minimum else None
+        minimum = minima.view(np.float16).reshape(parts, 32).astype(np.float32) if fmt.minimum else None
     spread = np.repeat(scale.T, fmt.group, axis=1)  # [32 outputs, 32 inputs]
-    values = spread * (read_codes(record, fmt) - fmt.offset).astype(np.float32)
-    return values if minimum is None else values + minimum[:, None]
+    values = spread * read_codes(record, fmt).astype(np.float32)
+    return values if minimum is None else values + np.repeat(minimum.T, fmt.group, axis=1)
 
 
 def read_strip(strip: Bytes, fmt: PackedFormat, groups: int) -> NDArray[np.float32]:
@@ -74,3 +78,16 @@ def test_every_weight_comes_back(name: str, isa: str) -> None:
         expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
         np.testing.assert_array_equal(values[:outputs], expected)
         assert not values[outputs:].any(), "padding must be zeros, whatever it is multiplied with"
+
+
+@per_isa
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_the_embedding(name: str, isa: str) -> None:
+    rng, width = np.random.default_rng(2), 512
+    raw = random_blocks(rng, 5, width, name)
+    rows, out = np.array([3, 0, 4], np.int32), aligned(3 * width, np.float32).reshape(3, width)
+    one = int(np.array(1, np.float32).view(np.int32))
+    args = [rows.ctypes.data, raw.ctypes.data, raw.shape[1], width, out.ctypes.data, out.strides[0], one]
+    call_kernel(kernel(isa, f"embed:{name}"), args, 3)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])[rows]
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)

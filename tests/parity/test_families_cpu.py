@@ -1,0 +1,95 @@
+"""Every architecture on the cpu backend beside the reference, which is compared with transformers in test_families.py.
+
+And the cpu beside itself: the same bits in one chunk, in several, as decodes of a batch, on one thread and on two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tiny_families import FAMILIES, make_model
+
+from steps import Piece, Steps, compile_together, own_cache, step_inputs
+from twinphase.backends.base import Array, Backend
+from twinphase.backends.cpu.backend import CpuBackend
+from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.reference import ReferenceBackend
+from twinphase.models.decoder import Decoder
+
+pytestmark = pytest.mark.timeout(600)  # kernels are compiled
+
+F32 = NDArray[np.float32]
+LENGTH = 300  # behind every window, three KV tiles
+TOKENS = np.random.default_rng(0).integers(3, 320, LENGTH, dtype=np.int32)
+# Relative root mean square of the logits' error: queries and keys are int8 with a scale for each token and head.
+TOLERANCE = 0.03
+MIXTURES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where all models are, their kernels compiled together."""
+    path = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        make_model(family).save_pretrained(path / family)
+    with own_cache(path / "cache"):
+        compile_together(choose_isa(None).name, [partial(on_cpu, path / family) for family in FAMILIES])
+        yield path
+
+
+def on_cpu(path: Path, threads: int = 2) -> Steps:
+    return Steps(path, CpuBackend(threads=threads, max_num_batched_tokens=512, max_num_seqs=32))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_reference(folder: Path, family: str) -> None:
+    found = on_cpu(folder / family).chunked(TOKENS, [LENGTH])
+    expected = Steps(folder / family, ReferenceBackend()).chunked(TOKENS, [LENGTH])
+    errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    # Where two experts' logits are nearly equal, the least error chooses the other one.
+    rerouted = errors > 0.1 if family in MIXTURES else np.zeros(LENGTH, bool)
+    assert rerouted.mean() <= 0.1
+    rest = ~rerouted
+    assert np.linalg.norm((found - expected)[rest]) <= TOLERANCE * np.linalg.norm(expected[rest])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_depend_on_the_tokens_alone(folder: Path, family: str) -> None:
+    steps = on_cpu(folder / family)
+    expected = steps.chunked(TOKENS, [LENGTH])
+    for sizes in ([1, 2, 7], [64], [130, 1, 1]):
+        _same_bits(steps.chunked(TOKENS, sizes), expected)
+    _same_bits(on_cpu(folder / family, threads=1).chunked(TOKENS, [77]), expected)
+    positions = np.random.default_rng(1).integers(1, LENGTH, 24)
+    decodes = [Piece(TOKENS[at : at + 1], int(at), steps.blocks) for at in positions]
+    _same_bits(steps.run(decodes), expected[positions])
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_alone_are_those_of_the_reference(folder: Path, family: str) -> None:
+    """Between an RMSNorm of the embeddings and the head, in float32: nothing but the order of sums differs."""
+    results = []
+    for steps in (on_cpu(folder / family), Steps(folder / family, ReferenceBackend())):
+
+        def forward(backend: Backend, model: Decoder = steps.model) -> Array:
+            layer, experts = model.layers[0], model.blueprint.experts
+            assert experts is not None
+            h = backend.rms_norm(backend.embed(model.embedding), layer.ffn_norm, 1e-5)
+            biases = {name: getattr(layer, name) for name in ("router_bias", "gate_up_bias", "down_bias")}
+            h = backend.moe(h, layer.router, layer.gate_up, layer.down, experts, **biases)
+            return backend.linear(h, model.head)
+
+        results.append(steps.backend.execute(forward, step_inputs([Piece(TOKENS, 0, steps.blocks)])).copy())
+    found, expected = results
+    errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert errors.max() <= 1e-5
+
+
+def _same_bits(found: F32, expected: F32) -> None:
+    differs = (found.view(np.int32) != expected.view(np.int32)).any(axis=1)
+    assert not differs.any(), f"{differs.sum()} rows differ, the first is {differs.argmax()}"
