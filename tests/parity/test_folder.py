@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from tests.tokenizer.tiny_folder import save_folder, trained
-
 from tiny_families import COMMON, make_model
+
 from twinphase.engine.llm import LLM
 from twinphase.errors import TwinphaseError
 from twinphase.request import SamplingParams
