@@ -116,12 +116,7 @@ def open_safetensors(
     sources = stack_experts(unpacked_tensors(sources, config), architecture)
     sources = canonical_tensors(sources, architecture, layers, config.get("tie_word_embeddings") is True)
     sources = quantized_tensors(sources, quantization)
-    for name, source in sources.items():
-        if source.type not in FORMATS:
-            raise UnsupportedModelError(
-                f"Tensor {name} of {folder} has type {source.type}, which is not supported.",
-                "Use a model with F32, F16 or BF16 tensors.",
-            )
+    _check_types(sources, folder)
     state = "\n".join([_RECIPE, architecture, *(shard.state for shard in shards)])
     config_bytes = (folder / CONFIG).read_bytes()
     key = hashlib.sha256(state.encode() + config_bytes).hexdigest()
@@ -129,9 +124,9 @@ def open_safetensors(
     if mark_used:
         with contextlib.suppress(OSError):
             (model_cache(folder) / "used").touch()
-    to_make = {name: source for name, source in sources.items() if source.stored is None}
+    to_make = {name: source for name, source in sources.items() if source.stored is None and not header_only}
     made_file = cache_dir / f"tensors-{quantization}.gguf" if cache_dir else None
-    made, arrays = make_tensors({} if header_only else to_make, made_file, f"{quantization} {key}", progress)
+    made, arrays = make_tensors(to_make, made_file, f"{quantization} {key}", progress)
     return Checkpoint(
         path=folder,
         architecture=architecture,
@@ -142,6 +137,15 @@ def open_safetensors(
         cache_dir=cache_dir,
         config=config,
     )
+
+
+def _check_types(sources: Mapping[str, Source], folder: Path) -> None:
+    for name, source in sources.items():
+        if source.type not in FORMATS:
+            raise UnsupportedModelError(
+                f"Tensor {name} of {folder} has type {source.type}, which is not supported.",
+                "Use a model with F32, F16 or BF16 tensors.",
+            )
 
 
 def _placed(name: str, source: Source, made: Mapping[str, TensorInfo], num_shards: int) -> TensorInfo:
