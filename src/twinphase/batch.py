@@ -25,12 +25,16 @@ class Phase(enum.Enum):
 class StepWork(NamedTuple):
     """What a step computes, in the counts that its time depends on. Work of parts adds up by `plus`.
 
+    The `windowed` counts are those of layers in which a token attends to a window only; 0 where no layer has one.
+
     Attributes:
         rows: tokens computed.
         prefill_contexts: sum over the prefills' rows of the tokens each attends to.
         decode_contexts: the same over the decodes' rows.
         logits: rows whose logits are wanted.
         sequences: scheduled requests.
+        kv_tokens: sum over the requests of the tokens whose keys and values are read or written.
+        windowed_prefill_contexts, windowed_decode_contexts, windowed_kv_tokens: the same three within a window.
     """
 
     rows: int = 0
@@ -38,15 +42,42 @@ class StepWork(NamedTuple):
     decode_contexts: int = 0
     logits: int = 0
     sequences: int = 0
+    kv_tokens: int = 0
+    windowed_prefill_contexts: int = 0
+    windowed_decode_contexts: int = 0
+    windowed_kv_tokens: int = 0
 
     def plus(self, other: StepWork) -> StepWork:
         return StepWork(*map(sum, zip(self, other, strict=True)))
 
     @classmethod
-    def of_chunk(cls, start: int, num_tokens: int, samples: bool) -> StepWork:
-        """A prefill chunk at positions `start` .. `start + num_tokens - 1`."""
-        contexts = num_tokens * start + num_tokens * (num_tokens + 1) // 2
-        return cls(num_tokens, contexts, 0, int(samples), 1)
+    def of_chunk(cls, start: int, num_tokens: int, samples: bool, window: int | None = None) -> StepWork:
+        """A prefill chunk at positions `start` .. `start + num_tokens - 1`; `window` is that of the model's layers."""
+        sums = _attended(start, num_tokens, window)
+        return cls(num_tokens, sums[0], 0, int(samples), 1, sums[1], sums[2], 0, sums[3])
+
+    @classmethod
+    def of_decodes(cls, count: int, context: float, window: int | None = None) -> StepWork:
+        """A step of `count` sequences whose rows attend to `context` tokens each, a mean."""
+        tokens, near = round(count * context), round(count * min(context, window)) if window else 0
+        return cls(count, 0, tokens, count, count, tokens, 0, near, near)
+
+
+def _attended(start: int, count: int, window: int | None) -> tuple[int, int, int, int]:
+    """Contexts and KV tokens of rows at positions `start`, +1, ...: of the whole context, and within a window.
+
+    The row at position p attends to p + 1 tokens, or to the window's number if that is less. All rows together attend
+    to the tokens from the first row's first to the last row itself.
+    """
+    if not count:
+        return 0, 0, 0, 0
+    stop = start + count
+    contexts = count * start + count * (count + 1) // 2
+    if not window:
+        return contexts, stop, 0, 0
+    rising = max(0, min(stop, window) - start)  # rows that still see everything
+    near = rising * start + rising * (rising + 1) // 2 + (count - rising) * window
+    return contexts, stop, near, min(stop, window + count - 1)
 
 
 @dataclass(frozen=True)
@@ -88,12 +119,14 @@ class Batch:
         held_back: what kept the first waiting request from being admitted: "seats" (`max_num_seqs`), "blocks" (KV
             cache), "budget" (tokens of this step, or the SLO), "prefix" (most of its prompt is being computed in this
             step, for another); None when nobody waits.
+        window: tokens that a row attends to at most in those layers of the model that have a window; None is no window.
     """
 
     decodes: list[ScheduledRequest]
     prefills: list[ScheduledRequest]
     preempted: tuple[str, ...] = ()
     held_back: str | None = None
+    window: int | None = None
 
     @property
     def scheduled(self) -> list[ScheduledRequest]:
@@ -106,18 +139,19 @@ class Batch:
 
     @cached_property
     def decode_work(self) -> StepWork:
-        rows = contexts = 0
+        rows, sums = 0, (0, 0, 0, 0)
         for share in self.decodes:
-            count = len(share.token_ids)
-            rows += count
-            contexts += count * share.num_computed_tokens + count * (count + 1) // 2
-        return StepWork(rows, 0, contexts, rows, len(self.decodes))
+            rows += len(share.token_ids)
+            own = _attended(share.num_computed_tokens, len(share.token_ids), self.window)
+            sums = (sums[0] + own[0], sums[1] + own[1], sums[2] + own[2], sums[3] + own[3])
+        return StepWork(rows, 0, sums[0], rows, len(self.decodes), sums[1], 0, sums[2], sums[3])
 
     @cached_property
     def prefill_work(self) -> StepWork:
         total = StepWork()
         for share in self.prefills:
-            total = total.plus(StepWork.of_chunk(share.num_computed_tokens, len(share.token_ids), share.samples))
+            chunk = share.num_computed_tokens, len(share.token_ids), share.samples
+            total = total.plus(StepWork.of_chunk(*chunk, self.window))
         return total
 
     @cached_property

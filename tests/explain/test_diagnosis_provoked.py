@@ -210,7 +210,7 @@ def decode_of(engine, length, busy):
     ceilings = Ceilings("p", 1, "numpy", ((1, BANDWIDTH), (1 << 40, BANDWIDTH)), PEAK, PEAK, None)
 
     def seconds(batch):
-        read = step_cost(shape, batch.work, length).bytes + weight_bytes_read(shape, batch.work.logits)
+        read = step_cost(shape, batch.work).bytes + weight_bytes_read(shape, batch.work.rows, batch.work.logits)
         return read / BANDWIDTH / busy
 
     Script(engine.engine, seconds)

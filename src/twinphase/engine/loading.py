@@ -166,7 +166,7 @@ def make_engine(
     )
     backend.allocate_kv_cache(spec)
     shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
-    cost_model = CostModel(starting_prices(shape, measured_ceilings(config)))
+    cost_model = CostModel(starting_prices(shape, measured_ceilings(config)), shape.windowed_share)
     content = f"{fingerprint}|{backend.name}|{device_of(config).isa}|{config.kv_cache_dtype}".encode()
     scheduler = Scheduler(
         KVCacheManager(
@@ -182,6 +182,7 @@ def make_engine(
         max_num_seqs=config.max_num_seqs,
         policy=config.scheduling_policy,
         itl_slo_ms=config.itl_slo_ms,
+        window=shape.window,
     )
     runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
     recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))

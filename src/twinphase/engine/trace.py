@@ -32,7 +32,7 @@ from twinphase.scheduler.scheduler import Scheduler
 
 __all__ = ["Replay", "TraceWriter", "decision", "replay", "trace_header"]
 
-VERSION = 1
+VERSION = 2
 
 
 def decision(batch: Batch) -> dict[str, Any]:
@@ -64,6 +64,8 @@ def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
         "policy": scheduler.policy,
         "itl_slo_ms": None if scheduler.slo_seconds is None else scheduler.slo_seconds * 1e3,
         "usual_output": scheduler.usual_output,
+        "window": scheduler.window,
+        "windowed_share": cost_model.windowed_share,
         "prices": list(cost_model.prices),
     }
 
@@ -155,7 +157,7 @@ class _Replaying:
         if header.get("event") != "header" or header.get("version") != VERSION:
             raise InvalidRequestError(f"This is not the header of a step log of version {VERSION}.")
         self.num_steps = 0
-        self._cost_model = CostModel(header["prices"])
+        self._cost_model = CostModel(header["prices"], header["windowed_share"])
         self._scheduler = _scheduler(header, self._cost_model)
         self._work = StepWork()
 
@@ -186,7 +188,7 @@ def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
         header["num_blocks"], header["block_size"], enable_prefix_caching=header["enable_prefix_caching"]
     )
     names = ("max_model_len", "eos_token_ids", "max_num_batched_tokens", "max_num_seqs", "policy", "itl_slo_ms",
-             "usual_output")  # fmt: skip
+             "usual_output", "window")  # fmt: skip
     return Scheduler(kv_cache, times=cost_model, **{name: header[name] for name in names})
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from twinphase.explain.evidence import Evidence
 from twinphase.phases.timeline import IntervalKind, PhaseTotals
-from twinphase.phases.work import kv_bytes_per_token
+from twinphase.phases.work import kv_bytes_per_token, weight_bytes_read
 
 __all__ = ["WORTH_NAMING", "attribute", "nearest_ceiling"]
 
@@ -101,10 +101,11 @@ def _weights_part(evidence: Evidence) -> float:
     machine, totals = evidence.machine, evidence.timeline.decode
     if machine is None or not totals.steps or not totals.bytes:
         return 1.0
-    shape, context = machine.shape, evidence.mean_context
+    shape = machine.shape
+    context = shape.mean_attended(evidence.mean_context)
     if nearest_ceiling(evidence)[0] == "compute":  # floating-point operations per token
         weights = 2.0 * (shape.linear_parameters + shape.head_parameters)
         attended = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
     else:  # bytes per token
-        weights, attended = float(shape.linear_bytes + shape.head_bytes), context * kv_bytes_per_token(shape)
+        weights, attended = float(weight_bytes_read(shape, 1, 1)), context * kv_bytes_per_token(shape)
     return weights / (weights + attended)

@@ -14,6 +14,7 @@ from twinphase.explain.attribution import nearest_ceiling
 from twinphase.explain.evidence import Evidence
 from twinphase.explain.levers import Lever, duration, percent
 from twinphase.phases.timeline import Interval, IntervalKind
+from twinphase.phases.work import weight_bytes_read
 from twinphase.request import MissReason, SamplingParams
 
 __all__ = ["CAUSES", "prefix_sentence"]
@@ -172,8 +173,11 @@ def _grammar(evidence: Evidence, seconds: float) -> About:
 
 def _model_size(evidence: Evidence, seconds: float) -> About:
     near, machine = evidence.efficiency("decode"), evidence.machine
-    size = f" of {(machine.shape.linear_bytes + machine.shape.head_bytes) / 1e6:,.0f} MB" if machine else ""
+    shape = machine.shape if machine else None
+    size = f" of {weight_bytes_read(shape, 1, 1) / 1e6:,.0f} MB" if shape else ""
     sentence = f"Each token goes through the whole model{size}"
+    if shape and shape.num_experts:
+        sentence += f" but the experts that it is not sent to ({shape.experts_per_row} of {shape.num_experts} are used)"
     advice, saved = "A smaller model, or one with fewer bits per weight, has less to read in each step.", None
     if near.bound in ("overhead", "contention"):
         what = "Reading it" if nearest_ceiling(evidence)[0] == "memory" else "Its arithmetic"
@@ -241,7 +245,8 @@ def _stalls(evidence: Evidence, seconds: float) -> About:
         f"{len(stalls)} steps, for {duration(_length(worst))} in step {worst.step} alone."
     )
     model, step = evidence.machine.cost_model, evidence.decode_step(evidence.together) or 0.0
-    extra = model.seconds(StepWork.of_chunk(worst.prefill_tokens, SMALL_CHUNK, False)) - model.seconds(StepWork())
+    small = StepWork.of_chunk(worst.prefill_tokens, SMALL_CHUNK, False, evidence.machine.shape.window)
+    extra = model.seconds(small) - model.seconds(StepWork())
     slo, now = 1e3 * model.slo_seconds(step + extra), evidence.machine.config.itl_slo_ms
     if now is not None and now <= slo:
         advice = f"--itl-slo-ms {now:g} already cuts chunks small; fewer seats leave more of each step to prefill."

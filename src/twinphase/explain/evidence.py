@@ -164,15 +164,16 @@ class Evidence:
         total, chunk, cached = 0.0, self.machine.config.max_num_batched_tokens, self.request.num_cached_tokens
         for start in range(0, count, chunk):
             size = min(chunk, count - start)
-            work = StepWork.of_chunk(cached + start, size, start + size == count)
+            work = StepWork.of_chunk(cached + start, size, start + size == count, self.machine.shape.window)
             total += self.machine.cost_model.seconds(work)
         return total
 
     def decode_step(self, count: int, context: float | None = None) -> float | None:
         """Predicted time of a step that decodes `count` requests at a context (of this request, if None) of tokens."""
+        if self.machine is None:
+            return None
         each = self.request.num_tokens if context is None else context
-        work = StepWork(count, 0, round(count * each), count, count)
-        return self.machine.cost_model.seconds(work) if self.machine else None
+        return self.machine.cost_model.seconds(StepWork.of_decodes(count, each, self.machine.shape.window))
 
     def efficiency(self, phase: str) -> Efficiency:
         """Of "prefill" or "decode", over its steps in which no request was in the other phase.

@@ -45,8 +45,9 @@ def divide(
 ) -> list[PartReport[P]]:
     """Divides a prompt's prefill among its parts, as the cost model would price each token.
 
-    The token at position p attends to p + 1 tokens, at the model's price for that. All else that the model expects of
-    the prefill is the same for each computed token. The shares add up to 1, or to 0 if nothing was computed.
+    The token at position p attends to p + 1 tokens, or to a window of them, at the model's price for that. All else
+    that the model expects of the prefill is the same for each computed token. The shares add up to 1, or to 0 if
+    nothing was computed.
 
     Args:
         runs: (part, first token, the one behind its last), in order and without gaps from 0.
@@ -57,19 +58,21 @@ def divide(
         shape: of the model.
     """
     num_tokens = runs[-1][2] if runs else 0
-    whole = StepWork.of_chunk(num_cached_tokens, max(0, num_tokens - num_cached_tokens), samples=True)
-    attended = cost_model.prices[PREFILL_CONTEXTS]
-    expected = cost_model.seconds(whole)
-    row = max(0.0, expected - attended * whole.prefill_contexts) / max(1, whole.rows)
+
+    def attention(work: StepWork) -> float:
+        return cost_model.prices[PREFILL_CONTEXTS] * cost_model.features(work)[PREFILL_CONTEXTS]
+
+    whole = StepWork.of_chunk(num_cached_tokens, max(0, num_tokens - num_cached_tokens), True, shape.window)
+    row = max(0.0, cost_model.seconds(whole) - attention(whole)) / max(1, whole.rows)
     tokens: dict[P, int] = {}
     computed: dict[P, int] = {}
     seconds: dict[P, float] = {}
     for part, first, stop in runs:
         begin = min(max(first, num_cached_tokens), stop)
-        work = StepWork.of_chunk(begin, stop - begin, samples=False)
+        work = StepWork.of_chunk(begin, stop - begin, False, shape.window)
         tokens[part] = tokens.get(part, 0) + stop - first
         computed[part] = computed.get(part, 0) + work.rows
-        seconds[part] = seconds.get(part, 0.0) + row * work.rows + attended * work.prefill_contexts
+        seconds[part] = seconds.get(part, 0.0) + row * work.rows + attention(work)
     total, token_bytes = sum(seconds.values()), kv_bytes_per_token(shape)
     shares = {part: own / total if total else 0.0 for part, own in seconds.items()}
     return [

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from twinphase.batch import StepWork
 from twinphase.phases.hardware import Ceilings
-from twinphase.phases.work import ModelShape, kv_bytes_per_token
+from twinphase.phases.work import ModelShape, kv_bytes_per_token, weight_bytes_read
 
 __all__ = ["FEATURES", "CostError", "CostModel", "features", "starting_prices"]
 
@@ -46,12 +46,15 @@ class CostError:
     p95: float | None
 
 
-def features(work: StepWork) -> tuple[float, ...]:
-    """The counts that prices multiply, in the order of `FEATURES`."""
+def features(work: StepWork, windowed_share: float = 0.0) -> tuple[float, ...]:
+    """The counts that prices multiply, in the order of `FEATURES`.
+
+    Contexts are the mean of the layers, of which `windowed_share` attend to a window only.
+    """
     few = min(work.rows, FEW_ROWS)
-    return (
-        1.0, few, work.rows - few, work.logits, work.prefill_contexts, work.decode_contexts, work.sequences,
-    )  # fmt: skip
+    prefill = work.prefill_contexts - windowed_share * (work.prefill_contexts - work.windowed_prefill_contexts)
+    decode = work.decode_contexts - windowed_share * (work.decode_contexts - work.windowed_decode_contexts)
+    return (1.0, few, work.rows - few, work.logits, prefill, decode, work.sequences)
 
 
 def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float, ...]:
@@ -60,13 +63,12 @@ def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float
     Weights and KV at the measured bandwidth, operations at half of the measured peaks; where nothing was measured, at
     rates of a small machine. They need be right within a few times only.
     """
-    weights = shape.linear_bytes + shape.head_bytes
-    bandwidth = (ceilings.read_bandwidth(weights) if ceilings else None) or 20e9
+    bandwidth = (ceilings.read_bandwidth(shape.weight_bytes) if ceilings else None) or 20e9
     int8 = (ceilings.int8_ops if ceilings else None) or 200e9
     floats = ((ceilings.bfloat16_flops or ceilings.float32_flops) if ceilings else None) or 100e9
     row = 2 * shape.linear_parameters / (0.5 * int8)
     attended = 4 * shape.num_layers * shape.num_heads * shape.head_dim / (0.5 * floats)
-    step = shape.linear_bytes / bandwidth + 3e-4
+    step = weight_bytes_read(shape, 1, 0) / bandwidth + 3e-4
     logits = 2 * shape.head_parameters / (0.5 * int8) + 1e-5
     return (step, 0.3 * row, row, logits, attended, kv_bytes_per_token(shape) / bandwidth, 2e-5)
 
@@ -74,8 +76,9 @@ def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float
 class CostModel:
     """Predicts step times, and learns from each; `prices` are seconds for one of each feature, at the pace of now."""
 
-    def __init__(self, prices: Sequence[float]) -> None:
-        """Start from `starting_prices`, or from those of an earlier run."""
+    def __init__(self, prices: Sequence[float], windowed_share: float = 0.0) -> None:
+        """Start from `starting_prices`, or from those of an earlier run; `windowed_share` is the model's."""
+        self.windowed_share = windowed_share
         self._start = tuple(max(float(price), 1e-12) for price in prices)
         self.prices = self._base = self._start
         self._pace = 0.0  # logarithm
@@ -86,9 +89,13 @@ class CostModel:
         self._margin = 1.25
         self._gap = 0.0
 
+    def features(self, work: StepWork) -> tuple[float, ...]:
+        """`features` for the model whose steps these are."""
+        return features(work, self.windowed_share)
+
     def seconds(self, work: StepWork) -> float:
         """Predicted time of a step, seconds."""
-        return max(SHORTEST, sum(map(float.__mul__, self.prices, map(float, features(work)))))
+        return max(SHORTEST, sum(map(float.__mul__, self.prices, map(float, self.features(work)))))
 
     def step_limit(self, slo_seconds: float) -> float:
         """Predicted time at which a step still meets the SLO.
@@ -143,7 +150,7 @@ class CostModel:
         matrix, vector = self._classes[kind]
         # Divided by the longer of both times, so that an error counts in proportion, and no step that was over at once
         # outweighs the others.
-        counts = features(work)
+        counts = self.features(work)
         whole = max(seconds, sum(map(float.__mul__, self._base, map(float, counts))))
         x, y = [count / whole for count in counts], seconds / whole
         for i, xi in enumerate(x):

@@ -124,13 +124,13 @@ class Ledger:
 
     def _divide(self, batch: Batch, record: StepRecord) -> None:
         seconds, alone_in_step = record.seconds, len(batch.decodes) + len(batch.prefills) == 1
-        predict = self._cost_model.seconds
+        predict, window = self._cost_model.seconds, self.shape.window
         scale = seconds / record.predicted if record.predicted > 0 else 0.0
         decodes = seconds if not batch.prefills else min(seconds, predict(batch.decode_work) * scale)
-        none = predict(StepWork(1, 0, 0, 1, 1)) * scale  # a lone decode with no context ...
-        attended = predict(StepWork(1, 0, 1, 1, 1)) * scale - none  # ... and what each token of context adds
+        none = predict(StepWork.of_decodes(1, 0)) * scale  # a lone decode with no context ...
+        attended = predict(StepWork.of_decodes(1, 1, window)) * scale - none  # ... and what each token of it adds
         for share in batch.decodes:
-            context = share.num_computed_tokens + 1
+            context = self.shape.mean_attended(share.num_computed_tokens + 1)
             own = seconds if alone_in_step else min(decodes, none + context * attended)
             timeline = self.timelines.get(share.request_id)
             if timeline is not None:
@@ -140,19 +140,15 @@ class Ledger:
             if timeline is None:
                 continue
             count = len(share.token_ids)
-            work = StepWork.of_chunk(share.num_computed_tokens, count, share.samples)
+            work = StepWork.of_chunk(share.num_computed_tokens, count, share.samples, window)
             own = seconds if alone_in_step else min(seconds, predict(work) * scale)
             again = min(count, max(0, share.most_computed_tokens - share.num_computed_tokens))
             timeline.add_prefill(record, count, own, own * again / count)
 
     def _record(self, batch: Batch, start: float, end: float, *inside: float) -> StepRecord:
         work = batch.work
-        weights = Cost(bytes=weight_bytes_read(self.shape, work.logits))
-        parts = []
-        for shares, part in ((batch.prefills, batch.prefill_work), (batch.decodes, batch.decode_work)):
-            known = sum(share.num_computed_tokens + len(share.token_ids) for share in shares)
-            parts.append(step_cost(self.shape, part, known))
-        prefill, decode = parts
+        weights = Cost(bytes=weight_bytes_read(self.shape, work.rows, work.logits))
+        prefill, decode = (step_cost(self.shape, part) for part in (batch.prefill_work, batch.decode_work))
         if batch.decodes:
             decode += weights
         else:

@@ -6,14 +6,15 @@ Not for measured rates, ceilings or times.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from twinphase.batch import StepWork
 from twinphase.blueprint import Blueprint
+from twinphase.models.size import Size, count_parameters, of_one_row, stored_bytes
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Cost", "ModelShape", "kv_bytes_per_token", "model_shape", "rows_cost", "step_cost", "weight_bytes_read"]
+__all__ = ["Cost", "ModelShape", "kv_bytes_per_token", "make_shape", "model_shape", "rows_cost", "step_cost",
+           "weight_bytes_read"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,16 @@ class ModelShape:
     """The plain numbers that the formulas need.
 
     Attributes:
-        linear_parameters: weights of the matrices that every row goes through, P; not the embedding.
+        linear_parameters: weights of the matrices that every row goes through, P; not the embedding. Of experts, those
+            that a row is sent to.
         head_parameters: weights that only rows with logits go through: the output head, and the last layer's matrices
             behind its attention.
-        linear_bytes, head_bytes: both as stored.
+        linear_bytes, head_bytes: both as stored, experts left out.
         num_layers, num_heads, num_kv_heads, head_dim: L, H (query heads), H_kv and d.
         kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula with float16.
+        window: tokens that a row attends to at most in `windowed_layers` of the layers; None where none has a window.
+        num_experts, experts_per_row: E and k of every layer; 0 in a dense model.
+        expert_bytes, head_expert_bytes: of all experts; the latter are those of the last layer.
     """
 
     linear_parameters: int
@@ -38,32 +43,56 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     kv_token_bytes: int = 0
+    window: int | None = None
+    windowed_layers: int = 0
+    num_experts: int = 0
+    experts_per_row: int = 0
+    expert_bytes: int = 0
+    head_expert_bytes: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """All of them, but for the embedding where it is not the head, and vectors."""
+        return self.linear_bytes + self.head_bytes + self.expert_bytes + self.head_expert_bytes
+
+    @property
+    def windowed_share(self) -> float:
+        """The fraction of the layers that have the window."""
+        return self.windowed_layers / self.num_layers
+
+    def mean_attended(self, context: float) -> float:
+        """Tokens that a row with `context` tokens, itself included, attends to: the mean of the layers."""
+        if self.window is None:
+            return context
+        return context - self.windowed_share * (context - min(context, self.window))
 
 
 def model_shape(checkpoint: Checkpoint, blueprint: Blueprint) -> ModelShape:
-    """The numbers of the cost formulas for an open model; bytes are those of the checkpoint's own precision.
+    """The numbers of the cost formulas for an open model; bytes are those of the checkpoint's own precision."""
+    return make_shape(blueprint, count_parameters(blueprint), stored_bytes(checkpoint, blueprint))
 
-    Of experts, those that one row goes through; a router counts as what it is, a small matrix.
-    """
-    b, head = blueprint, checkpoint.tensors["token_embd.weight" if blueprint.tied else "output.weight"]
-    linear, tail = [0, 0], [0, 0]  # parameters, bytes; of the layers, and of the last one behind its attention
-    last = f"blk.{b.num_layers - 1}."
-    for info in checkpoint.tensors.values():
-        if not info.name.startswith("blk.") or len(info.shape) < 2 or info.name.endswith(".bias"):
-            continue
-        used = b.experts.used / b.experts.count if b.experts and len(info.shape) == 3 else 1
-        into = tail if info.name.startswith((f"{last}attn_output", f"{last}ffn_")) else linear
-        into[0] += int(math.prod(info.shape) * used)
-        into[1] += int(info.nbytes * used)
+
+def make_shape(blueprint: Blueprint, parameters: Size, nbytes: Size, kv_token_bytes: int = 0) -> ModelShape:
+    """The numbers of the cost formulas for a model of so many parameters and bytes."""
+    b, experts = blueprint, blueprint.experts
+    windowed = [window for window in b.windows if window is not None]
+    tail = parameters.tail + of_one_row(parameters.tail_experts, experts)
     return ModelShape(
-        linear_parameters=linear[0],
-        head_parameters=b.vocab_size * b.hidden_size + tail[0],
-        linear_bytes=linear[1],
-        head_bytes=head.nbytes + tail[1],
+        linear_parameters=parameters.linear(experts) - tail,
+        head_parameters=parameters.head + tail,
+        linear_bytes=nbytes.layers - nbytes.tail,
+        head_bytes=nbytes.head + nbytes.tail,
         num_layers=b.num_layers,
         num_heads=b.num_heads,
         num_kv_heads=b.num_kv_heads,
         head_dim=b.head_dim,
+        kv_token_bytes=kv_token_bytes,
+        window=max(windowed, default=None),  # a model has one size
+        windowed_layers=len(windowed),
+        num_experts=experts.count if experts else 0,
+        experts_per_row=experts.used if experts else 0,
+        expert_bytes=nbytes.experts - nbytes.tail_experts,
+        head_expert_bytes=nbytes.tail_experts,
     )
 
 
@@ -98,29 +127,42 @@ def kv_bytes_per_token(shape: ModelShape) -> int:
     return shape.kv_token_bytes or 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2
 
 
-def weight_bytes_read(shape: ModelShape, num_logits: int) -> int:
-    """Weights that a step reads, once however many rows there are; those behind logits if any row wants them."""
-    return shape.linear_bytes + (shape.head_bytes if num_logits else 0)
+def weight_bytes_read(shape: ModelShape, rows: int, num_logits: int) -> int:
+    """Weights that a step of `rows` rows reads, each once; those behind logits if any row wants them.
+
+    Of E experts, k per row, n rows reach E (1 - (1 - k / E)^n) if they choose evenly and independently: so much of the
+    experts' bytes is counted. In the last layer only the rows with logits choose.
+    """
+    dense = shape.linear_bytes + (shape.head_bytes if num_logits else 0)
+    if not shape.num_experts:
+        return dense
+    passed = 1 - shape.experts_per_row / shape.num_experts
+    last = (1 - passed**num_logits) * shape.head_expert_bytes
+    return dense + round((1 - passed**rows) * shape.expert_bytes + last)
 
 
-def step_cost(shape: ModelShape, work: StepWork, kv_tokens: int) -> Cost:
+def step_cost(shape: ModelShape, work: StepWork) -> Cost:
     """Cost of a step, or of a part of one, without reading the weights.
 
-        flops = 2 P n + 2 head_parameters logits + 4 L H d sum of contexts
-        bytes = KV read and written = kv_tokens * kv_bytes_per_token
+        flops = 2 P n + 2 head_parameters logits + 4 H d contexts, the contexts summed over rows and layers
+        bytes = KV read and written, of the tokens that the rows of each layer attend to
 
-    `kv_tokens` are those whose KV is read or written: of each sequence, those known after the step.
+    `work` has been counted with the window of `shape`, if it has one.
     """
-    contexts = work.prefill_contexts + work.decode_contexts
     linear = 2 * shape.linear_parameters * work.rows + 2 * shape.head_parameters * work.logits
-    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * contexts
-    return Cost(linear, attention, kv_tokens * kv_bytes_per_token(shape))
+    near, whole = shape.windowed_layers, shape.num_layers - shape.windowed_layers
+    contexts = whole * (work.prefill_contexts + work.decode_contexts)
+    contexts += near * (work.windowed_prefill_contexts + work.windowed_decode_contexts)
+    kv_tokens = whole * work.kv_tokens + near * work.windowed_kv_tokens  # of one layer each
+    attention = 4 * shape.num_heads * shape.head_dim * contexts
+    return Cost(linear, attention, kv_tokens * kv_bytes_per_token(shape) // shape.num_layers)
 
 
 def rows_cost(shape: ModelShape, start: int, num_rows: int, num_logits: int) -> Cost:
     """Cost of the rows at positions `start` .. `start + num_rows - 1` of one sequence, weights not read here.
 
-    The row at position p attends to p + 1 tokens. Over a whole prompt the sum of contexts is n (n + 1) / 2.
+    The row at position p attends to p + 1 tokens, or to its layer's window if that is less. Without windows the sum of
+    contexts over a whole prompt is n (n + 1) / 2.
     """
-    chunk = StepWork.of_chunk(start, num_rows, samples=False)
-    return step_cost(shape, chunk._replace(logits=num_logits), start + num_rows)
+    chunk = StepWork.of_chunk(start, num_rows, samples=False, window=shape.window)
+    return step_cost(shape, chunk._replace(logits=num_logits))

@@ -23,7 +23,13 @@ class ChunkBudget:
     """What prefill may still add to one step."""
 
     def __init__(
-        self, num_tokens: int, decodes: StepWork, times: StepTimes, slo_seconds: float | None, block_size: int
+        self,
+        num_tokens: int,
+        decodes: StepWork,
+        times: StepTimes,
+        slo_seconds: float | None,
+        block_size: int,
+        window: int | None = None,
     ) -> None:
         """Begin with the step's decodes.
 
@@ -33,8 +39,9 @@ class ChunkBudget:
             times: predicts step times.
             slo_seconds: longest gap between tokens, or None. It limits a step only when something decodes in it.
             block_size: chunks end on block boundaries where they can, so that others can share the blocks.
+            window: of the model's layers that have one.
         """
-        self.num_tokens = num_tokens
+        self.num_tokens, self._window = num_tokens, window
         self._work, self._times, self._block_size = decodes, times, block_size
         self._limit = times.step_limit(slo_seconds) if slo_seconds is not None and decodes.rows else None
         self._given = False
@@ -53,7 +60,7 @@ class ChunkBudget:
             # Less than a block is not worth beginning: off a boundary, the request could share nothing until the next.
             most = aligned if aligned or self._given else most
         if most > 0:
-            self._work = self._work.plus(StepWork.of_chunk(start, most, most == remaining))
+            self._work = self._work.plus(StepWork.of_chunk(start, most, most == remaining, self._window))
             self.num_tokens -= most
             self._given = True
         return most
@@ -64,7 +71,7 @@ class ChunkBudget:
         assert limit is not None
 
         def fits(count: int) -> bool:
-            step = self._work.plus(StepWork.of_chunk(start, count, count == remaining))
+            step = self._work.plus(StepWork.of_chunk(start, count, count == remaining, self._window))
             return self._times.seconds(step) <= limit
 
         if fits(most):

@@ -35,6 +35,7 @@ class Scheduler:
         num_preemptions: so far.
         num_recomputed_tokens: computed again after a preemption, so far.
         usual_output: tokens that answers had of late, a fading mean.
+        window: of the model's layers that have one.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class Scheduler:
         policy: str = "fcfs",
         itl_slo_ms: float | None = None,
         usual_output: float = USUAL_OUTPUT,
+        window: int | None = None,
     ) -> None:
         """Start without requests; the settings are those of `EngineConfig`.
 
         The blocks of `kv_cache` are this scheduler's from now on. `times` predicts step times, for the SLO.
-        `usual_output` is how many tokens an answer is expected to have until some have finished.
+        `usual_output` is how many tokens an answer is expected to have until some have finished. `window` is that of
+        the model's layers that have one: it counts in a step's work, and decides nothing about blocks.
         """
         self.kv_cache = kv_cache
         self.max_model_len = max_model_len
@@ -68,7 +71,7 @@ class Scheduler:
         self._times, self._key = times, policy_key(policy)
         self._requests: dict[str, Request] = {}
         self._num_added = 0
-        self.usual_output = usual_output
+        self.usual_output, self.window = usual_output, window
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +121,12 @@ class Scheduler:
         decodes = schedule_decodes(self.running, self.kv_cache, preempt)
         tokens = max(0, self.max_num_batched_tokens - len(decodes))
         budget = ChunkBudget(
-            tokens, Batch(decodes, []).decode_work, self._times, self.slo_seconds, self.kv_cache.block_size
+            tokens,
+            Batch(decodes, [], window=self.window).decode_work,
+            self._times,
+            self.slo_seconds,
+            self.kv_cache.block_size,
+            self.window,
         )
         prefills: list[ScheduledRequest] = []
         computing: set[bytes] = set()
@@ -131,7 +139,7 @@ class Scheduler:
 
         schedule_prefills(self.running, self.kv_cache, budget, prefills, let_in, computing)
         let_in()
-        return Batch(decodes, prefills, tuple(preempted), held_back if self.waiting else None)
+        return Batch(decodes, prefills, tuple(preempted), held_back if self.waiting else None, self.window)
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Request]:
         """Advance the batch's requests by what was computed; returns those that finished.

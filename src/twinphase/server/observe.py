@@ -68,7 +68,8 @@ def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any
         found["prefix_miss"] |= {"part": part.name} if part else {}
         found["prefix_miss"] |= {"num_known": miss.num_known} if miss.num_known else {}
     if runs and choice.stream.prices and shape is not None:
-        reports = divide(runs, request.num_cached_tokens, prefill, CostModel(choice.stream.prices), shape)
+        costs = CostModel(choice.stream.prices, shape.windowed_share)
+        reports = divide(runs, request.num_cached_tokens, prefill, costs, shape)
         found["prompt_parts"] = [
             {
                 "kind": report.part.kind,

@@ -86,8 +86,8 @@ def test_the_balance_point_is_read_as_a_division() -> None:
 
 
 def test_parts_of_a_step_by_hand() -> None:
-    work = StepWork(rows=4, decode_contexts=400, logits=4, sequences=4)
-    linear, attention = parts_of_step(SHAPE, UNITS, work, 400)
+    work = StepWork(rows=4, decode_contexts=400, logits=4, sequences=4, kv_tokens=400)
+    linear, attention = parts_of_step(SHAPE, UNITS, work)
     assert linear.flops == {"int8": 2 * 4 * 12_000_000}
     assert linear.bytes == 6_000_000
     assert attention.flops == {"int8": 4 * 4 * 8 * 64 * 400 // 2, "float32": 4 * 4 * 8 * 64 * 400 // 2}

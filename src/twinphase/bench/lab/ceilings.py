@@ -22,7 +22,7 @@ def ideal_milliseconds(bench: Workbench, start: int, num_tokens: int) -> tuple[f
         num_tokens: that the step computes.
     """
     shape = bench.workshop.shape
-    cost = rows_cost(shape, start, num_tokens, 1) + Cost(bytes=weight_bytes_read(shape, 1))
+    cost = rows_cost(shape, start, num_tokens, 1) + Cost(bytes=weight_bytes_read(shape, num_tokens, 1))
     totals = PhaseTotals(linear_flops=cost.linear_flops, attention_flops=cost.attention_flops)
     compute = compute_seconds(flops_by_unit(totals, bench.workshop.units), bench.ceilings)
     memory = memory_seconds(cost.bytes, cost.bytes, bench.ceilings)

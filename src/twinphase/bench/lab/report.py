@@ -27,7 +27,7 @@ def make_report(setting: LabSetting, conclusions: Sequence[Conclusion], bystande
         "precision": f"{quantization_name(checkpoint)} weights, KV cache {config.kv_cache_dtype}",
         "context length": f"{workshop.max_model_len:,}",
         "time to measure": f"{sum(one.seconds for one in conclusions):.0f} s",
-        "ceilings": _ceilings(setting.ceilings, workshop.shape.linear_bytes + workshop.shape.head_bytes),
+        "ceilings": _ceilings(setting.ceilings, workshop.shape.weight_bytes),
     }
     stated = conditions(
         model=checkpoint.path,

@@ -15,7 +15,7 @@ from twinphase.backends.base import Units
 from twinphase.batch import StepWork
 from twinphase.estimate.datasheets import Datasheet
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
-from twinphase.phases.work import ModelShape, kv_bytes_per_token, step_cost, weight_bytes_read
+from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
 
 __all__ = [
     "UNITS",
@@ -145,14 +145,14 @@ class PartWork:
         return PartWork(flops, self.bytes + other.bytes, max(self.working_set, other.working_set))
 
 
-def parts_of_step(shape: ModelShape, units: Units, work: StepWork, kv_tokens: int) -> tuple[PartWork, PartWork]:
-    """The linear layers with the output head, and attention, of a step that attends to `kv_tokens` tokens of KV.
+def parts_of_step(shape: ModelShape, units: Units, work: StepWork) -> tuple[PartWork, PartWork]:
+    """The linear layers with the output head, and attention, of a step.
 
     Linear: 2 P n FLOP on the weights, read once. Attention: 4 L H d sum of contexts FLOP on the KV, half of them for
-    scores and half for values.
+    scores and half for values; in layers with a window no context is longer.
     """
-    cost, weights = step_cost(shape, work, kv_tokens), weight_bytes_read(shape, work.logits)
-    working_set = weights + kv_tokens * kv_bytes_per_token(shape)
+    cost, weights = step_cost(shape, work), weight_bytes_read(shape, work.rows, work.logits)
+    working_set = weights + cost.bytes
     linear = PartWork({units.linear: cost.linear_flops}, weights, working_set)
     scores = PartWork({units.scores: cost.attention_flops // 2}, cost.bytes, working_set)
     values = PartWork({units.values: cost.attention_flops - cost.attention_flops // 2}, 0, working_set)
@@ -161,7 +161,7 @@ def parts_of_step(shape: ModelShape, units: Units, work: StepWork, kv_tokens: in
 
 def decode_work(shape: ModelShape, units: Units, batch: int, context: int) -> tuple[PartWork, PartWork]:
     """`parts_of_step` for one decode step of `batch` sequences that attend to `context` tokens each."""
-    return parts_of_step(shape, units, StepWork(batch, 0, batch * context, batch, batch), batch * context)
+    return parts_of_step(shape, units, StepWork.of_decodes(batch, context, shape.window))
 
 
 def ideal_seconds(part: PartWork, ceilings: Ceilings | None) -> tuple[float, float] | None:

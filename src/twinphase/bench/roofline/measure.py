@@ -190,8 +190,7 @@ class _Bench:
         start = time.perf_counter()
         batch = self.stepped.step().batch
         seconds = time.perf_counter() - start
-        kv_tokens = sum(share.num_computed_tokens + share.num_scheduled_tokens for share in batch.scheduled)
-        works = parts_of_step(self.stepped.engine.shape, self.units, batch.work, kv_tokens)
+        works = parts_of_step(self.stepped.engine.shape, self.units, batch.work)
         return _Step(seconds, self.backend.seconds, self.backend.parts, *works)
 
     def prompt(self, length: int, rng: random.Random) -> list[int]:

@@ -214,6 +214,7 @@ class Workshop:
             times=model.cost_model,
             max_num_batched_tokens=budget,
             max_num_seqs=min(max_num_seqs or config.max_num_seqs, config.max_num_seqs, budget),
+            window=self.shape.window,
         )
         return Stepped(
             Engine(

@@ -5,7 +5,7 @@ from statistics import median
 
 from twinphase.bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase.bench.lab.workbench import DECODE, Workbench, fits, serve
-from twinphase.phases.work import kv_bytes_per_token
+from twinphase.phases.work import rows_cost
 
 NEAREST, STEPS, OUTPUT = 16, 12, 256
 
@@ -42,8 +42,9 @@ def decode_position(bench: Workbench) -> Trial:
     start, slope = map(median_of, fits({n: runs[n][DECODE] for n in prompts}, 1))
     curves = {"decode step": lambda n: start + slope * n}
     why = f"A token takes {start:.3g} ms, plus {slope * 1e3:.3g} µs for every token before it."
-    read = kv_bytes_per_token(shape)
-    bandwidth = bench.ceilings and bench.ceilings.read_bandwidth(shape.linear_bytes + shape.head_bytes + last * read)
+    kv_bytes = rows_cost(shape, last, 1, 1).bytes
+    read = kv_bytes // (last + 1)
+    bandwidth = bench.ceilings and bench.ceilings.read_bandwidth(shape.weight_bytes + kv_bytes)
     if bandwidth:
         each = read / bandwidth * 1e3
         curves["KV bytes / bandwidth"] = lambda n: start + each * n

@@ -1,0 +1,90 @@
+"""How large a model is, by what uses its tensors: parameters of a blueprint, bytes of an open checkpoint.
+
+Every count of FLOP and bytes starts from these numbers, and they from the list in `tensors.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from twinphase.blueprint import Blueprint, Experts
+from twinphase.models.tensors import model_tensors
+from twinphase.weights.checkpoint import Checkpoint
+
+__all__ = ["Size", "count_parameters", "of_one_row", "stored_bytes"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parameters, or their bytes, by what uses them.
+
+    Attributes:
+        layers: matrices that every row goes through, of all layers; routers are among them.
+        experts: matrices of all experts of all layers.
+        head: the output head; the embedding where they are tied.
+        embedding: of which a row reads one line; 0 where it is the head.
+        other: norms, biases, sinks, and RoPE's factors where a file has them.
+        tail, tail_experts: those of `layers` and `experts` that stand behind the last layer's attention: only rows
+            whose logits are wanted go through them.
+    """
+
+    layers: int = 0
+    experts: int = 0
+    head: int = 0
+    embedding: int = 0
+    other: int = 0
+    tail: int = 0
+    tail_experts: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.experts + self.head + self.embedding + self.other
+
+    def linear(self, experts: Experts | None) -> int:
+        """P of the formulas: what a row goes through in the layers; of the experts, those that it is sent to."""
+        return self.layers + of_one_row(self.experts, experts)
+
+    def active(self, experts: Experts | None) -> int:
+        """What a token uses, as model cards count: everything but the experts that it is not sent to."""
+        return self.total - self.experts + of_one_row(self.experts, experts)
+
+
+def of_one_row(amount: int, experts: Experts | None) -> int:
+    """The part of all experts' `amount` that one row goes through."""
+    return amount * experts.used // experts.count if experts else 0
+
+
+def count_parameters(blueprint: Blueprint) -> Size:
+    """Parameters of a model."""
+    return _add_up(blueprint, ((name, shape, math.prod(shape)) for name, shape in model_tensors(blueprint)))
+
+
+def stored_bytes(checkpoint: Checkpoint, blueprint: Blueprint) -> Size:
+    """Bytes of an open model's tensors, in the precision that they have there."""
+    tensors = checkpoint.tensors.values()
+    return _add_up(blueprint, ((tensor.name, tensor.shape, tensor.nbytes) for tensor in tensors))
+
+
+def _add_up(blueprint: Blueprint, tensors: Iterable[tuple[str, tuple[int, ...], int]]) -> Size:
+    """The `Size` of (name, shape, amount) of each tensor."""
+    behind_attention = tuple(f"blk.{blueprint.num_layers - 1}.{part}" for part in ("attn_output", "ffn_"))
+    sums: Counter[str] = Counter()
+    for name, shape, amount in tensors:
+        use = _use(name, shape, blueprint.tied)
+        sums[use] += amount
+        if use in ("layers", "experts") and name.startswith(behind_attention):
+            sums["tail" if use == "layers" else "tail_experts"] += amount
+    return Size(**sums)
+
+
+def _use(name: str, shape: tuple[int, ...], tied: bool) -> str:
+    if name == "token_embd.weight":
+        return "head" if tied else "embedding"
+    if name == "output.weight":
+        return "head"
+    if not name.startswith("blk.") or len(shape) < 2 or name.endswith(".bias"):
+        return "other"
+    return "experts" if "_exps." in name else "layers"

@@ -1,0 +1,102 @@
+"""Counts of `models/size.py`, by hand and against the sizes of transformers' own modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tiny_gguf import write_tiny_gguf
+from twinphase.blueprint import Experts
+from twinphase.models.architectures import describe, gguf_architecture
+from twinphase.models.config import Config
+from twinphase.models.loader import open_model, read_blueprint
+from twinphase.models.size import count_parameters, stored_bytes
+from twinphase.phases.work import model_shape
+
+FIELDS = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+}
+MOE = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+}
+
+
+def blueprint_of(model_type: str, **fields: object):
+    config = FIELDS | {"model_type": model_type} | fields
+    return describe(Config(config, gguf_architecture(model_type, "m"), "m"))
+
+
+def test_a_dense_model_by_hand() -> None:
+    attention, ffn = 64 * (64 + 2 * 32) + 64 * 64, 3 * 64 * 128
+    size = count_parameters(blueprint_of("llama"))
+    assert size.layers == 3 * (attention + ffn) and size.experts == 0
+    assert size.tail == 64 * 64 + ffn  # the last layer's output projection and feed-forward
+    assert size.head == size.embedding == 320 * 64
+    assert size.other == (2 * 3 + 1) * 64
+    assert size.total == size.active(None) == size.layers + 2 * 320 * 64 + size.other
+    tied = count_parameters(blueprint_of("llama", tie_word_embeddings=True))
+    assert (tied.head, tied.embedding) == (320 * 64, 0)
+
+
+def test_experts_by_hand() -> None:
+    blueprint = blueprint_of("qwen3_moe", **MOE)
+    size, attention, router, expert = count_parameters(blueprint), 64 * (64 + 64) + 64 * 64, 64 * 8, 3 * 64 * 32
+    assert size.layers == 3 * (attention + router)  # a router is every row's
+    assert (size.experts, size.tail_experts) == (3 * 8 * expert, 8 * expert)
+    assert size.linear(blueprint.experts) == size.layers + 3 * 2 * expert
+    assert size.active(blueprint.experts) == size.total - 3 * 6 * expert
+    assert size.linear(Experts(8, 8, 32, True)) == size.layers + size.experts
+
+
+MODEL_TYPES = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
+               "olmo2", "olmoe", "granite", "smollm3", "gpt_oss"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_as_many_parameters_as_transformers_has(model_type: str) -> None:
+    import torch
+    import transformers
+
+    extra = MOE if model_type in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss") else {}
+    config = transformers.AutoConfig.for_model(model_type, **FIELDS, **extra, pad_token_id=0)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    found = count_parameters(blueprint_of(**config.to_dict()))
+    assert found.total == sum(p.numel() for p in model.parameters())  # parameters() has tied ones once
+
+
+def test_bytes_and_the_cost_formulas_numbers_of_a_file(tmp_path: Path) -> None:
+    checkpoint = open_model(write_tiny_gguf(tmp_path / "tiny.gguf", tied=False, tensor_type="F16", layers=3))
+    blueprint = read_blueprint(checkpoint)
+    size, nbytes = count_parameters(blueprint), stored_bytes(checkpoint, blueprint)
+    for use in ("layers", "head", "embedding", "tail"):
+        assert getattr(nbytes, use) == 2 * getattr(size, use), use
+    assert nbytes.other == 4 * size.other and nbytes.total == sum(t.nbytes for t in checkpoint.tensors.values())
+    shape = model_shape(checkpoint, blueprint)
+    assert shape.linear_parameters == size.layers - size.tail
+    assert shape.head_parameters == size.head + size.tail
+    assert (shape.linear_bytes, shape.head_bytes) == (2 * shape.linear_parameters, 2 * shape.head_parameters)
+    assert (shape.window, shape.windowed_layers, shape.num_experts) == (None, 0, 0)
+
+
+def test_windows_reach_the_cost_formulas() -> None:
+    from twinphase.models.size import Size
+    from twinphase.phases.work import make_shape
+
+    blueprint = blueprint_of("gemma2", sliding_window=8)
+    shape = make_shape(blueprint, count_parameters(blueprint), Size())
+    assert blueprint.windows == (8, None, 8)
+    assert (shape.window, shape.windowed_layers, shape.num_layers) == (8, 2, 3)
