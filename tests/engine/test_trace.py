@@ -16,12 +16,13 @@ from twinphase.request import FinishReason
 GUESS = starting_prices(ModelShape(10**8, 3 * 10**7, 6 * 10**7, 3 * 10**7, 30, 9, 3, 64), None)
 
 
-def random_run(seed, policy="priority", itl_slo_ms=12.0):
+def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None):
     """The log of an engine under a load that it cannot hold, with aborts, failures and noise; and the engine."""
     choose = random.Random(seed)
     machine = Machine(lambda work: (2e-3 + 3e-4 * work.rows + 1e-6 * sum(work)) * choose.uniform(0.8, 1.3))
     settings = {"num_blocks": 24, "max_num_seqs": 6, "max_num_batched_tokens": 48, "policy": policy}
-    engine = machine_engine(machine, GUESS, itl_slo_ms=itl_slo_ms, **settings)
+    engine = machine_engine(machine, GUESS, itl_slo_ms=itl_slo_ms, window=window, **settings)
+    engine.cost_model.windowed_share = 0.0 if window is None else 5 / 6
     file = io.StringIO()
     engine.recorder.trace = TraceWriter(file, trace_header(engine.scheduler, engine.cost_model))
     unfinished = []
@@ -76,6 +77,16 @@ def test_a_replay_decides_the_same(log, seed, policy, itl_slo_ms):
     assert {json.loads(line)["event"] for line in text.splitlines()} == {"header", "add", "finish", "step", "observe"}
 
 
+def test_a_windowed_models_log_carries_its_window(log):
+    text, engine = random_run(1, window=8)
+    header = json.loads(text.splitlines()[0])
+    assert (header["window"], header["windowed_share"]) == (8, 5 / 6)
+    assert replay(log(text)).difference is None
+    other = text.replace('"window":8', '"window":null', 1)
+    assert replay(log(other)).difference is not None  # chunks are priced by what their rows attend to
+    assert engine.ledger.num_steps > 50
+
+
 def steps_of(text):
     lines = text.splitlines(keepends=True)
     return lines, [number for number, line in enumerate(lines) if '"event":"step"' in line]
@@ -121,8 +132,8 @@ def test_other_times_lead_to_other_chunks(log):
     ("text", "match"),
     [
         ("", "is empty"),
-        ('{"event":"header","version":99}\n', "Line 1 of .* not the header of a step log of version 1"),
-        ('{"event":"header","version":1}\n', "Line 1 of .* KeyError: 'prices'"),
+        ('{"event":"header","version":99}\n', "Line 1 of .* not the header of a step log of version 2"),
+        ('{"event":"header","version":2}\n', "Line 1 of .* KeyError: 'prices'"),
         ('{"a":1}\n', "Line 1 of .* not the header"),
         ("hello\n", "Line 1 of .* is not a JSON object"),
         ("[1]\n", "Line 1 of .* is not a JSON object"),

@@ -1,4 +1,4 @@
-"""The arithmetic of `estimate/estimate.py`: against work.py, against sums written out, and against the textbook."""
+"""The arithmetic of `estimate/estimate.py`: against sums written out, and against the textbook."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinphase.backends.base import Units
-from twinphase.batch import StepWork
 from twinphase.errors import InvalidRequestError
-from twinphase.estimate.estimate import Estimate, attended_tokens, estimate, kv_bytes, warnings
+from twinphase.estimate.estimate import Estimate, assumptions, estimate, warnings
 from twinphase.estimate.inputs import (
     Hardware,
     Scenario,
@@ -21,8 +20,8 @@ from twinphase.estimate.inputs import (
     weight_bytes,
 )
 from twinphase.estimate.known_models import read_shape
+from twinphase.estimate.shapes import DecoderShape
 from twinphase.phases.hardware import Ceilings
-from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
 
 LLAMA = read_shape("llama-2-7b")
 A100 = datasheet_hardware("a100-80gb-sxm")
@@ -52,60 +51,54 @@ def decode_rate(result: Estimate) -> float:
 
 
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-3-8b", "smollm2-135m", "qwen2.5-7b"])
-@pytest.mark.parametrize(("position", "batch"), [(0, 1), (17, 3), (4000, 64)])
-def test_counts_agree_with_the_engine_s_own(model: str, position: int, batch: int) -> None:
-    """`work.py` counts measured steps. Its shape has the last layer's tail with the head; here all of it is in P."""
-    shape = read_shape(model)
-    weights = weight_bytes(shape, "fp16")
-    plain = ModelShape(
-        linear_parameters=shape.linear_parameters,
-        head_parameters=shape.head_parameters,
-        linear_bytes=weights.layers,
-        head_bytes=weights.head,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
-    each = 2 * shape.head_dim * 2.0
-    result = estimate(shape, ROUND, scenario(position + 1, 2, batch, kv_head_bytes=each))
-    n = position + 1
-    prompt = step_cost(plain, StepWork.of_chunk(0, n, samples=True), n)
-    assert result.prefill.linear.flops == prompt.linear_flops
-    assert result.prefill.attention.flops == prompt.attention_flops
-    assert result.prefill.bytes == prompt.bytes + weight_bytes_read(plain, 1)
-    one = step_cost(plain, StepWork.of_chunk(n, 1, samples=True), n + 1)
-    assert result.decode.linear.flops == batch * one.linear_flops
-    assert result.decode.attention.flops == batch * one.attention_flops
-    assert result.decode.bytes == batch * one.bytes + weight_bytes_read(plain, batch)
+@pytest.mark.parametrize(("prompt", "batch"), [(1, 1), (18, 3), (4001, 64)])
+def test_counts_are_those_of_the_textbook(model: str, prompt: int, batch: int) -> None:
+    shape, n = read_shape(model), prompt
+    b, p, head = shape.blueprint, shape.parameters.layers, shape.blueprint.vocab_size * shape.blueprint.hidden_size
+    each = 2 * b.num_layers * b.num_kv_heads * b.head_dim * 2
+    result = estimate(shape, ROUND, scenario(n, 2, batch, kv_head_bytes=2 * b.head_dim * 2.0))
+    assert result.prefill.linear.flops == 2 * p * n + 2 * head
+    assert result.prefill.attention.flops == 4 * b.num_layers * b.num_heads * b.head_dim * n * (n + 1) // 2
+    assert result.prefill.bytes == 2 * (p + head) + n * each
+    assert result.decode.linear.flops == 2 * (p + head) * batch
+    assert result.decode.attention.flops == 4 * b.num_layers * b.num_heads * b.head_dim * (n + 1) * batch
+    assert result.decode.bytes == 2 * (p + head) + batch * (n + 1) * each
+    assert result.kv_token_bytes == each
 
 
-@given(
-    st.integers(0, 60),
-    st.integers(1, 60),
-    st.lists(st.one_of(st.none(), st.integers(1, 80)), min_size=1, max_size=3),
-)
-def test_attended_tokens_are_the_sum_written_out(start: int, rows: int, windows: list[int | None]) -> None:
-    shape = replace(LLAMA, windows=tuple(windows))
-    expected = sum(
-        min(position + 1, window or position + 1) for position in range(start, start + rows) for window in windows
-    )
-    assert attended_tokens(shape, start, rows) == expected
+def with_windows(*windows: int | None) -> DecoderShape:
+    return replace(LLAMA, blueprint=replace(LLAMA.blueprint, num_layers=len(windows), windows=windows))
 
 
-def test_a_window_bounds_what_a_sequence_keeps() -> None:
-    shape = replace(LLAMA, num_layers=2, windows=(None, 100))
-    assert kv_bytes(shape, 50, 2.0) == 2 * 50 * shape.num_kv_heads * 2
-    assert kv_bytes(shape, 1000, 2.0) == (1000 + 100) * shape.num_kv_heads * 2
+@given(st.integers(1, 60), st.integers(2, 60), st.lists(st.sampled_from([None, 9]), min_size=1, max_size=3))
+def test_attended_tokens_are_the_sum_written_out(prompt: int, output: int, windows: list[int | None]) -> None:
+    def attended(positions: range) -> int:
+        return sum(min(position + 1, window or position + 1) for position in positions for window in windows)
+
+    result = estimate(with_windows(*windows), ROUND, scenario(prompt, output))
+    assert result.prefill.attention.flops == 4 * 32 * 128 * attended(range(prompt))
+    steps = range(prompt, prompt + output - 1)
+    assert result.decode.attention.flops == pytest.approx(4 * 32 * 128 * attended(steps) / len(steps))
+    assert result.decode.attention.bytes == pytest.approx(32 * 2 * 128 * 2 * attended(steps) / len(steps))
+
+
+def test_a_layer_with_a_window_reads_it_and_holds_everything() -> None:
+    result = estimate(with_windows(None, 100), ROUND, scenario(1000, 1))
+    token = 32 * 2 * 128 * 2  # of one layer
+    assert result.sequence_bytes == 1000 * 2 * token
+    assert result.decode_last.attention.bytes == (1001 + 100) * token
+    assert any("window" in line for line in assumptions(result))
+    assert not any("window" in line for line in assumptions(on_a100("llama-2-7b", 10)))
 
 
 @pytest.mark.parametrize(("rows", "reached"), [(1, 2 / 8), (2, 1 - (6 / 8) ** 2), (1000, 1.0)])
 def test_rows_reach_experts(rows: int, reached: float) -> None:
     mixtral = read_shape("mixtral-8x7b")
     result = estimate(mixtral, A100, scenario(10, 2, rows))
-    dense = 2 * (mixtral.layer_parameters + mixtral.head_parameters)
-    assert result.decode.linear.bytes == pytest.approx(dense + 2 * mixtral.expert_parameters * reached)
-    assert result.decode.linear.flops == 2 * rows * (mixtral.linear_parameters + mixtral.head_parameters)
+    size = mixtral.parameters
+    dense = 2 * (size.layers + size.head)
+    assert result.decode.linear.bytes == pytest.approx(dense + 2 * size.experts * reached)
+    assert result.decode.linear.flops == 2 * rows * (size.layers + size.experts * 2 // 8 + size.head)
 
 
 @pytest.mark.parametrize(

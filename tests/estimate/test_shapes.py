@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from tiny_gguf import write_tiny_gguf
+from twinphase.blueprint import Blueprint
 from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
 from twinphase.estimate.known_models import KNOWN_MODELS, read_shape
 from twinphase.estimate.shapes import DecoderShape, from_hf_config
+from twinphase.models.architectures import describe
+from twinphase.models.config import GGUF_FIELDS, Config
+from twinphase.models.tensors import model_tensors
 
 # As the repositories' weights are counted on Hugging Face ("Model size", in full in the API's `safetensors.total`).
 PUBLISHED = {
@@ -55,6 +60,10 @@ def shape_of(**fields: Any) -> DecoderShape:
     return from_hf_config({key: value for key, value in (MINIMAL | fields).items() if value != "-"}, "m", "a test")
 
 
+def blueprint_of(**fields: Any) -> Blueprint:
+    return shape_of(**fields).blueprint
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_as_many_as_published(name: str) -> None:
     assert read_shape(name).total_parameters == PUBLISHED[name]
@@ -74,7 +83,7 @@ def test_known_models_are_found_by_repository_too(name: str) -> None:
     assert f"https://huggingface.co/{KNOWN_MODELS[name].repo}" in shape.source
 
 
-@pytest.mark.parametrize("field", sorted(set(MINIMAL) - {"max_position_embeddings", "num_key_value_heads"}))
+@pytest.mark.parametrize("field", sorted(set(MINIMAL) - {"num_key_value_heads"}))
 @pytest.mark.parametrize("value", ["-", None, 0, -3, True, "64", 1.5, 10**30])
 def test_a_missing_or_absurd_field_is_named(field: str, value: Any) -> None:
     with pytest.raises(TwinphaseError, match=field):
@@ -82,15 +91,14 @@ def test_a_missing_or_absurd_field_is_named(field: str, value: Any) -> None:
 
 
 def test_defaults_are_those_of_the_family_s_class_and_of_no_other() -> None:
-    assert shape_of(num_key_value_heads="-").num_kv_heads == 4
+    assert blueprint_of(num_key_value_heads="-").num_kv_heads == 4
     with pytest.raises(CheckpointError, match="num_key_value_heads"):
         shape_of(model_type="mistral", num_key_value_heads="-")
-    assert shape_of().head_dim == 16 and shape_of(head_dim=32).head_dim == 32
-    with pytest.raises(CheckpointError, match="head_dim"):
-        shape_of(model_type="qwen3")
-    assert not shape_of().tied and shape_of(tie_word_embeddings=True).tied
-    assert shape_of(model_type="gemma", head_dim=16).tied
-    assert shape_of(max_position_embeddings="-").context_length is None
+    assert blueprint_of().head_dim == 16 and blueprint_of(head_dim=32).head_dim == 32
+    assert blueprint_of(model_type="qwen3").head_dim == 128
+    assert blueprint_of(model_type="gemma").head_dim == 256
+    assert not blueprint_of().tied and blueprint_of(tie_word_embeddings=True).tied
+    assert blueprint_of(model_type="gemma", head_dim=16).tied
 
 
 @pytest.mark.parametrize(
@@ -103,6 +111,7 @@ def test_defaults_are_those_of_the_family_s_class_and_of_no_other() -> None:
         ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
          (None, 8, 8)),
         ({"model_type": "gemma2", "head_dim": 16, "sliding_window": 8}, (8, None, 8)),
+        ({"model_type": "gemma2", "head_dim": 16}, (4096, None, 4096)),  # of its class
         ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, None)),
         ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7},
          (8, 8, 8, 8, 8, None, 8)),  # its class's pattern is 6
@@ -111,14 +120,16 @@ def test_defaults_are_those_of_the_family_s_class_and_of_no_other() -> None:
     ],
 )  # fmt: skip
 def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert shape_of(**fields).windows == windows
+    assert blueprint_of(**fields).windows == windows
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 0}, "pattern"),
-        ({"model_type": "gemma2", "head_dim": 16}, "sliding_window"),
+        ({"model_type": "gemma2", "head_dim": 16, "sliding_window": "8"}, "sliding_window"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
+        ({"model_type": "mixtral", "num_local_experts": "8", "num_experts_per_tok": 2}, "num_local_experts"),
         ({"model_type": "mistral", "layer_types": ["linear_attention"] * 3}, "layer_types"),
         ({"model_type": "mistral", "layer_types": [["full_attention"]] * 3}, "layer_types"),
         ({"model_type": "mixtral"}, "num_local_experts"),
@@ -133,15 +144,6 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
 def test_what_is_not_known_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
     with pytest.raises((CheckpointError, UnsupportedModelError), match=named):
         shape_of(**fields)
-
-
-def test_shared_experts_and_routers_are_every_row_s() -> None:
-    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-    shape = shape_of(model_type="qwen2_moe", shared_expert_intermediate_size=128, **moe)
-    attention, shared, router = 64 * 16 * 12, 3 * 64 * 128, 64 * 8 + 64
-    assert shape.layer_parameters == 3 * (attention + shared + router)
-    assert shape.expert_parameters == 3 * 8 * 3 * 64 * 32
-    assert shape.linear_parameters == shape.layer_parameters + shape.expert_parameters // 4
 
 
 @pytest.mark.parametrize(
@@ -188,21 +190,26 @@ def test_any_configuration_gives_a_shape_or_an_error_of_ours(fields: dict[str, A
 def test_a_gguf_counts_as_its_configuration_does(tmp_path: Path, tied: bool) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tied=tied, tensor_type="F16", layers=3)
     found, expected = read_shape(str(path)), shape_of(tie_word_embeddings=tied)
-    for name in ("layer_parameters", "other_parameters", "head_parameters", "total_parameters", "windows", "head_dim"):
-        assert getattr(found, name) == getattr(expected, name), name
-    assert (found.num_kv_heads, found.context_length, found.tied, found.dtype) == (2, 512, tied, "F16")
-    assert found.stored is not None
-    assert found.stored.layers == 2 * found.layer_parameters
-    assert found.stored.head == 2 * found.head_parameters
-    assert found.stored.total == 2 * (found.total_parameters - found.other_parameters) + 4 * found.other_parameters
+    assert found.parameters == expected.parameters
+    for name in ("windows", "head_dim", "num_kv_heads", "context_length", "tied"):
+        assert getattr(found.blueprint, name) == getattr(expected.blueprint, name), name
+    assert found.dtype == "F16" and found.stored is not None
+    assert found.stored.layers == 2 * found.parameters.layers
+    assert found.stored.head == 2 * found.parameters.head
+    assert found.stored.total == 2 * found.total_parameters + 2 * found.parameters.other
 
 
-def write_headers(path: Path, architecture: str, tensors: dict[str, tuple[int, ...]], **numbers: int) -> str:
-    """A GGUF file of 16-bit zeros with these tensors and hyper-parameters."""
+def write_zeros(path: Path, architecture: str, *, left_out: str = "", **numbers: int) -> str:
+    """A GGUF file of 16-bit zeros with all tensors of a small model that has these hyper-parameters."""
+    sizes = {"embedding_length": 64, "block_count": 3, "attention.head_count": 4, "attention.head_count_kv": 2}
+    sizes |= {"attention.key_length": 16, "feed_forward_length": 128, "context_length": 512}
     writer = gguf.GGUFWriter(str(path), architecture)
-    for key, value in {"embedding_length": 64, "block_count": 3, "attention.head_count": 4, **numbers}.items():
-        writer.add_uint32(f"{architecture}.{key}", value)
-    for name, shape in {"token_embd.weight": (320, 64), **tensors}.items():
+    for key, value in {**sizes, **numbers}.items():
+        if key != left_out:
+            writer.add_uint32(f"{architecture}.{key}", value)
+    fields = {GGUF_FIELDS[key]: value for key, value in {**sizes, **numbers}.items()}
+    fields |= {"vocab_size": 320, "tie_word_embeddings": True}
+    for name, shape in model_tensors(describe(Config(fields, architecture, "zeros", is_gguf=True))):
         writer.add_tensor(name, np.zeros(shape, np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -212,29 +219,38 @@ def write_headers(path: Path, architecture: str, tensors: dict[str, tuple[int, .
 
 
 def test_experts_of_a_gguf(tmp_path: Path) -> None:
-    tensors = {"blk.0.attn_q.weight": (64, 64), "blk.0.ffn_gate_inp.weight": (8, 64)}
-    experts = {f"blk.0.ffn_{name}_exps.weight": (8, 32, 64) for name in ("gate", "up")}
-    path = write_headers(tmp_path / "moe.gguf", "qwen3moe", tensors | experts, expert_count=8, expert_used_count=2)
-    shape = read_shape(path)
-    assert (shape.num_experts, shape.experts_per_token) == (8, 2)
-    assert shape.layer_parameters == 64 * 64 + 8 * 64
-    assert shape.expert_parameters == 2 * 8 * 32 * 64
-    assert shape.stored is not None and shape.stored.experts == 2 * shape.expert_parameters
-    path = write_headers(tmp_path / "broken.gguf", "qwen3moe", tensors | experts, expert_count=8)
-    with pytest.raises(CheckpointError, match="expert_used_count"):
+    moe = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    shape = read_shape(write_zeros(tmp_path / "moe.gguf", "qwen3moe", **moe))
+    assert shape.blueprint.experts is not None and shape.blueprint.experts.used == 2
+    assert shape.parameters.experts == 3 * 3 * 8 * 32 * 64
+    assert shape.stored is not None and shape.stored.experts == 2 * shape.parameters.experts
+    path = write_zeros(tmp_path / "broken.gguf", "qwen3moe", left_out="expert_used_count", **moe)
+    with pytest.raises(CheckpointError, match="qwen3moe.expert_used_count"):
         read_shape(path)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "windows"), [("gemma2", (9, None, 9)), ("gemma3", (9, 9, 9)), ("phi3", (9, 9, 9)), ("qwen2", None)]
+    ("architecture", "windows"), [("gemma2", (9, None, 9)), ("gemma3", (9, 9, 9)), ("phi3", (9, 9, 9))]
 )
-def test_windows_of_a_gguf(tmp_path: Path, architecture: str, windows: tuple[int | None, ...] | None) -> None:
-    path = write_headers(tmp_path / "window.gguf", architecture, {}, **{"attention.sliding_window": 9})
-    if windows is None:  # the file does not say which layers, and neither does the architecture
-        with pytest.raises(UnsupportedModelError, match="sliding_window"):
-            read_shape(path)
-    else:
-        assert read_shape(path).windows == windows
+def test_windows_of_a_gguf(tmp_path: Path, architecture: str, windows: tuple[int | None, ...]) -> None:
+    path = write_zeros(tmp_path / "window.gguf", architecture, **{"attention.sliding_window": 9})
+    assert read_shape(path).blueprint.windows == windows
+
+
+def test_a_folder_with_weights_counts_their_bytes(tmp_path: Path) -> None:
+    tensors = {"model.embed_tokens.weight": (320, 64), "model.norm.weight": (64,)}
+    for i in range(3):
+        names = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}
+        tensors |= {f"model.layers.{i}.self_attn.{name}.weight": shape for name, shape in names.items()}
+        names = {"gate_proj": (128, 64), "up_proj": (128, 64), "down_proj": (64, 128)}
+        tensors |= {f"model.layers.{i}.mlp.{name}.weight": shape for name, shape in names.items()}
+        tensors |= {f"model.layers.{i}.{half}_layernorm.weight": (64,) for half in ("input", "post_attention")}
+    save_file({name: np.zeros(shape, np.float16) for name, shape in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(MINIMAL | {"tie_word_embeddings": True}))
+    shape = read_shape(str(tmp_path))
+    assert shape.parameters == shape_of(tie_word_embeddings=True).parameters
+    assert shape.stored is not None and shape.stored.total == 2 * shape.total_parameters
+    assert shape.dtype == "F16"
 
 
 def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
@@ -250,7 +266,7 @@ def test_a_model_in_the_cache_is_found_and_nothing_is_fetched(tmp_path: Path, mo
     folder = tmp_path / "models" / "pypi" / "some-model"
     folder.mkdir(parents=True)
     write_tiny_gguf(folder / "tiny.gguf")
-    assert read_shape("pypi:some-model").num_layers == 2
+    assert read_shape("pypi:some-model").blueprint.num_layers == 2
 
 
 @pytest.mark.parametrize("name", ["", "q", "a\x00b", "x" * 10_000, "no/such/file.gguf"])

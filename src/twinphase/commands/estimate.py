@@ -164,9 +164,9 @@ def _scenario(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
     if here and kv_dtype in ("auto", "int8"):
         from twinphase.backends.device import open_device
 
-        kv_head_bytes = open_device("cpu").kv_head_bytes(shape.head_dim, kv_dtype)
+        kv_head_bytes = open_device("cpu").kv_head_bytes(shape.blueprint.head_dim, kv_dtype)
     else:
-        kv_head_bytes = 2 * shape.head_dim * (2 if kv_dtype == "auto" else DTYPES[kv_dtype])
+        kv_head_bytes = 2 * shape.blueprint.head_dim * (2 if kv_dtype == "auto" else DTYPES[kv_dtype])
     return Scenario(
         prompt_tokens=given["prompt_tokens"],
         output_tokens=given["output_tokens"],

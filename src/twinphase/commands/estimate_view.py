@@ -14,6 +14,7 @@ from rich.text import Text
 from twinphase.estimate.datasheets import DATASHEETS
 from twinphase.estimate.estimate import Estimate, PartEstimate, PhaseEstimate, assumptions, warnings
 from twinphase.estimate.known_models import KNOWN_MODELS, read_shape
+from twinphase.estimate.shapes import DecoderShape
 from twinphase.terminal import answers
 
 __all__ = ["print_json", "show_estimate", "show_hardware", "show_models"]
@@ -68,11 +69,11 @@ def _phase_time(phase: PhaseEstimate) -> Text:
 
 
 def _model_line(result: Estimate) -> str:
-    shape = result.shape
-    active = f", {shape.active_parameters / 1e9:.3g} B active" if shape.num_experts else ""
+    shape, b = result.shape, result.shape.blueprint
+    active = f", {shape.active_parameters / 1e9:.3g} B active" if b.experts else ""
     return (
-        f"{shape.name}: {shape.total_parameters / 1e9:.4g} B parameters{active}, {shape.num_layers} layers, "
-        f"{shape.num_heads} heads, {shape.num_kv_heads} KV heads of {shape.head_dim}; "
+        f"{shape.name}: {shape.total_parameters / 1e9:.4g} B parameters{active}, {b.num_layers} layers, "
+        f"{b.num_heads} heads, {b.num_kv_heads} KV heads of {b.head_dim}; "
         f"{result.scenario.dtype or shape.dtype}, {_scaled(result.weights.total, 'B')}"
     )
 
@@ -147,7 +148,11 @@ def _consequences(result: Estimate) -> Iterator[tuple[str, str]]:
     first_rate, last_rate = _rate(1, result.decode_first.seconds), _rate(1, result.decode_last.seconds)
     yield "decode by position", f"{first_rate} at {n:,}, {last_rate} at {last:,}"
     token, request = _scaled(result.kv_token_bytes, "B"), _scaled(result.sequence_bytes, "B")
-    yield "KV cache", f"{token} per token, {request} per request"
+    read = ""
+    if any(result.shape.blueprint.windows):
+        last_step = _scaled(result.decode_last.attention.bytes / scenario.batch_size, "B")
+        read = f" held; its last step reads {last_step}"
+    yield "KV cache", f"{token} per token, {request} per request{read}"
     most, length = result.max_batch, n + scenario.output_tokens
     fits = "unknown: give --memory" if most is None else f"{_requests(most)} of {length:,} tokens beside the weights"
     yield "largest batch", fits
@@ -171,23 +176,22 @@ def _grid(rows: Iterator[tuple[str, str]]) -> Table:
 
 def _formulas(result: Estimate) -> Iterator[tuple[str, str]]:
     """Each formula with this estimate's numbers."""
-    shape, scenario, prefill, decode = result.shape, result.scenario, result.prefill, result.decode
-    n, batch, layers, p, head = (
-        scenario.prompt_tokens, scenario.batch_size, shape.num_layers, shape.linear_parameters, shape.head_parameters
-    )  # fmt: skip
+    b, scenario, prefill, decode = result.shape.blueprint, result.scenario, result.prefill, result.decode
+    n, batch, layers = scenario.prompt_tokens, scenario.batch_size, b.num_layers
+    p, head = result.shape.linear_parameters, result.shape.parameters.head
     peak = _scaled(result.hardware.peak(scenario.units.linear), "FLOP/s")
     bandwidth = _scaled(result.hardware.read_bandwidth(decode.bytes), "B/s")
     yield "P", f"{p:,} weights of the layers that one token uses; V h = {head:,} weights of the output head"
     yield "linear FLOP", f"prefill 2 P n + 2 V h = 2 x {p:,} x {n:,} + 2 x {head:,} = {prefill.linear.flops:,}"
     yield "", f"decode  2 (P + V h) B = 2 x {p + head:,} x {batch:,} = {decode.linear.flops:,}"
-    attention = f"4 H d L n (n + 1) / 2 = 4 x {shape.num_heads} x {shape.head_dim} x {layers} x {n:,} x {n + 1:,} / 2"
-    if any(window is not None for window in shape.windows):
+    attention = f"4 H d L n (n + 1) / 2 = 4 x {b.num_heads} x {b.head_dim} x {layers} x {n:,} x {n + 1:,} / 2"
+    if any(window is not None for window in b.windows):
         attention = "4 H d min(p + 1, window), summed over rows and layers"
     yield "attention FLOP", f"prefill {attention} = {prefill.attention.flops:,}"
     yield "", f"decode  4 H d per layer and token attended to = {decode.attention.flops:,.0f}"
-    experts = " + experts reached" if shape.num_experts else ""
+    experts = " + experts reached" if b.experts else ""
     yield "linear bytes", f"layers{experts} + head, once per step = {decode.linear.bytes:,.0f} (decode)"
-    each, heads = layers * shape.num_kv_heads * scenario.kv_head_bytes, f"{layers} x {shape.num_kv_heads}"
+    each, heads = layers * b.num_kv_heads * scenario.kv_head_bytes, f"{layers} x {b.num_kv_heads}"
     key_value = f"{heads} x {scenario.kv_head_bytes:g} = {each:,.0f}"
     yield "KV bytes", f"per token L H_kv x bytes of one head's key and value = {key_value}"
     yield "", f"decode reads those of every token attended to = {decode.attention.bytes:,.0f}"
@@ -213,13 +217,21 @@ def _phase_json(phase: PhaseEstimate) -> dict[str, Any]:
     return _with_properties(phase, "flops", "bytes", "seconds", "memory_seconds", "bound") | found
 
 
+def shape_json(shape: DecoderShape) -> dict[str, Any]:
+    """A model's numbers; RoPE's frequencies are left out."""
+    described = {name: value for name, value in asdict(shape.blueprint).items() if name != "ropes"}
+    given = {name: getattr(shape, name) for name in ("name", "source", "dtype")}
+    counts = ("linear_parameters", "total_parameters", "active_parameters")
+    parameters = asdict(shape.parameters)
+    return given | described | {name: getattr(shape, name) for name in counts} | {"parameters": parameters}
+
+
 def print_json(result: Estimate) -> None:
     """Everything as one JSON object; null is unknown."""
     hardware, scenario = result.hardware, result.scenario
     decode, prefill = result.decode.seconds, result.prefill.seconds
-    counts = _with_properties(result.shape, "linear_parameters", "total_parameters", "active_parameters")
     data = {
-        "model": counts | {"weight_bytes": asdict(result.weights)},
+        "model": shape_json(result.shape) | {"weight_bytes": _with_properties(result.weights, "total")},
         "hardware": {
             **{name: getattr(hardware, name) for name in ("name", "kind", "devices")},
             "peaks": {unit: hardware.peak(unit) for unit in scenario.precisions},
@@ -236,6 +248,7 @@ def print_json(result: Estimate) -> None:
         "prefill_share": result.prefill_share,
         "kv_bytes_per_token": result.kv_token_bytes,
         "kv_bytes_per_request": result.sequence_bytes,
+        "kv_bytes_read_by_last_step": result.decode_last.attention.bytes,
         "largest_batch": result.max_batch,
         "balance_flops_per_byte": result.balance,
         "break_even_batch": result.break_even_batch,
@@ -275,15 +288,15 @@ def show_models(as_json: bool) -> None:
     """Every model known by name, and the repository that publishes its shape."""
     shapes = [read_shape(name) for name in KNOWN_MODELS]
     if as_json:
-        print(json.dumps([asdict(shape) for shape in shapes], indent=1))
+        print(json.dumps([shape_json(shape) for shape in shapes], indent=1))
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for head in ("name", "parameters", "active", "context"):
         table.add_column(head, no_wrap=True)
     table.add_column("repository", overflow="fold")  # whole, to be copied, on two lines where one is too narrow
     for shape in shapes:
-        active = f"{shape.active_parameters:,}" if shape.num_experts else ""
-        context = "unknown" if shape.context_length is None else f"{shape.context_length:,}"
+        active = f"{shape.active_parameters:,}" if shape.blueprint.experts else ""
+        context = f"{shape.blueprint.context_length:,}"
         table.add_row(shape.name, f"{shape.total_parameters:,}", active, context, KNOWN_MODELS[shape.name].repo)
     answers().print(table)
     answers().print(Text("Shapes are those of each repository's config.json on https://huggingface.co.", "dim"))

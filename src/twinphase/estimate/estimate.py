@@ -1,29 +1,33 @@
 """The arithmetic of both phases from first principles: what a model must compute and move, and how long that takes.
 
-Formulas (n prompt tokens, position p, batch B; the rest as in `shapes.py`):
+Formulas (n prompt tokens, position p, batch B, h hidden size, V vocabulary; the rest as in `phases/work.py`, which
+counts FLOP and bytes; here all of the last layer is in P):
 
     linear FLOP     prefill 2 P n + 2 V h (logits of one position); decode, per step, 2 (P + V h) B
     attention FLOP  4 H d per token that a row attends to, in each layer; a prompt has 4 L H d n (n + 1) / 2
     linear bytes    the weights, once per step: layers, the experts that B rows reach, the head
-    KV bytes        per token 2 L H_kv d b; a prompt writes n of them, a decode step reads those of B sequences
+    KV bytes        per token 2 L H_kv d b; a prompt writes n of them, a decode step reads those of B sequences; a layer
+                    with a window reads those within it, and holds all
     time            of the linear layers, and of attention: max(FLOP / (MFU peak), bytes / (MBU bandwidth)); a phase is
                     the sum of both, which run one after the other
     experts         E (1 - (1 - k / E)^rows) of E are reached, k per row, if rows choose evenly and independently
 
 With efficiencies of 1 this is a bound that nothing beats. Activations, norms, sampling, launches and networks are left
-out. What is not known stays None. Not for measured work (`phases/work.py`) nor for learned times (`phases/cost.py`).
+out. What is not known stays None. Not for learned times (`phases/cost.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from twinphase.batch import StepWork
 from twinphase.estimate.inputs import Hardware, Scenario, weight_bytes
-from twinphase.estimate.shapes import DecoderShape, StoredBytes
+from twinphase.estimate.shapes import DecoderShape
+from twinphase.models.size import Size
+from twinphase.phases.work import ModelShape, make_shape, step_cost, weight_bytes_read
 
-__all__ = ["Estimate", "PartEstimate", "PhaseEstimate", "assumptions", "attended_tokens", "estimate", "kv_bytes",
-           "warnings"]  # fmt: skip
+__all__ = ["Estimate", "PartEstimate", "PhaseEstimate", "assumptions", "estimate", "warnings"]
 
 LARGEST_BATCH = 1 << 24  # sequences; a break-even beyond this is reported as "never"
 
@@ -99,7 +103,7 @@ class Estimate:
     shape: DecoderShape
     hardware: Hardware
     scenario: Scenario
-    weights: StoredBytes
+    weights: Size
     kv_token_bytes: float  # KV of one token in all layers
     prefill: PhaseEstimate  # of one prompt; its seconds are the TTFT with no queue and nothing else running
     decode: PhaseEstimate
@@ -110,7 +114,7 @@ class Estimate:
     break_even_batch: int | None  # smallest batch at which decode's linear layers are compute-bound
     no_break_even: str  # why there is none, beginning with "unknown" or "never"; "" if there is one
     max_batch: int | None  # sequences of this length that fit beside the weights; 0 where the weights do not fit
-    sequence_bytes: float  # KV of one sequence at its end
+    sequence_bytes: float  # KV that one sequence holds at its end, in layers with a window too
 
     @property
     def decode_seconds(self) -> float | None:
@@ -136,50 +140,25 @@ class Estimate:
         return None if seconds is None or price is None else price / 3600 * seconds / tokens * 1e6
 
 
-def attended_tokens(shape: DecoderShape, start: int, rows: int) -> int:
-    """Tokens that the rows at positions `start` .. `start + rows - 1` of a sequence attend to, summed over layers.
-
-    The row at position p attends to p + 1 tokens, or to its layer's window if that is smaller.
-    """
-    return sum(_bounded_sum(start + rows, window) - _bounded_sum(start, window) for window in shape.windows)
-
-
-def _bounded_sum(last: int, window: int | None) -> int:
-    """Sum of min(i, window) for i from 1 to `last`."""
-    rising = last if window is None else min(last, window)
-    return rising * (rising + 1) // 2 + (last - rising) * (window or 0)
-
-
-def kv_bytes(shape: DecoderShape, context: int, kv_head_bytes: float) -> float:
-    """Bytes of keys and values that a sequence of `context` tokens keeps: in a layer with a window at most that."""
-    kept = sum(context if window is None else min(context, window) for window in shape.windows)
-    return kept * shape.num_kv_heads * kv_head_bytes
-
-
 @dataclass(frozen=True)
 class _Model:
-    """The shape with its bytes, and the hardware at its assumed efficiency."""
+    """The numbers of the formulas, and the hardware at its assumed efficiency."""
 
-    shape: DecoderShape
-    weights: StoredBytes
+    costs: ModelShape
     hardware: Hardware
     scenario: Scenario
 
-    def linear_bytes(self, rows: int) -> float:
-        shape, reached = self.shape, 0.0
-        if shape.num_experts:
-            reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** rows
-        return self.weights.layers + self.weights.experts * reached + self.weights.head
+    def linear_bytes(self, rows: int) -> int:
+        return weight_bytes_read(self.costs, rows, 1)
 
     def linear(self, rows: int, logits: int, working_set: float) -> PartEstimate:
-        flops = 2 * self.shape.linear_parameters * rows + 2 * self.shape.head_parameters * logits
+        flops = step_cost(self.costs, StepWork(rows=rows, logits=logits)).linear_flops
         return self._part({self.scenario.units.linear: flops}, self.linear_bytes(rows), working_set)
 
-    def attention(self, tokens: float, moved: float, working_set: float) -> PartEstimate:
-        half = 2 * self.shape.num_heads * self.shape.head_dim * tokens
+    def attention(self, flops: float, moved: float, working_set: float) -> PartEstimate:
         units = self.scenario.units
-        work = {units.scores: half}
-        work[units.values] = work.get(units.values, 0) + half
+        work = {units.scores: flops / 2}
+        work[units.values] = work.get(units.values, 0) + flops / 2
         return self._part(work, moved, working_set)
 
     def _part(self, work: Mapping[str, float], moved: float, working_set: float) -> PartEstimate:
@@ -192,18 +171,20 @@ class _Model:
         return PartEstimate(sum(work.values()), moved, compute, memory)
 
     def prefill(self, tokens: int) -> PhaseEstimate:
-        each = kv_bytes(self.shape, 1, self.scenario.kv_head_bytes)
-        moved = self.linear_bytes(tokens) + tokens * each
+        cost = step_cost(self.costs, StepWork.of_chunk(0, tokens, True, self.costs.window))
+        moved = self.linear_bytes(tokens) + cost.bytes
         linear = self.linear(tokens, 1, moved)
-        return PhaseEstimate(linear, self.attention(attended_tokens(self.shape, 0, tokens), tokens * each, moved))
+        return PhaseEstimate(linear, self.attention(cost.attention_flops, cost.bytes, moved))
 
     def decode(self, position: int, steps: int) -> PhaseEstimate:
         """The mean of `steps` steps of the batch, the first of them at `position`."""
-        batch, shape = self.scenario.batch_size, self.shape
-        tokens = batch * attended_tokens(shape, position, steps) / steps
-        kv = tokens * shape.num_kv_heads * self.scenario.kv_head_bytes
+        rows = StepWork.of_chunk(position, steps, True, self.costs.window)  # but each row reads its KV for itself
+        near = rows.windowed_prefill_contexts
+        cost = step_cost(self.costs, rows._replace(kv_tokens=rows.prefill_contexts, windowed_kv_tokens=near))
+        batch = self.scenario.batch_size
+        flops, kv = batch * cost.attention_flops / steps, batch * cost.bytes / steps
         moved = self.linear_bytes(batch) + kv
-        return PhaseEstimate(self.linear(batch, batch, moved), self.attention(tokens, kv, moved))
+        return PhaseEstimate(self.linear(batch, batch, moved), self.attention(flops, kv, moved))
 
     def break_even(self) -> tuple[int | None, str]:
         """Smallest batch whose linear layers are compute-bound in decode; or None, and why there is none."""
@@ -234,18 +215,21 @@ def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario) -> Est
     Raises:
         InvalidRequestError: it is not known how the weights are stored.
     """
-    model = _Model(shape, weight_bytes(shape, scenario.dtype), hardware, scenario)
+    weights, b = weight_bytes(shape, scenario.dtype), shape.blueprint
+    kv_token = round(b.num_layers * b.num_kv_heads * scenario.kv_head_bytes)
+    parameters, nbytes = (replace(size, tail=0, tail_experts=0) for size in (shape.parameters, weights))
+    model = _Model(make_shape(b, parameters, nbytes, kv_token), hardware, scenario)
     n, steps = scenario.prompt_tokens, scenario.output_tokens - 1
     peak, bandwidth = hardware.peak(scenario.units.linear), hardware.read_bandwidth(model.linear_bytes(1))
-    sequence = kv_bytes(shape, n + steps, scenario.kv_head_bytes)
+    sequence = (n + steps) * kv_token
     break_even, why_not = model.break_even()
-    free = None if hardware.capacity is None else hardware.capacity - model.weights.total
+    free = None if hardware.capacity is None else hardware.capacity - weights.total
     return Estimate(
         shape=shape,
         hardware=hardware,
         scenario=scenario,
-        weights=model.weights,
-        kv_token_bytes=kv_bytes(shape, 1, scenario.kv_head_bytes),
+        weights=weights,
+        kv_token_bytes=kv_token,
         prefill=model.prefill(n),
         decode=model.decode(n, max(steps, 1)),
         decode_first=model.decode(n, 1),
@@ -271,10 +255,9 @@ def warnings(result: Estimate) -> list[str]:
     elif result.max_batch is not None and scenario.batch_size > result.max_batch:
         found.append(f"A batch of {scenario.batch_size:,} does not fit; the largest that fits is {result.max_batch:,}.")
     length = scenario.prompt_tokens + scenario.output_tokens
-    if shape.context_length is not None and length > shape.context_length:
-        found.append(
-            f"{length:,} tokens are beyond the context of {shape.context_length:,} that this model was made for."
-        )
+    context = shape.blueprint.context_length
+    if length > context:
+        found.append(f"{length:,} tokens are beyond the context of {context:,} that this model was made for.")
     missing = [precision for precision in scenario.precisions if not hardware.peak(precision)]
     if missing:
         found.append(f"No {', '.join(missing)} peak is known for {hardware.name}: give --flops, or --compute-dtype.")
@@ -293,8 +276,10 @@ def assumptions(result: Estimate) -> list[str]:
         found.append(f"Assumed, not measured: MFU {scenario.mfu:g} and MBU {scenario.mbu:g}.")
     if scenario.dtype.lower() == "int4":
         found.append("int4 is taken as half a byte per weight; real formats add scales (Q4_0 has 4.5 bits per weight).")
-    if shape.num_experts:
+    if shape.blueprint.experts:
         found.append("Experts are assumed to be chosen evenly and independently; real routers prefer some.")
+    if any(shape.blueprint.windows):
+        found.append("Layers with a window read the KV within it, and hold that of every token, as this engine does.")
     if hardware.devices > 1:
         found.append(
             f"{hardware.devices} devices are assumed to share everything evenly, without any cost of communication."

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from twinphase.backends.base import Units
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.datasheets import find_datasheet
-from twinphase.estimate.shapes import DecoderShape, StoredBytes
+from twinphase.estimate.shapes import DecoderShape
+from twinphase.models.size import Size
 from twinphase.phases.hardware import Ceilings
 
 __all__ = ["DTYPES", "Hardware", "Scenario", "bytes_per_weight", "datasheet_hardware", "units_for", "weight_bytes"]
@@ -126,7 +127,7 @@ def bytes_per_weight(dtype: str) -> float:
     return block.block_bytes / block.block_size
 
 
-def weight_bytes(shape: DecoderShape, dtype: str) -> StoredBytes:
+def weight_bytes(shape: DecoderShape, dtype: str) -> Size:
     """Bytes of the weights: as in the file, or with every weight in `dtype`.
 
     Raises:
@@ -139,5 +140,4 @@ def weight_bytes(shape: DecoderShape, dtype: str) -> StoredBytes:
             f"{shape.name} does not say how its weights are stored.", f"Give --dtype, one of: {', '.join(DTYPES)}."
         )
     each = bytes_per_weight(dtype or shape.dtype)
-    counts = (shape.layer_parameters, shape.expert_parameters, shape.head_parameters, shape.total_parameters)
-    return StoredBytes(*(round(count * each) for count in counts))
+    return Size(**{use: round(count * each) for use, count in vars(shape.parameters).items()})

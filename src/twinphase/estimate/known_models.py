@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from twinphase.errors import ModelNotFoundError
-from twinphase.estimate.gguf_shapes import from_gguf
-from twinphase.estimate.shapes import DecoderShape, from_hf_config, read_config
+from twinphase.estimate.shapes import DecoderShape, from_hf_config, from_model, read_config
 from twinphase.weights.hub import cached_model
+from twinphase.weights.safetensors import is_model_folder
 
 __all__ = ["KNOWN_MODELS", "KnownModel", "read_shape"]
 
@@ -40,7 +40,7 @@ KNOWN_MODELS = msgspec.convert(tomllib.loads(FILE.read_text(encoding="utf-8")), 
 def read_shape(name: str) -> DecoderShape:
     """The shape of a model: a known name, a GGUF file, a config.json or its folder, or a model in the cache.
 
-    Nothing is downloaded.
+    Nothing is downloaded. Where a folder has weights, their bytes are counted.
 
     Raises:
         ModelNotFoundError: nothing has that name; the message has close matches.
@@ -55,9 +55,9 @@ def read_shape(name: str) -> DecoderShape:
     path = Path(name).expanduser()
     try:
         if name and path.is_dir() and (path / "config.json").is_file():
-            return read_config(path / "config.json", name)
+            return from_model(path, name) if is_model_folder(path) else read_config(path / "config.json", name)
         if name and path.is_file():
-            return read_config(path, name) if path.suffix.lower() == ".json" else from_gguf(path, name)
+            return read_config(path, name) if path.suffix.lower() == ".json" else from_model(path, name)
     except (OSError, ValueError):  # too long for a path, or with a null byte
         pass
     return _from_cache(name)
@@ -74,4 +74,4 @@ def _from_cache(name: str) -> DecoderShape:
         ) from None
     if path is None:
         raise ModelNotFoundError(f"{name} is not in the cache.", f"Fetch it with `twinphase pull {name}`.")
-    return from_gguf(path, name)
+    return from_model(path, name)

@@ -15,6 +15,7 @@ from twinphase.weights.quant import dequantize
 __all__ = ["Config"]
 
 LARGEST = 1 << 24  # no model comes near in any field but rope_theta, so a larger number is a damaged file
+MOST_LAYERS = 10_000
 FIX = "Convert or fetch the model again."
 # GGUF's keys behind the architecture's prefix (gguf.constants), and the field each stands for.
 GGUF_FIELDS = {
@@ -95,7 +96,8 @@ class Config:
         value = self.fields.get(field)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+        most = MOST_LAYERS if field == "num_hidden_layers" else LARGEST
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self._wrong(field, value)
         return value
 

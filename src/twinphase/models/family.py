@@ -13,6 +13,8 @@ from twinphase.models.rope import make_rope
 __all__ = ["experts", "llama_like", "windows"]
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# Model types whose configuration class takes num_key_value_heads for num_attention_heads where it is missing.
+KV_HEADS_LIKE_HEADS = ("llama", "phi3", "olmo2", "olmoe", "granite")
 
 
 def llama_like(
@@ -22,6 +24,7 @@ def llama_like(
     tied: bool = False,
     permuted_in_gguf: bool = False,
     windowed: Callable[[int], bool] = lambda layer: False,
+    window: int | None = None,
     **differences: Any,
 ) -> Blueprint:
     """The blueprint of a Llama with the configuration's sizes, and `differences` of fields by name.
@@ -32,6 +35,7 @@ def llama_like(
         tied: the default of `tie_word_embeddings`.
         permuted_in_gguf: see `make_rope`.
         windowed: which layers have the window, where the configuration does not say it by `layer_types`.
+        window: the default of the family's configuration class for `sliding_window`.
         differences: fields of `Blueprint`.
 
     Raises:
@@ -40,10 +44,12 @@ def llama_like(
     """
     hidden, layers = config.integer("hidden_size"), config.integer("num_hidden_layers")
     heads = config.integer("num_attention_heads")
-    kv_heads = config.integer("num_key_value_heads", heads)
+    counted = config.is_gguf or config.fields.get("model_type") in KV_HEADS_LIKE_HEADS
+    kv_heads = config.integer("num_key_value_heads", heads if counted else None)
     size = config.integer("head_dim", head_dim or hidden // heads)
     if heads % kv_heads:
-        raise CheckpointError(f"{config.name}: {heads} heads do not divide by {kv_heads} KV heads.", FIX)
+        field = config.called("num_key_value_heads")
+        raise CheckpointError(f"{config.name}: {heads} heads do not divide by {kv_heads} KV heads ({field}).", FIX)
     if "ropes" not in differences:
         differences["ropes"] = (make_rope(config, size, permuted_in_gguf=permuted_in_gguf),) * layers
     mixture = differences.get("experts")
@@ -61,26 +67,29 @@ def llama_like(
         context_length=config.integer("max_position_embeddings"),
         norm_eps=config.real("rms_norm_eps", 1e-5),
         tied=config.flag("tie_word_embeddings", tied),
-        **{"windows": windows(config, windowed)} | differences,
+        **{"windows": windows(config, windowed, window)} | differences,
     )
 
 
-def windows(config: Config, windowed: Callable[[int], bool]) -> tuple[int | None, ...]:
+def windows(config: Config, windowed: Callable[[int], bool], default: int | None = None) -> tuple[int | None, ...]:
     """Each layer's window: by `layer_types` where they are given, else by the family's rule.
+
+    `default` is that of the family's configuration class for a `sliding_window` that is not given; null and 0 are none.
 
     Raises:
         UnsupportedModelError: a type of layer that is not known.
     """
     layers = config.integer("num_hidden_layers")
     types = config.sequence("layer_types", layers)
-    if types is not None and not set(types) <= set(LAYER_TYPES):
-        unknown = ", ".join(sorted({str(kind) for kind in types} - set(LAYER_TYPES)))
+    unknown = next((str(kind)[:80] for kind in types or () if kind not in LAYER_TYPES), None)
+    if unknown is not None:
         raise UnsupportedModelError(
-            f"{config.name} has layers of type {unknown}.", f"Known are: {', '.join(LAYER_TYPES)}."
+            f"{config.name} has layers of type {unknown} (layer_types).", f"Known are: {', '.join(LAYER_TYPES)}."
         )
-    if not config.fields.get("sliding_window"):  # null and 0 are none
+    given = config.fields.get("sliding_window", default)
+    if given is None or given == 0:
         return (None,) * layers
-    window = config.integer("sliding_window")
+    window = config.integer("sliding_window", default)
     has = [kind == "sliding_attention" for kind in types] if types else [windowed(i) for i in range(layers)]
     return tuple(window if here else None for here in has)
 
@@ -93,16 +102,21 @@ def experts(config: Config, size: str, *, renormalize: bool, bias: bool = False)
     """
     if config.integer("decoder_sparse_step", 1) != 1 or config.fields.get("mlp_only_layers"):
         raise UnsupportedModelError(
-            f"{config.name} has experts in only some layers.", "Use a model with experts in every layer."
+            f"{config.name} has experts in only some layers (decoder_sparse_step, mlp_only_layers).",
+            "Use a model with experts in every layer.",
         )
+    # transformers has both names for the count, and has changed which of them a family is saved with.
+    counted = "num_experts" if config.fields.get("num_experts") is not None else "num_local_experts"
     mixture = Experts(
-        # transformers has both names for the count, and has changed which of them a family is saved with.
-        count=config.integer("num_experts", config.fields.get("num_local_experts")),
+        count=config.integer(counted),
         used=config.integer("num_experts_per_tok"),
         ffn_size=config.integer(size, config.integer("intermediate_size") if config.is_gguf else None),
         renormalize=renormalize,
         bias=bias,
     )
     if mixture.used > mixture.count:
-        raise CheckpointError(f"{config.name} uses {mixture.used} of {mixture.count} experts.", FIX)
+        raise CheckpointError(
+            f"{config.name} uses {mixture.used} of {mixture.count} experts ({config.called('num_experts_per_tok')}).",
+            FIX,
+        )
     return mixture

@@ -25,7 +25,7 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
     Args:
         path: of the file or the folder.
         quantization: of a folder's matrices, one of `config.QUANTIZATIONS`.
-        header_only: no tensor will be read: those of a folder that have to be made are not.
+        header_only: no tensor will be read: those of a folder that have to be made are not, and no use is remembered.
 
     Raises:
         InvalidRequestError: a GGUF file is to be quantized.
@@ -33,13 +33,15 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
     """
     if path.is_dir():
         architecture = gguf_architecture(read_folder_config(path).get("model_type"), path.name)
-        return open_safetensors(path, architecture, quantization=quantization, header_only=header_only)
+        return open_safetensors(
+            path, architecture, quantization=quantization, header_only=header_only, mark_used=not header_only
+        )
     if quantization != "none":
         raise InvalidRequestError(
             f"{path.name} cannot be quantized while loading: GGUF files are as they are.",
             "Leave quantization out, or give the model's Hugging Face folder.",
         )
-    return open_gguf(path)
+    return open_gguf(path, mark_used=not header_only)
 
 
 def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> Blueprint:

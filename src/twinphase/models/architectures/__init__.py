@@ -61,7 +61,7 @@ def gguf_architecture(model_type: object, name: str) -> str:
     """
     if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
         raise UnsupportedModelError(
-            f"The architecture {str(model_type)[:80]!r} of {name} is not supported.",
+            f"The architecture {str(model_type)[:80]!r} (model_type) of {name} is not supported.",
             f"Use a model of one of: {', '.join(sorted(_MODEL_TYPES))}.",
         )
     return _MODEL_TYPES[model_type]
@@ -79,7 +79,8 @@ def describe(config: Config) -> Blueprint:
             f"The architecture {config.architecture!r} of {config.name} is not supported.",
             f"Use a model of one of: {', '.join(sorted(ARCHITECTURES))}.",
         )
-    has_experts = config.fields.get("num_experts") or config.fields.get("num_local_experts")
-    if config.architecture == "llama" and has_experts:
+    if config.architecture == "llama" and (
+        config.fields.get("model_type") == "mixtral" or config.fields.get("num_experts")
+    ):
         return mixtral.describe(config)
     return _DESCRIBE[config.architecture](config)

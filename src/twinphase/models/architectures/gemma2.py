@@ -14,6 +14,7 @@ def describe(config: Config) -> Blueprint:
         config,
         norm_after=True,
         windowed=lambda layer: layer % 2 == 0,
+        window=4096,
         attention_scale=attention_scale(config, LAYERS_OF_27B),
         attention_softcap=config.fields.get("attn_logit_softcapping") or (50.0 if capped else None),
         logit_softcap=config.fields.get("final_logit_softcapping") or (30.0 if capped else None),

@@ -17,6 +17,7 @@ def describe(config: Config) -> Blueprint:
         head_dim=head_dim,
         ropes=(rope,) * config.integer("num_hidden_layers"),
         windowed=lambda layer: layer % 2 == 0,
+        window=128,
         qkv_bias=True,
         output_bias=True,
         activation="swiglu_oai",

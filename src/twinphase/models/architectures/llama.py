@@ -12,4 +12,5 @@ HF = {"llama": "llama", "mistral": "llama"}
 
 def describe(config: Config) -> Blueprint:
     bias = config.flag("attention_bias", False)
-    return llama_like(config, permuted_in_gguf=True, windowed=lambda layer: True, qkv_bias=bias, output_bias=bias)
+    has_window = config.is_gguf or config.fields.get("model_type") == "mistral"
+    return llama_like(config, permuted_in_gguf=True, windowed=lambda layer: has_window, qkv_bias=bias, output_bias=bias)
