@@ -23,6 +23,7 @@ from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
 from twinphase.commands.lab import lab
 from twinphase.commands.roofline import roofline
+from twinphase.commands.show import show
 from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.request import SamplingParams
@@ -179,7 +180,7 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
     raise typer.Exit(1)
 
 
-for command in (roofline, lab, bench, estimate):
+for command in (show, roofline, lab, bench, estimate):
     app.command()(command)
 app.command("explain")(explain_command)
 

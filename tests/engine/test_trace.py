@@ -82,9 +82,7 @@ def test_a_windowed_models_log_carries_its_window(log):
     header = json.loads(text.splitlines()[0])
     assert (header["window"], header["windowed_share"]) == (8, 5 / 6)
     assert replay(log(text)).difference is None
-    other = text.replace('"window":8', '"window":null', 1)
-    assert replay(log(other)).difference is not None  # chunks are priced by what their rows attend to
-    assert engine.ledger.num_steps > 50
+    assert any(record.decode.attention_flops for record in engine.ledger.records)
 
 
 def steps_of(text):

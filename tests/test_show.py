@@ -1,0 +1,124 @@
+"""`twinphase show` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tiny_gguf import write_tiny_gguf
+from twinphase.backends.device import open_device
+from twinphase.cli import run_app
+from twinphase.phases.hardware import Ceilings, processor_name, save_ceilings
+
+THINKS = "{% if tools %}{{ tools }}{% endif %}{{ messages[0]['content'] }}<think>"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert run_app(["show", *map(str, arguments)]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
+    found = json.loads(run(capsys, path, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+def write_mistral(folder: Path) -> Path:
+    """A folder with one 16-bit layer that attends to 8 tokens, and no tokenizer."""
+    folder.mkdir()
+    layer = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64)}
+    layer |= {"self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64)}
+    layer |= {"mlp.down_proj": (64, 128), "input_layernorm": (64,), "post_attention_layernorm": (64,)}
+    tensors: dict[str, tuple[int, ...]] = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    tensors |= {"model.embed_tokens.weight": (320, 64), "model.norm.weight": (64,), "lm_head.weight": (320, 64)}
+    zeros = {name: np.zeros(shape, np.float16) for name, shape in tensors.items()}
+    save_file(zeros, folder / "model.safetensors")
+    config = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 320, "sliding_window": 8}
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    return folder
+
+
+def test_a_file(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    path = write_tiny_gguf(cache / "tiny.gguf", types={"ffn_down": "Q8_0"}, chat_template=THINKS)
+    found = run_json(capsys, path)
+    matrices = 2 * (64 * 64 * 2 + 32 * 64 * 2 + 3 * 64 * 128) + 320 * 64
+    assert found["parameters"]["total"] == found["parameters"]["active"] == matrices + 5 * 64
+    down = 2 * 64 * 128
+    assert found["formats"] == [
+        {"type": "Q4_0", "tensors": 13, "bytes": (matrices - down) * 18 // 32},
+        {"type": "Q8_0", "tensors": 2, "bytes": down * 34 // 32},
+        {"type": "F32", "tensors": 5, "bytes": 5 * 64 * 4},
+    ]
+    assert found["bytes"] == sum(one["bytes"] for one in found["formats"])
+    assert (found["architecture"], found["context_length"]) == ("llama", 512)
+    token = 2 * 2 * (16 + 4 + 2 * 16)  # layers, KV heads; int8 keys, a scale, 16-bit values
+    assert found["kv_cache"]["auto"] == {"token": token, "held": 512 * token, "read": 512 * token}
+    assert found["kv_cache"]["int8"]["token"] < token
+    assert found["tokenizer"] == {"kind": "byte-level", "vocab_size": 320}
+    assert (found["chat_template"], found["tools"], found["thinking"]) == (True, True, True)
+    assert found["here"] is None
+    text = run(capsys, path)
+    parts = ("byte-level BPE, 320 tokens", "whole context", "it is the embedding", "run `twinphase roofline`", "Q8_0")
+    assert [part for part in parts if part not in text] == []
+    assert "\x1b" not in text
+
+
+def test_a_model_without_template_has_no_tools(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    path = write_tiny_gguf(cache / "tiny.gguf", chat_template="")
+    found = run_json(capsys, path)
+    assert (found["chat_template"], found["tools"], found["thinking"]) == (False, False, False)
+    assert "no (ChatML stands in)" in run(capsys, path)
+
+
+def test_a_folder_with_a_window_and_without_tokenizer(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    path = write_mistral(cache / "mistral")
+    found = run_json(capsys, path)
+    assert (found["layers"]["window"], found["layers"]["windowed_layers"]) == (8, 1)
+    sizes = found["kv_cache"]["auto"]
+    assert sizes["held"] == 512 * sizes["token"] and sizes["read"] == 8 * sizes["token"]
+    assert [one["type"] for one in found["formats"]] == ["F16"]
+    assert found["tokenizer"] is None and "tokenizer.json" in found["problem"]
+    text = run(capsys, path)
+    assert "every layer attends to 8 tokens at most" in text and "no tokenizer.json" in text
+
+
+def test_both_phases_by_measured_ceilings(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    device, points = open_device("cpu"), ((1 << 20, 40e9), (1 << 30, 20e9))
+    ceilings = Ceilings(processor_name(), device.threads, device.isa, points, 1e12, 2e11, 4e11, provisional=True)
+    save_ceilings(ceilings)
+    path = write_tiny_gguf(cache / "tiny.gguf", context=1024)
+    here = run_json(capsys, path)["here"]
+    assert here["prompt_tokens"] == 512 and 0 < here["tpot_seconds"] < here["ttft_seconds"]
+    assert run_app(["estimate", str(path), "--hardware", "this", "--prompt-tokens", "512", "--json"]) == 0
+    estimated = json.loads(capsys.readouterr().out)
+    assert here["ttft_seconds"] == estimated["ttft_seconds"]
+    text = run(capsys, path)
+    assert "TTFT of 512 tokens at least" in text and "TPOT behind 512" in text
+    assert "disturbed" in text
+
+
+@pytest.mark.parametrize(("name", "named"), [("no-such", "no-such"), ("pypi:some-model", "twinphase pull")])
+def test_what_is_not_here_is_one_line(capsys: pytest.CaptureFixture[str], name: str, named: str) -> None:
+    assert run_app(["show", name]) != 0
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and named in err
+
+
+def test_what_does_not_run_is_one_line(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    path = write_tiny_gguf(cache / "tiny.gguf", architecture="rwkv6")
+    assert run_app(["show", str(path)]) != 0
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "rwkv6" in err
