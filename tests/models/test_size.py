@@ -60,6 +60,20 @@ def test_experts_by_hand() -> None:
     assert size.linear(Experts(8, 8, 32, True)) == size.layers + size.experts
 
 
+@pytest.mark.parametrize(
+    ("layers", "experts", "total", "active"), [(24, 32, 20.91e9, 3.61e9), (36, 128, 116.83e9, 5.13e9)]
+)
+def test_gpt_oss_as_its_model_card_counts(layers: int, experts: int, total: float, active: float) -> None:
+    """Table 1 of arXiv:2508.10925, whose active parameters leave out the embedding and keep the head."""
+    blueprint = blueprint_of(
+        "gpt_oss", hidden_size=2880, num_hidden_layers=layers, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=64, intermediate_size=2880, num_local_experts=experts, num_experts_per_tok=4, vocab_size=201_088,
+    )  # fmt: skip
+    size = count_parameters(blueprint)
+    assert size.total == pytest.approx(total, abs=0.005e9)
+    assert size.active(blueprint.experts) - size.embedding == pytest.approx(active, abs=0.005e9)
+
+
 MODEL_TYPES = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
                "olmo2", "olmoe", "granite", "smollm3", "gpt_oss"]  # fmt: skip
 

@@ -29,6 +29,7 @@ class Size:
         other: norms, biases, sinks, and RoPE's factors where a file has them.
         tail, tail_experts: those of `layers` and `experts` that stand behind the last layer's attention: only rows
             whose logits are wanted go through them.
+        expert_biases: those of `other` that belong to experts.
     """
 
     layers: int = 0
@@ -38,6 +39,7 @@ class Size:
     other: int = 0
     tail: int = 0
     tail_experts: int = 0
+    expert_biases: int = 0
 
     @property
     def total(self) -> int:
@@ -49,7 +51,8 @@ class Size:
 
     def active(self, experts: Experts | None) -> int:
         """What a token uses, as model cards count: everything but the experts that it is not sent to."""
-        return self.total - self.experts + of_one_row(self.experts, experts)
+        chosen = self.experts + self.expert_biases
+        return self.total - chosen + of_one_row(chosen, experts)
 
 
 def of_one_row(amount: int, experts: Experts | None) -> int:
@@ -75,6 +78,8 @@ def _add_up(blueprint: Blueprint, tensors: Iterable[tuple[str, tuple[int, ...], 
     for name, shape, amount in tensors:
         use = _use(name, shape, blueprint.tied)
         sums[use] += amount
+        if name.endswith("_exps.bias"):
+            sums["expert_biases"] += amount
         if use in ("layers", "experts") and name.startswith(behind_attention):
             sums["tail" if use == "layers" else "tail_experts"] += amount
     return Size(**sums)

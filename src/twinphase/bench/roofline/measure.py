@@ -289,7 +289,7 @@ def measure_model(model: str, settings: Settings, progress: Progress = lambda wh
         InvalidRequestError: no point fits.
     """
     progress("loading the model", 0, 0)
-    shape = read_blueprint(open_model(resolve_model(model)))
+    shape = read_blueprint(open_model(resolve_model(model), header_only=True))
     memory, about = free_memory(), 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     capacity = None if memory is None else memory // 4 // about
     points, left_out, room = planned(settings, shape.context_length, capacity)
