@@ -102,7 +102,9 @@ def make_model(name: str) -> Any:
             if parameter.ndim == 1:
                 parameter += 0.2 * torch.randn_like(parameter)
             elif "embed" not in key:
-                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+                # A trained router is sure of its choice: near ties, rounding would choose for it.
+                sure = 8 if key.endswith(("gate.weight", "router.weight")) else 1
+                parameter.copy_(sure * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
     return model
 
 
