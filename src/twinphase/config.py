@@ -16,7 +16,9 @@ __all__ = [
     "BACKENDS",
     "KV_CACHE_DTYPES",
     "POLICIES",
+    "POOLINGS",
     "QUANTIZATIONS",
+    "TASKS",
     "EngineConfig",
     "available_cores",
     "free_memory",
@@ -27,6 +29,8 @@ BACKENDS = ("cpu", "reference")
 KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("none", "q8_0", "q4_0", "q4_k")
 POLICIES = ("fcfs", "priority")
+TASKS = ("generate", "embed")
+POOLINGS = ("mean", "cls", "last")
 DEFAULT_SEAT_TOKENS = 1024  # of the KV cache for each seat, as far as a quarter of the free memory goes
 
 
@@ -111,6 +115,18 @@ class EngineConfig:
     )
     backend: str = setting(
         "cpu", "Backend: cpu, or reference (slow NumPy float32, the oracle of the tests).", choices=BACKENDS
+    )
+    task: str | None = setting(
+        None,
+        "What the model is loaded for: generate (text) or embed (vectors); an encoder only embeds.",
+        choices=TASKS,
+        default_text="what the model is made for",
+    )
+    pooling: str | None = setting(
+        None,
+        "With --task embed, what becomes the vector: mean (of all tokens), cls (the first token) or last.",
+        choices=POOLINGS,
+        default_text="an encoder's own; last for a decoder",
     )
     seed: int = setting(0, "Where the seeds of requests without a seed come from.", minimum=0)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Array", "Backend", "Forward", "KVCacheSpec", "StepInputs", "Units"]
+__all__ = ["Array", "Backend", "EncoderBackend", "Forward", "KVCacheSpec", "StepInputs", "Units"]
 
 Array = Any  # opaque to models
 
@@ -185,3 +185,34 @@ class Backend(Protocol):
 
     def cap_logits(self, logits: Array, scale: float, softcap: float | None) -> Array:
         """The logits times `scale`, then softcap * tanh(logits / softcap) when there is one."""
+
+
+class EncoderBackend(Protocol):
+    """The operations of an encoder, on one text at a time: no KV cache, no steps, every row looks at every other."""
+
+    def matrix(self, checkpoint: Checkpoint, name: str) -> Array:
+        """Weights of a linear layer or of an embedding, [outputs, inputs]."""
+
+    def vector(self, checkpoint: Checkpoint, name: str) -> Array:
+        """Float32 values of a norm's weight or of a bias, [width]."""
+
+    def rows(self, table: Array, indices: Sequence[int]) -> Array:
+        """Rows of an embedding, [len(indices), width]."""
+
+    def add(self, x: Array, y: Array) -> Array:
+        """x + y; may overwrite x. A single row is added to all."""
+
+    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> Array:
+        """(x - mean) / sqrt(variance + eps) * weight + bias of each row (Ba et al., 2016), same shape."""
+
+    def linear(self, x: Array, weight: Array, bias: Array) -> Array:
+        """x @ weight.T + bias, [rows, outputs]."""
+
+    def gelu(self, x: Array) -> Array:
+        """x * (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel, 2016); may overwrite x."""
+
+    def attention(self, q: Array, k: Array, v: Array, num_heads: int) -> Array:
+        """softmax(q k^T / sqrt(head_dim)) v of each head, without a mask, [rows, width]."""
+
+    def pool(self, x: Array, pooling: str) -> Array:
+        """One row of [rows, width]: their "mean", the first ("cls") or the "last"; of length 1, float32 [width]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import struct
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from twinphase import errors
 from twinphase.engine.checks import Prompt, check_id, check_params, is_plain, unknown_request
+from twinphase.engine.embedding import EmbeddingOutput, EmbeddingRequestOutput, load
 from twinphase.engine.host import Host, ProcessHost, ThreadHost
-from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.messages import (
     Accepted,
     Add,
+    Embed,
+    Embedded,
     End,
     EngineFacts,
     FromEngine,
@@ -79,6 +82,7 @@ class AsyncEngine:
         facts: what was loaded, once it is; a restart keeps the last ones.
         progress: how far loading has come; None while the engine serves.
         stats: of the last step.
+        last_embedded: when the last vector came, seconds.
         on_step: called after each step, on the thread that brings the engine's messages.
     """
 
@@ -90,6 +94,8 @@ class AsyncEngine:
         self.facts: EngineFacts | None = None
         self.progress: Loading | None = Loading("starting")
         self.stats: StepStats | None = None
+        self.last_embedded = 0.0
+        self._num_embedding = 0
         self.on_step = on_step
         self._streams: dict[str, weakref.ref[RequestStream]] = {}  # of unfinished requests
         self._accepted: set[str] = set()  # of those, the ones that the engine has
@@ -101,7 +107,7 @@ class AsyncEngine:
     @classmethod
     def from_model(cls, model: str | Path, **config: Any) -> AsyncEngine:
         """Load a model into this process; arguments and errors are those of `LLM`."""
-        return cls(ThreadHost(LoadedEngine(model, **config)))
+        return cls(ThreadHost(load(model, **config)))
 
     @classmethod
     def in_process(cls, model: str | Path, **config: Any) -> AsyncEngine:
@@ -118,7 +124,7 @@ class AsyncEngine:
     @property
     def num_unfinished(self) -> int:
         """Requests that the engine has; those whose grammar is still being compiled are not among them."""
-        return len(self._accepted & self._streams.keys())
+        return len(self._accepted & self._streams.keys()) + self._num_embedding
 
     async def encode(self, prompt: Prompt, arrival: float | None = None) -> EncodedPrompt:
         """Token ids of a prompt, as `ModelText.encode`; it came at `arrival` (seconds; now if None)."""
@@ -201,6 +207,28 @@ class AsyncEngine:
             raise
         return stream
 
+    async def embed(self, prompt: Prompt | EncodedPrompt) -> EmbeddingRequestOutput:
+        """The vector of one text; arguments and errors are those of `LLM.embed`.
+
+        Raises:
+            EngineUnavailableError: the engine is loading, or has ended.
+        """
+        if not self.is_running:
+            raise self.unavailable()
+        if not self.host.embeds:
+            raise errors.InvalidRequestError(
+                f"{self.text.checkpoint.path.name} was loaded to generate text.", 'Load it with task="embed".'
+            )
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
+        number = next(self._numbers)
+        self._num_embedding += 1
+        try:
+            found: Embedded = await self._ask(number, Embed(number, encoded.token_ids))
+        finally:
+            self._num_embedding -= 1
+        vector = list(struct.unpack(f"<{len(found.vector) // 4}f", found.vector))
+        return EmbeddingRequestOutput(str(number), EmbeddingOutput(vector), encoded.token_ids)
+
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with `finish_reason` "abort".
 
@@ -251,7 +279,8 @@ class AsyncEngine:
             self._answer(message.request_id, None)
         elif isinstance(message, Refused) and message.about is not None:
             self._answer(message.about, message.error())
-        elif isinstance(message, Seen):
+        elif isinstance(message, (Seen, Embedded)):
+            self.last_embedded = self.clock() if isinstance(message, Embedded) else self.last_embedded
             self._answer(message.number, message)
         elif isinstance(message, EngineFacts):
             self.facts, self.progress = message, None

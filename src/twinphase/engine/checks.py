@@ -9,7 +9,9 @@ from typing import Any, cast
 
 from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError, RequestNotFoundError
+from twinphase.models.bert import is_encoder
 from twinphase.request import SamplingParams
+from twinphase.weights.checkpoint import Checkpoint
 
 __all__ = [
     "Message",
@@ -17,6 +19,7 @@ __all__ = [
     "check_id",
     "check_params",
     "conversations",
+    "embeds",
     "engine_config",
     "is_plain",
     "one_for_each",
@@ -43,6 +46,25 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
             advice = f"Did you mean {near[0]}?" if near else f"The options are {', '.join(names)}."
             raise InvalidRequestError(f"There is no engine option {name!r}.", advice)
     return EngineConfig(**values)
+
+
+def embeds(checkpoint: Checkpoint, config: EngineConfig) -> bool:
+    """Whether the model makes vectors: an encoder always does, a decoder by `config.task`.
+
+    Raises:
+        InvalidRequestError: text is asked of an encoder, or a pooling of a model that generates.
+    """
+    name, encoder = checkpoint.path.name, is_encoder(checkpoint)
+    if encoder and config.task == "generate":
+        raise InvalidRequestError(
+            f"{name} is an encoder: it embeds texts and writes none.",
+            "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
+        )
+    if config.pooling is not None and not encoder and config.task != "embed":
+        raise InvalidRequestError(
+            f"pooling is {config.pooling!r}, but {name} is loaded to generate text.", "Add the task embed."
+        )
+    return encoder or config.task == "embed"
 
 
 def check_params(params: object) -> SamplingParams:

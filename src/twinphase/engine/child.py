@@ -19,6 +19,7 @@ from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
 from twinphase.errors import TwinphaseError
 
 if TYPE_CHECKING:
+    from twinphase.engine.embedding import LoadedEmbedder
     from twinphase.engine.loading import LoadedEngine
 
 __all__ = ["main"]
@@ -53,15 +54,16 @@ def main(descriptor: int) -> int:
         return 2
 
     send(Loading("importing"))
-    from twinphase.engine.loop import EngineLoop, engine_facts, refusal
+    from twinphase.engine.embedding_loop import make_loop
+    from twinphase.engine.loop import refusal
 
     try:
         loaded = _load(first, send)
     except TwinphaseError as error:
         send(refusal(None, error))
         return error.exit_code
-    loop = EngineLoop(loaded, send)
-    send(engine_facts(loaded))
+    loop, facts = make_loop(loaded, send)
+    send(facts)
     for message in rest:
         loop.put(message)
 
@@ -76,9 +78,9 @@ def main(descriptor: int) -> int:
     return 0
 
 
-def _load(load: Load, send: Callable[[FromEngine], None]) -> LoadedEngine:
+def _load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | LoadedEmbedder:
     from twinphase.engine.ceilings import device_of, learn_ceilings, measured_ceilings
-    from twinphase.engine.loading import LoadedEngine
+    from twinphase.engine.embedding import LoadedEmbedder, load
     from twinphase.phases.hardware import must_measure
 
     last = 0.0
@@ -90,12 +92,16 @@ def _load(load: Load, send: Callable[[FromEngine], None]) -> LoadedEngine:
             last = now
             send(Loading(stage, done, total))
 
-    loaded = LoadedEngine(
-        load.model,
+    loaded = load(
+        wanted.model,
         compile_progress=lambda done, total, kernel: report("compiling kernels", done, total),
         load_progress=lambda done, total: report("reading weights", done, total),
-        **load.config,
+        **wanted.config,
     )
+    if isinstance(loaded, LoadedEmbedder):
+        send(Loading("warming up"))
+        loaded.embed([1] * min(WARM_UP_TOKENS, loaded.config.max_model_len or 1))
+        return loaded
     if device_of(loaded.config).has_ceilings and must_measure(measured_ceilings(loaded.config)):
         send(Loading("measuring this machine"))
         learn_ceilings(loaded.config)

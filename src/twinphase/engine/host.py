@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from twinphase.config import module_command
-from twinphase.engine.checks import engine_config
+from twinphase.engine.checks import embeds, engine_config
+from twinphase.engine.embedding import LoadedEmbedder
+from twinphase.engine.embedding_loop import make_loop
 from twinphase.engine.exclusive_use import OwnProcess
-from twinphase.engine.loop import EngineLoop, engine_facts
 from twinphase.engine.messages import EngineFacts, FromEngine, Load, Loading, Refused, Stop, ToEngine
 from twinphase.engine.text import ModelText
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
@@ -40,6 +41,7 @@ class Host(Protocol):
     """Carries messages to an engine and back."""
 
     text: ModelText
+    embeds: bool  # whether the model makes vectors, and writes no text
     is_running: bool  # whether the engine takes messages
 
     def start(self, receive: Receive, died: Died) -> None:
@@ -60,9 +62,10 @@ class ThreadHost:
     """A loaded engine in a thread of this process."""
 
     def __init__(self, loaded: Any) -> None:
-        """The `LoadedEngine` belongs to the thread from now on."""
+        """The `LoadedEngine` or `LoadedEmbedder` belongs to the thread from now on."""
         self.loaded = loaded
         self.text: ModelText = loaded.text
+        self.embeds = isinstance(loaded, LoadedEmbedder)
         self.is_running = False
         self.error: BaseException | None = None
         self._process = OwnProcess()
@@ -70,9 +73,9 @@ class ThreadHost:
 
     def start(self, receive: Receive, died: Died) -> None:
         self._died = died
-        self._loop = EngineLoop(self.loaded, receive)
+        self._loop, facts = make_loop(self.loaded, receive)
         self.is_running = True
-        receive(engine_facts(self.loaded))
+        receive(facts)
         self._thread.start()
 
     def put(self, message: ToEngine) -> None:
@@ -120,9 +123,10 @@ class ProcessHost:
         Raises:
             TwinphaseError: the model cannot be found or read, or the configuration is wrong.
         """
-        engine_config(config)
+        wanted = engine_config(config)
         path = resolve_model(str(model))
         self.text = ModelText(open_model(path, header_only=True))
+        self.embeds = embeds(self.text.checkpoint, wanted)
         self.is_running = False
         self.num_restarts = 0
         self.last_death: EngineDeadError | None = None

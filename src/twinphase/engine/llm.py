@@ -23,14 +23,17 @@ from twinphase.engine.checks import (
     one_for_each,
     prompt_list,
 )
-from twinphase.engine.engine import StepResult
+from twinphase.engine.embedding import EmbeddingOutput, EmbeddingRequestOutput, LoadedEmbedder, load
+from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.exclusive_use import Turns
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.outputs import RequestOutput, StreamUpdate, Transcript
+from twinphase.errors import InvalidRequestError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from twinphase.blueprint import Blueprint
     from twinphase.explain.explanation import Explanation
     from twinphase.tokenizer.chat_template import ChatTemplate
     from twinphase.tokenizer.tokenizer import Tokenizer
@@ -46,7 +49,7 @@ class LLM:
 
     Attributes:
         config: as resolved for this model.
-        engine: the engine, which other front ends in the same thread may drive too.
+        checkpoint: the open model.
     """
 
     def __init__(
@@ -63,17 +66,37 @@ class LLM:
             TwinphaseError: the model cannot be found, read or run, or `config` has an unknown field or a value out of
                 range.
         """
-        self._loaded = LoadedEngine(model, compile_progress=compile_progress, **config)
-        self.config, self.checkpoint = self._loaded.config, self._loaded.checkpoint
-        self.blueprint, self.engine = self._loaded.blueprint, self._loaded.engine
+        self._model = load(model, compile_progress=compile_progress, **config)
+        self.config, self.checkpoint = self._model.config, self._model.checkpoint
         self._ids = count()
         self._turns = Turns()
         self._transcripts: dict[str, Transcript] = {}  # unfinished requests
         self._abandoned: deque[Transcript] = deque()  # of streams that nobody reads any more
 
     @property
+    def _loaded(self) -> LoadedEngine:
+        """The model, if it generates text.
+
+        Raises:
+            InvalidRequestError: it was loaded to embed.
+        """
+        if isinstance(self._model, LoadedEmbedder):
+            name = self.checkpoint.path.name
+            raise InvalidRequestError(f"{name} was loaded to embed texts; it writes none.", "Use LLM.embed.")
+        return self._model
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which other front ends in the same thread may drive too."""
+        return self._loaded.engine
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self._loaded.blueprint
+
+    @property
     def tokenizer(self) -> Tokenizer:
-        return self._loaded.text.tokenizer
+        return self._model.text.tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -126,6 +149,33 @@ class LLM:
             KeyboardInterrupt: as for `generate`.
         """
         return self._complete(conversations(messages), sampling_params, use_tqdm, priority, cache_salt)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[EmbeddingRequestOutput]:
+        """Turn texts into vectors of length 1; needs an encoder, or `task="embed"`.
+
+        Args:
+            prompts: one text, several, several lists of token ids, or vLLM's {"prompt": ...} and
+                {"prompt_token_ids": ...}.
+
+        Returns:
+            Results in the order of the prompts; a vector does not depend on what else was asked for.
+
+        Raises:
+            InvalidRequestError: a text that cannot be embedded; then none is computed. Or the model generates.
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        model, results = self._model, []
+        if not isinstance(model, LoadedEmbedder):
+            name = self.checkpoint.path.name
+            raise InvalidRequestError(f"{name} was loaded to generate text.", 'Load it with task="embed".')
+        encoded = [model.encode(prompt) for prompt in prompt_list(prompts)]
+        for token_ids in encoded:
+            with self._turns.take() as interrupt:
+                vector = EmbeddingOutput(model.embed(token_ids).tolist())
+                results.append(EmbeddingRequestOutput(str(next(self._ids)), vector, token_ids))
+            if interrupt.requested:
+                raise KeyboardInterrupt
+        return results
 
     def explain(self, output: RequestOutput) -> Explanation:
         """Why a request of this `LLM` took as long as it did, what bound it, and which flag would change that."""

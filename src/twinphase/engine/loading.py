@@ -13,7 +13,7 @@ from twinphase.backends.base import Backend, KVCacheSpec, Units
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.ceilings import compute_units, device_of, measured_ceilings
-from twinphase.engine.checks import Prompt, engine_config
+from twinphase.engine.checks import Prompt, embeds, engine_config
 from twinphase.engine.engine import Engine
 from twinphase.engine.recorder import StepRecorder
 from twinphase.engine.runner import Runner
@@ -30,6 +30,7 @@ from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
+from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
 
 __all__ = ["LoadedEngine", "make_backend", "make_engine"]
@@ -47,7 +48,7 @@ class LoadedEngine:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | Checkpoint,
         *,
         compile_progress: Callable[[int, int, str], None] | None = None,
         load_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -55,7 +56,16 @@ class LoadedEngine:
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors. `load_progress` is told (done, total) layers."""
         wanted = engine_config(config)
-        self.checkpoint = open_model(resolve_model(str(model)), quantization=wanted.quantization)
+        self.checkpoint = (
+            model
+            if isinstance(model, Checkpoint)
+            else open_model(resolve_model(str(model)), quantization=wanted.quantization)
+        )
+        if embeds(self.checkpoint, wanted):
+            raise InvalidRequestError(
+                f"{self.checkpoint.path.name} would be loaded to embed, which is not what this does.",
+                "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
+            )
         b = self.blueprint = read_blueprint(self.checkpoint)
         about = 4 * b.num_layers * b.num_kv_heads * b.head_dim  # keys and values in 16 bits
         self.config = wanted.resolve(b.context_length, about)

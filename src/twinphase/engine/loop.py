@@ -207,8 +207,8 @@ class EngineLoop:
         return Finished(request.finish_reason, counts, timeline, engine.cost_model.prices)
 
 
-def refusal(about: str | None, error: TwinphaseError) -> Refused:
-    """The message that a request (by id), or the model (None), was refused."""
+def refusal(about: str | int | None, error: TwinphaseError) -> Refused:
+    """The message that a request (by id), a question (by number) or the model (None) was refused."""
     return Refused(about, type(error).__name__, error.cause, error.fix)
 
 

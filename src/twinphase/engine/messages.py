@@ -20,8 +20,26 @@ from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
 from twinphase.request import FinishReason, RequestCounts, SamplingParams
 
-__all__ = ["Accepted", "Add", "EngineFacts", "End", "Finished", "FromEngine", "Load", "Loading", "LookAt", "News",
-           "Refused", "Seen", "StepNews", "StepStats", "Stop", "ToEngine"]  # fmt: skip
+__all__ = [
+    "Accepted",
+    "Add",
+    "Embed",
+    "Embedded",
+    "End",
+    "EngineFacts",
+    "Finished",
+    "FromEngine",
+    "Load",
+    "Loading",
+    "LookAt",
+    "News",
+    "Refused",
+    "Seen",
+    "StepNews",
+    "StepStats",
+    "Stop",
+    "ToEngine",
+]
 
 
 # To the engine.
@@ -68,6 +86,13 @@ class LookAt(msgspec.Struct, tag=True, frozen=True):
     counts: RequestCounts | None = None
 
 
+class Embed(msgspec.Struct, tag=True, frozen=True):
+    """Turn a text into a vector; answered by `Embedded` or `Refused` with the same number."""
+
+    number: int
+    token_ids: list[int]
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """End the loop after the step it is in."""
 
@@ -86,17 +111,20 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         config: as resolved.
+        shape: of a model that generates.
         ceilings: what this machine was measured to do, if it was.
         warm_up_tokens: of the prompt that the engine computed alone before it was ready; 0 if there was none.
         ttft, tpot: measured with that prompt, seconds.
+        embedding_size: of the vectors of a model that embeds; 0 for one that generates.
     """
 
     config: EngineConfig
-    shape: ModelShape
+    shape: ModelShape | None
     ceilings: Ceilings | None
     warm_up_tokens: int
     ttft: float | None
     tpot: float | None
+    embedding_size: int = 0
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -125,6 +153,13 @@ class Seen(msgspec.Struct, tag=True, frozen=True):
     number: int
     timeline: RequestTimeline | None
     explanation: Explanation | None
+
+
+class Embedded(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `Embed`: float32, little endian."""
+
+    number: int
+    vector: bytes
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
@@ -189,5 +224,5 @@ class StepNews(msgspec.Struct, tag=True, frozen=True):
     stats: StepStats | None = None
 
 
-ToEngine = Load | Add | End | LookAt | Stop
-FromEngine = Loading | EngineFacts | Refused | Accepted | Seen | StepNews
+ToEngine = Load | Add | Embed | End | LookAt | Stop
+FromEngine = Loading | EngineFacts | Refused | Accepted | Embedded | Seen | StepNews

@@ -67,6 +67,14 @@ class Decoder:
     def forward(self, backend: Backend) -> Array:
         """Logits [num_logits, vocab_size] of the backend's current step."""
         blueprint = self.blueprint
+        logits = backend.linear(self.hidden(backend), self.head)
+        if blueprint.logit_scale != 1.0 or blueprint.logit_softcap:
+            logits = backend.cap_logits(logits, blueprint.logit_scale, blueprint.logit_softcap)
+        return logits
+
+    def hidden(self, backend: Backend) -> Array:
+        """What the head reads, behind the final norm, [num_logits, hidden_size]: embeddings are made of it."""
+        blueprint = self.blueprint
         x = backend.embed(self.embedding, blueprint.embedding_scale)  # [num_tokens, hidden_size]
         for index, layer in enumerate(self.layers):
             h = self._attention(backend, x, index, layer)
@@ -75,11 +83,7 @@ class Decoder:
                 h, x = backend.logit_rows(h), backend.logit_rows(x)
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
             x = self._feed_forward(backend, x, layer)
-        x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
-        logits = backend.linear(x, self.head)
-        if blueprint.logit_scale != 1.0 or blueprint.logit_softcap:
-            logits = backend.cap_logits(logits, blueprint.logit_scale, blueprint.logit_softcap)
-        return logits
+        return backend.rms_norm(x, self.norm, blueprint.norm_eps)
 
     def _attention(self, backend: Backend, x: Array, index: int, layer: Layer) -> Array:
         h = backend.rms_norm(x, layer.attn_norm, self.blueprint.norm_eps) if layer.attn_norm is not None else x

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from twinphase.backends.base import Backend
 from twinphase.blueprint import Blueprint
-from twinphase.errors import InvalidRequestError
+from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.models.architectures import describe, gguf_architecture
+from twinphase.models.bert import HF as ENCODERS
+from twinphase.models.bert import is_encoder
 from twinphase.models.config import Config
 from twinphase.models.decoder import Decoder
 from twinphase.models.tensors import check_tensors
@@ -28,11 +30,17 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
         header_only: no tensor will be read: those of a folder that have to be made are not, and no use is remembered.
 
     Raises:
-        InvalidRequestError: a GGUF file is to be quantized.
+        InvalidRequestError: a GGUF file, or an encoder, is to be quantized.
         TwinphaseError: as `open_gguf` and `open_safetensors`, or an architecture that is not known.
     """
     if path.is_dir():
-        architecture = gguf_architecture(read_folder_config(path).get("model_type"), path.name)
+        model_type = read_folder_config(path).get("model_type")
+        encoder = ENCODERS.get(str(model_type))
+        if encoder is not None and quantization != "none":
+            raise InvalidRequestError(
+                f"{path.name} is an encoder, which is computed in float32.", "Leave quantization out."
+            )
+        architecture = encoder or gguf_architecture(model_type, path.name)
         return open_safetensors(
             path, architecture, quantization=quantization, header_only=header_only, mark_used=not header_only
         )
@@ -50,9 +58,14 @@ def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> 
     `max_positions` is the longest sequence it will see, which chooses between LongRoPE's two sets of factors.
 
     Raises:
-        UnsupportedModelError: the architecture or a feature is not implemented; the message names it.
+        UnsupportedModelError: an encoder, or the architecture or a feature is not implemented; the message names it.
         CheckpointError: a hyper-parameter or tensor is missing or wrong; the message names it.
     """
+    if is_encoder(checkpoint):
+        raise UnsupportedModelError(
+            f"{checkpoint.path.name} is an encoder, which has neither prefill nor decode.",
+            "Embed texts with it: LLM.embed, or `twinphase serve` and /v1/embeddings.",
+        )
     blueprint = describe(Config.of(checkpoint, max_positions))
     check_tensors(checkpoint, blueprint)
     return blueprint

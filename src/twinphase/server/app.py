@@ -22,13 +22,16 @@ from twinphase import __version__
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server import problems
-from twinphase.server.generation import Generation, Receive, Scope, Send
+from twinphase.server.embeddings import Embeddings, embedding_inputs
+from twinphase.server.exchange import Receive, Scope, Send
+from twinphase.server.generation import Generation
 from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, template_inputs, with_defaults
 from twinphase.server.observe import timeline_json
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     ErrorResponse,
     TokenizeRequest,
 )
@@ -49,6 +52,7 @@ UNREADABLE = "The body is not JSON that can be read. Send UTF-8, not so deeply n
 ERRORS: Responses = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 ANSWER: Responses = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
+EMBEDDINGS: Responses = {200: {"content": OBJECT}, **ERRORS}
 HEALTH: Responses = {503: {"content": OBJECT, "description": "Not now"}, **ERRORS}
 EXPOSED = ["x-request-id", "server-timing", "retry-after"]  # headers that a browser page may read
 METRICS: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}, **ERRORS}
@@ -74,6 +78,7 @@ def make_app(service: Service) -> Gate:
     bearer = Depends(HTTPBearer(auto_error=False, description="One of the server's API keys."))
     api = APIRouter(dependencies=[bearer] if service.config.api_keys else None)
     _add_generation(api, service)
+    _add_embeddings(api, service)
     _add_text(api, service)
     _add_requests(api, service)
     app.include_router(api)
@@ -86,6 +91,7 @@ def _add_generation(api: APIRouter, service: Service) -> None:
     @api.post("/v1/chat/completions", responses=ANSWER, response_class=Response)
     async def create_chat_completion(body: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
+        service.check_task("generate")
         service.check_model(body.model)
         service.check_n(body.n)
 
@@ -99,6 +105,7 @@ def _add_generation(api: APIRouter, service: Service) -> None:
     @api.post("/v1/completions", responses=ANSWER, response_class=Response)
     async def create_completion(body: CompletionRequest) -> Response:
         """Complete one prompt or several."""
+        service.check_task("generate")
         service.check_model(body.model)
         service.check_n(body.n)
         num_prompts = count_prompts(body, service.config.max_prompts)
@@ -109,6 +116,16 @@ def _add_generation(api: APIRouter, service: Service) -> None:
 
         num_requests = num_prompts * (body.n or 1)
         return Generation(service, make_job, CompletionReplies, num_requests=num_requests, stream=bool(body.stream))
+
+
+def _add_embeddings(api: APIRouter, service: Service) -> None:
+    @api.post("/v1/embeddings", responses=EMBEDDINGS, response_class=Response)
+    async def create_embeddings(body: EmbeddingRequest) -> Response:
+        """Turn one text, or several, into vectors."""
+        service.check_task("embed")
+        service.check_model(body.model)
+        inputs = embedding_inputs(body, service.config.max_prompts)
+        return Embeddings(service, inputs, body)
 
 
 def _add_text(api: APIRouter, service: Service) -> None:

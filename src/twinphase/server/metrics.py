@@ -164,6 +164,11 @@ class Metrics:
             IntervalKind.UNATTRIBUTED: of.counter("unattributed_seconds", "Time of requests that nothing names."),
         }
 
+        self._texts = of.counter("embedding_texts", "Texts of answered embedding requests.")
+        self._text_tokens = of.counter("embedding_tokens", "Their tokens.")
+        text = "Last byte handed over - arrival, of answered embedding requests."
+        self._embedding_seconds = of.histogram("embedding_request_seconds", text, REQUEST_BUCKETS)
+
     def step(self, stats: StepStats) -> None:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
@@ -240,6 +245,12 @@ class Metrics:
             self._seconds[kind].inc(amount)
         for apart, counter in self._seconds_apart.items():
             counter.inc(seconds[apart])
+
+    def embedded(self, num_texts: int, num_tokens: int, seconds: float) -> None:
+        """An embedding request was answered, `seconds` after its arrival."""
+        self._texts.inc(num_texts)
+        self._text_tokens.inc(num_tokens)
+        self._embedding_seconds.observe(seconds)
 
     def aborted(self) -> None:
         """A request was given up before its end; only the engine knew where its time went."""

@@ -271,6 +271,16 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
+class EmbeddingRequest(_Strict):
+    """POST /v1/embeddings."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    input: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    user: str | None = None
+
+
 class TokenizeRequest(_Strict):
     """POST /tokenize, of a text or of a conversation."""
 

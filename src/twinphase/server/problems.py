@@ -7,11 +7,19 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from twinphase.errors import EngineDeadError, EngineUnavailableError, OverloadedError, TwinphaseError
-from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest
+from twinphase.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EngineUnavailableError,
+    OverloadedError,
+    TwinphaseError,
+)
+from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
 LONGEST_PATH = 100  # characters of a field's name, which is the client's
-KNOWN_FIELDS = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
+KNOWN_FIELDS = {
+    name for kind in (ChatCompletionRequest, CompletionRequest, EmbeddingRequest) for name in kind.model_fields
+}
 # What other engines' users write.
 ALIASES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens", "n_predict": "max_tokens",
            "regex": "structured_outputs.regex", "grammar": "structured_outputs.grammar",
@@ -96,7 +104,7 @@ def not_found(method: str, path: str) -> str:
     """The message for a route that does not exist."""
     if path.startswith("/api/"):
         return f"There is no {path} here: this is OpenAI's API, not Ollama's. Use /v1/chat/completions."
-    if path in ("/chat/completions", "/completions", "/models"):
+    if path in ("/chat/completions", "/completions", "/embeddings", "/models"):
         return f"There is no {path} here. Give clients a base_url that ends in /v1."
     return f"There is no {method} {path[:LONGEST_PATH]} here. GET /openapi.json lists what there is."
 
@@ -109,6 +117,8 @@ def _instead(name: str) -> str:
 
 
 def _code(error: TwinphaseError) -> str | None:
+    if isinstance(error, ContextLengthError):
+        return "context_length_exceeded"
     if isinstance(error, OverloadedError):
         return "overloaded"
     if isinstance(error, EngineDeadError):

@@ -54,7 +54,12 @@ def serve(model: str, engine_config: dict[str, Any], config: ServerConfig) -> in
 def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
     """The lines that a server prints when it is ready."""
     config, text = facts.config, service.host.text
-    kind = f"{text.quantization}, {terminal.describe_bytes(text.checkpoint.path.stat().st_size)}"
+    kind = f"{text.quantization}, {terminal.describe_bytes(sum(file.nbytes for file in text.checkpoint.files))}"
+    name = f"model      {', '.join(service.model_names)} ({text.checkpoint.path.name}, {kind})"
+    address = f"listening  {url}/v1 (OpenAI's API), {url}/docs, {url}/metrics"
+    if facts.shape is None:
+        vectors = f"embeds     texts of up to {config.max_model_len:,} tokens, {facts.embedding_size} numbers each"
+        return [name, f"{vectors}, {config.pooling} pooling", address]
     capacity = (config.num_kv_blocks or 0) * config.block_size
     length = config.max_model_len or 1
     measured = []
@@ -64,11 +69,11 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
             f"TPOT {1e3 * facts.tpot:.1f} ms, one request alone"
         ]
     return [
-        f"model      {', '.join(service.model_names)} ({text.checkpoint.path.name}, {kind})",
+        name,
         f"KV cache   {capacity:,} tokens: {capacity / length:.1f} requests of the full {length:,}, "
         f"{config.max_num_seqs} run at once; {terminal.describe_bytes(capacity * facts.shape.kv_token_bytes)}",
         *measured,
-        f"listening  {url}/v1 (OpenAI's API), {url}/docs, {url}/metrics",
+        address,
     ]
 
 

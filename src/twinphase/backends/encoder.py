@@ -1,0 +1,119 @@
+"""The operations of encoders in NumPy float32, whichever backend was asked for.
+
+One text is computed at a time, never padded and never packed with others, so that its bits cannot depend on them:
+equal calls of one BLAS give equal bits, while the rows of a larger product need not be those of a smaller one. Why not
+in kernels of our own: docs/design/0011-embeddings.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.quant import dequantize
+
+__all__ = ["NumpyEncoder", "erf", "pooled"]
+
+F32 = NDArray[np.float32]
+
+# erf(x) = x P(x^2) / Q(x^2) on [-4, 4], where float32 has reached 1; lowest power first. The coefficients are those of
+# Eigen's `generic_fast_erf_float` (MPL 2.0 code; the numbers are a minimax fit); largest error 4.2e-7.
+P = (-1.60960333262415e-02, -2.95459980854025e-03, -7.34990630326855e-04, -5.69250639462346e-05,
+     -2.10102402082508e-06, 2.77068142495902e-08, -2.72614225801306e-10)  # fmt: skip
+Q = (-1.42647390514189e-02, -7.37332916720468e-03, -1.68282697438203e-03, -2.13374055278905e-04,
+     -1.45660718464996e-05)  # fmt: skip
+
+
+def erf(x: F32) -> F32:
+    """The error function, elementwise, to 4.2e-7 (NumPy has none)."""
+    x = np.clip(x, np.float32(-4), np.float32(4))
+    square = x * x
+    x *= _polynomial(P, square)
+    x /= _polynomial(Q, square)
+    return x
+
+
+def _polynomial(coefficients: Sequence[float], x: F32) -> F32:
+    """By Horner's rule."""
+    out = np.full_like(x, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        out *= x
+        out += np.float32(coefficient)
+    return out
+
+
+def pooled(x: F32, pooling: str) -> F32:
+    """One row of x [rows, width], float32 [width] of length 1; `pooling` is "mean", "cls" (the first) or "last"."""
+    row: F32 = (
+        x.mean(axis=0, dtype=np.float64).astype(np.float32) if pooling == "mean" else x[0 if pooling == "cls" else -1]
+    )
+    length = np.sqrt(np.sum(np.square(row, dtype=np.float64)))
+    vector: F32 = (row / max(length, 1e-12)).astype(np.float32)
+    return vector
+
+
+class NumpyEncoder:
+    """The `EncoderBackend` protocol; weights of any type are dequantized to float32."""
+
+    def matrix(self, checkpoint: Checkpoint, name: str) -> F32:
+        """Float32 of the tensor's shape; one that is stored as float32 stays in the mapped file."""
+        info = checkpoint.tensors[name]
+        if info.type == "F32":
+            return checkpoint.raw(name).view(np.float32).reshape(info.shape)
+        return dequantize(checkpoint.raw(name), info.shape, info.type)
+
+    def vector(self, checkpoint: Checkpoint, name: str) -> F32:
+        """Float32 of the tensor's shape."""
+        return self.matrix(checkpoint, name)
+
+    def rows(self, table: F32, indices: Sequence[int]) -> F32:
+        """A copy of the rows."""
+        found: F32 = table[np.asarray(indices)]
+        return found
+
+    def add(self, x: F32, y: F32) -> F32:
+        """In place."""
+        x += y
+        return x
+
+    def layer_norm(self, x: F32, weight: F32, bias: F32, eps: float) -> F32:
+        """(x - mean) / sqrt(variance + eps) * weight + bias."""
+        x = x - x.mean(axis=1, keepdims=True)
+        x /= np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.float32(eps))
+        x *= weight
+        x += bias
+        return x
+
+    def linear(self, x: F32, weight: F32, bias: F32) -> F32:
+        """x @ weight.T + bias."""
+        out: F32 = x @ weight.T
+        out += bias
+        return out
+
+    def gelu(self, x: F32) -> F32:
+        """In place."""
+        gate = erf(x * np.float32(math.sqrt(0.5)))
+        gate += 1
+        gate *= 0.5
+        x *= gate
+        return x
+
+    def attention(self, q: F32, k: F32, v: F32, num_heads: int) -> F32:
+        """All heads at once: scores are [num_heads, rows, rows]."""
+        rows, width = q.shape
+        q, k, v = (part.reshape(rows, num_heads, -1).swapaxes(0, 1) for part in (q, k, v))
+        scores: F32 = q @ k.swapaxes(1, 2)
+        scores *= np.float32(1 / math.sqrt(width // num_heads))
+        scores -= scores.max(axis=2, keepdims=True)
+        np.exp(scores, out=scores)
+        scores /= scores.sum(axis=2, keepdims=True)
+        out: F32 = scores @ v
+        return out.swapaxes(0, 1).reshape(rows, width)
+
+    def pool(self, x: F32, pooling: str) -> F32:
+        """See `pooled`."""
+        return pooled(x, pooling)

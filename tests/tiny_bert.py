@@ -1,0 +1,78 @@
+"""Tiny random BERT models by transformers, with a tokenizer, as a Hugging Face folder and as llama.cpp's GGUF."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from tests.tokenizer.tiny_folder import save_folder, trained
+
+from twinphase.models.loader import open_model
+
+__all__ = ["make_bert", "save_bert", "vector_of", "write_bert_gguf"]
+
+FLAGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "last": "pooling_mode_lasttoken"}
+
+
+def make_bert(**config: Any) -> Any:
+    """A BertModel whose norms and biases are random too, so that nothing is neutral."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 80, "max_position_embeddings": 64}
+    model = transformers.BertModel(transformers.BertConfig(**(sizes | config)), add_pooling_layer=False).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def save_bert(model: Any, folder: Path, pooling: str | None = None) -> Path:
+    """As sentence-transformers lays a model out; without a `pooling`, as transformers alone does."""
+    save_folder(folder, trained("bert"))
+    model.save_pretrained(folder)
+    if pooling is not None:
+        (folder / "1_Pooling").mkdir()
+        flags = {flag: name == pooling for name, flag in FLAGS.items()}
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **flags}))
+    return folder
+
+
+def write_bert_gguf(folder: Path, path: Path, pooling: int = 1) -> Path:
+    """The same weights as convert_hf_to_gguf.py writes them: the linear layers in F16, the rest in F32."""
+    checkpoint = open_model(folder)
+    config = checkpoint.config
+    assert config is not None
+    writer = gguf.GGUFWriter(str(path), "bert")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType(pooling))
+    for name, info in checkpoint.tensors.items():
+        values = checkpoint.raw(name).view(np.float32).reshape(info.shape)
+        dtype = np.float16 if name.startswith("blk.") and len(info.shape) == 2 else np.float32
+        writer.add_tensor(name, np.ascontiguousarray(values.astype(dtype)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def vector_of(model: Any, token_ids: list[int], pooling: str) -> np.ndarray:
+    """What sentence-transformers makes of the last hidden state: pooled, then of length 1."""
+    with torch.no_grad():
+        hidden = model(torch.tensor([token_ids])).last_hidden_state[0].double()
+    row = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[pooling]
+    return (row / row.norm()).numpy()
