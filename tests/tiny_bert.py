@@ -59,6 +59,7 @@ def write_bert_gguf(folder: Path, path: Path, pooling: int = 1) -> Path:
     writer.add_layer_norm_eps(config["layer_norm_eps"])
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType(pooling))
+    _add_vocabulary(writer, folder)
     for name, info in checkpoint.tensors.items():
         values = checkpoint.raw(name).view(np.float32).reshape(info.shape)
         dtype = np.float16 if name.startswith("blk.") and len(info.shape) == 2 else np.float32
@@ -68,6 +69,21 @@ def write_bert_gguf(folder: Path, path: Path, pooling: int = 1) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, folder: Path) -> None:
+    """As `BertModel.set_vocab` writes it: control tokens as they are, beginnings of words with a U+2581."""
+    vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    control = {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
+    names = sorted(vocab, key=vocab.__getitem__)
+    words = [name if name in control else name[2:] if name.startswith("##") else "\u2581" + name for name in names]
+    writer.add_tokenizer_model("bert")
+    writer.add_tokenizer_pre("jina-v2-en")  # what the converter calls BERT's
+    writer.add_token_list(words)
+    writer.add_token_types([3 if name in control else 1 for name in names])
+    for name, key in {"UNK": "unknown", "CLS": "cls", "SEP": "seperator"}.items():  # spelled so by GGUF
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", vocab[f"[{name}]"])
+    writer.add_token_type_count(2)
 
 
 def vector_of(model: Any, token_ids: list[int], pooling: str) -> np.ndarray:

@@ -64,10 +64,11 @@ def test_a_tiny_bert_is_that_of_transformers(tmp_path: Path, pooling: str) -> No
 def test_texts_are_tokenized_as_transformers_does(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    folder = save_bert(make_bert(), tmp_path / "folder")
+    folder = save_bert(make_bert(max_position_embeddings=1024), tmp_path / "folder")
     theirs = AutoTokenizer.from_pretrained(folder)
-    for text, output in zip(TEXTS[:6], LLM(folder).embed(TEXTS[:6]), strict=True):
-        assert output.prompt_token_ids == theirs(text, truncation=False, padding=False)["input_ids"]
+    for path in (folder, write_bert_gguf(folder, tmp_path / "model.gguf")):
+        for text, output in zip(TEXTS, LLM(path).embed(TEXTS), strict=True):
+            assert output.prompt_token_ids == theirs(text, truncation=False, padding=False)["input_ids"]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -108,8 +109,8 @@ def test_the_error_function() -> None:
 
 
 @pytest.mark.slow
-def test_all_minilm_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real model, from the package index, on twenty texts of up to 512 tokens."""
+def test_all_minilm_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The real model, from the package index and as a GGUF file, on twenty texts of up to 512 tokens."""
     from transformers import AutoModel, AutoTokenizer
 
     from steps import USER_CACHE
@@ -119,12 +120,14 @@ def test_all_minilm_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> 
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
     llm = LLM(REAL)
     assert (llm.config.pooling, llm.config.max_model_len) == ("mean", 512)
-    outputs = llm.embed(TEXTS)
+    outputs, of_file = llm.embed(TEXTS), LLM(write_bert_gguf(path, tmp_path / "minilm.gguf")).embed(TEXTS)
     lengths = [len(output.prompt_token_ids) for output in outputs]
     assert max(lengths) > 400 and len(outputs[0].outputs.embedding) == 384
-    for text, output in zip(TEXTS, outputs, strict=True):
+    for text, output, half in zip(TEXTS, outputs, of_file, strict=True):
         ids = tokenizer(text, truncation=False, padding=False)["input_ids"]
-        assert output.prompt_token_ids == ids
-        assert cosine(output.outputs.embedding, vector_of(model, ids, "mean")) >= 1 - 1e-6
+        assert output.prompt_token_ids == half.prompt_token_ids == ids
+        expected = vector_of(model, ids, "mean")
+        assert cosine(output.outputs.embedding, expected) >= 1 - 1e-6
+        assert cosine(half.outputs.embedding, expected) >= 1 - 1e-5  # float16 matrices
     vectors = np.array([output.outputs.embedding for output in outputs])
     assert vectors[1] @ vectors[2] > 0.7 > 0.3 > vectors[1] @ vectors[3]  # the question is near its answer
