@@ -192,7 +192,7 @@ def test_start_up_imports_nothing_heavy() -> None:
     ("command", "config", "without"),
     [
         ("run", SamplingParams, {"n"}),  # one answer streams to a terminal
-        ("run", EngineConfig, {"block_size", "seed"}),
+        ("run", EngineConfig, {"block_size", "seed", "task", "pooling"}),
         ("serve", EngineConfig, set()),
         ("serve", ServerConfig, set()),
         ("bench", EngineConfig, {"block_size", "scheduling_policy", "itl_slo_ms", "trace_file", "backend", "seed"}),
