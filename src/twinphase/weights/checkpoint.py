@@ -75,7 +75,8 @@ class Checkpoint:
     def release(self, name: str) -> None:
         """Let go of the memory that reading a tensor has filled; what is read again comes from the file again."""
         info = self.tensors[name]
-        source = self.files[info.file].base
+        source: Any = self.files[info.file].base
+        source = source.obj if isinstance(source, memoryview) else source
         if not isinstance(source, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
             return  # made in memory, which would be lost
         first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE

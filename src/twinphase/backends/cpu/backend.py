@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CpuBackend"]
 
+PACK_BYTES = 64 << 20  # of the file, packed together
 MAX_ROWS = 1 << 16
 F32 = NDArray[np.float32]
 
@@ -87,6 +88,7 @@ class CpuBackend(ExpertOperations):
         self.max_num_seqs = max_num_seqs
         self._progress = progress
         self._pack_commands: list[Command] = []
+        self._unpacked: list[tuple[Checkpoint, str]] = []
         self._pool: ThreadPool | None = None
         self._routings = {}
         self._stamped: StampedProgram | None = None
@@ -110,16 +112,34 @@ class CpuBackend(ExpertOperations):
         self._keep: list[NDArray[np.generic]] = [aligned(64, np.float32)]  # arrays that kernels know by address
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
-        """Packed weights; the packing itself runs when the KV cache is allocated."""
+        """Packed weights, as soon as the KV cache is allocated."""
         matrix, commands = load_matrix(checkpoint, names, self._arena, self._pack)
-        self._pack_commands += commands
+        self._pack_later(checkpoint, names, commands)
         return matrix
 
     def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
         """The same for every expert."""
         matrix, commands = load_experts(checkpoint, names, self._arena, self._pack)
-        self._pack_commands += commands
+        self._pack_later(checkpoint, names, commands)
         return matrix
+
+    def _pack_later(self, checkpoint: Checkpoint, names: Sequence[str], commands: list[Command]) -> None:
+        """All at once would have the whole file in memory beside what it is packed into."""
+        self._pack_commands += commands
+        self._unpacked += [(checkpoint, name) for name in names]
+        if sum(checkpoint.tensors[name].nbytes for checkpoint, name in self._unpacked) >= PACK_BYTES:
+            self._pack_now()
+
+    def _pack_now(self) -> None:
+        if self._pack_commands:
+            pool = ThreadPool(self._kernels["run_program"], self.threads, 64)
+            self._program.cells.update(dict.fromkeys(COUNTS, 0))
+            pool.load(self._pack_commands)
+            pool.run()
+            pool.close()
+        for checkpoint, name in self._unpacked:
+            checkpoint.release(name)
+        self._pack_commands, self._unpacked = [], []
 
     def _pack(self, type_name: str, args: Sequence[int], strips: int) -> Command:
         return Command(self._kernels[f"pack:{type_name}"], self._program.cells.constant(strips), False, args)
@@ -164,13 +184,7 @@ class CpuBackend(ExpertOperations):
         self._step = StepMemory(
             self.max_rows["tokens"], self.max_num_seqs, self._max_positions, spec, self.blueprint, self.threads
         )
-        if self._pack_commands:
-            pool = ThreadPool(self._kernels["run_program"], self.threads, 64)
-            self._program.cells.update(dict.fromkeys(COUNTS, 0))
-            pool.load(self._pack_commands)
-            pool.run()
-            pool.close()
-            self._pack_commands = []
+        self._pack_now()
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Keys in int8 with a scale, values in 16 bits or likewise."""
