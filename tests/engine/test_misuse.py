@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import sys
 import threading
 
 import pytest
@@ -35,8 +36,17 @@ def in_threads(*functions):
     return results
 
 
+@pytest.fixture
+def often_switched():
+    """Threads take over from each other in the middle of almost anything."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_threads_share_an_llm(make_llm, request, backend):
+def test_threads_share_an_llm(make_llm, request, backend, often_switched):
     llm = make_llm() if backend == "reference" else request.getfixturevalue("cpu_llm")
     alone = [llm.generate([prompt], GREEDY)[0].outputs[0] for prompt in PROMPTS]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,12 +216,14 @@ class LLM:
             with _progress(len(prompts)) if use_tqdm else nullcontext() as bar:
                 for transcript in transcripts:  # those behind have often finished when the turn comes to them
                     while not transcript.finished:
-                        result = self._step(transcript)
+                        with self._turn():
+                            result = self._step(transcript)
                         if bar and result:
                             bar.update(result.record, sum(transcript.finished for transcript in transcripts))
         finally:
             self._abort(transcripts)
-        return [transcript.output() for transcript in transcripts]
+        with self._turn():  # another thread may be at the end of the step that finished one of them
+            return [transcript.output() for transcript in transcripts]
 
     def _submit(
         self, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
@@ -246,16 +248,21 @@ class LLM:
             raise KeyboardInterrupt
         return transcript
 
-    def _step(self, transcript: Transcript) -> StepResult | None:
-        """One step of the engine, for all who have requests in it, unless another thread has finished this one."""
-        result = None
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The engine and all transcripts to oneself; Ctrl-C meanwhile is raised at the end."""
         with self._turns.take() as interrupt:
             self._drop_abandoned()
-            if not transcript.finished:
-                result = self.engine.step()
-                self._take(result)
+            yield
         if interrupt.requested:
             raise KeyboardInterrupt
+
+    def _step(self, transcript: Transcript) -> StepResult | None:
+        """One step of the engine, for all who have requests in it, unless another thread has finished this one."""
+        if transcript.finished:
+            return None
+        result = self.engine.step()
+        self._take(result)
         return result
 
     def _take(self, result: StepResult) -> None:
@@ -327,24 +334,29 @@ class _Stream(Iterator[StreamUpdate]):
 
     def __next__(self) -> StreamUpdate:
         transcript, llm = self._transcript, self._llm
-        if self._handed_over:
-            timeline = transcript.timeline
-            timeline.mark(IntervalKind.SEND, max(llm.engine.clock(), timeline.end))
         if self._interrupted:
             self._interrupted = False
             raise KeyboardInterrupt
-        if self._ended:
-            raise StopIteration
         try:
-            llm._step(transcript)
-        except KeyboardInterrupt:
-            self.close()
-            self._interrupted = True
+            with llm._turns.take() as interrupt:
+                llm._drop_abandoned()
+                if self._handed_over:
+                    timeline = transcript.timeline
+                    timeline.mark(IntervalKind.SEND, max(llm.engine.clock(), timeline.end))
+                over = self._ended
+                if not over:
+                    llm._step(transcript)
+                    if interrupt.requested and not transcript.finished:
+                        llm._end(transcript, FinishReason.ABORT)
+                    self._handed_over, self._ended = True, transcript.finished
+                    update = transcript.next_update()
         except BaseException:
             self.close()
             raise
-        self._handed_over, self._ended = True, transcript.finished
-        return transcript.next_update()
+        self._interrupted = interrupt.requested
+        if over:
+            raise StopIteration
+        return update
 
     def close(self) -> None:
         """Abort the request if it has not finished."""

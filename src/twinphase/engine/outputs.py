@@ -190,9 +190,9 @@ class Transcript:
 
     def end(self, reason: FinishReason, counts: RequestCounts | None) -> None:
         """The engine has let go of the request, of which it tells `counts`."""
-        self.finish_reason = reason if self.stop_string is None else FinishReason.STOP
         self.text += self._detokenizer.flush()
         self._counts = counts
+        self.finish_reason = reason if self.stop_string is None else FinishReason.STOP
 
     def counts(self) -> RequestCounts:
         """The request in numbers; what became of it is known once it has finished."""
