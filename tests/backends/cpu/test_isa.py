@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import llvmlite.binding as llvm
 import pytest
@@ -11,7 +12,8 @@ from llvmlite import ir
 
 from twinphase.backends.cpu import isa as isa_module
 from twinphase.backends.cpu.backend import CpuBackend
-from twinphase.backends.cpu.emit import I32, Emit, vector
+from twinphase.backends.cpu.emit import I32, Emit, Value, vector
+from twinphase.backends.cpu.formats import IQ4_VALUES
 from twinphase.backends.cpu.isa import ISAS, Isa, available_isas, baseline_cpu, choose_isa
 from twinphase.errors import InvalidRequestError
 
@@ -56,14 +58,14 @@ def test_what_is_not_here_is_refused(features: set[str], name: str, why: str) ->
     assert caught.value.fix == "Use one of: avx2, generic."
 
 
-def _assembly(isa: Isa, triple: str, cpu: str, features: str, signed: bool) -> str:
-    """Assembly of one `Emit.dot` of whole registers, compiled for another processor."""
+def _assembly(isa: Isa, triple: str, cpu: str, features: str, write: Callable[..., Value]) -> str:
+    """Assembly of one function of whole registers, (emit, three of them) -> register, for another processor."""
     module = ir.Module("dot")
     module.triple = triple
     ty = vector(I32, isa.lanes)
     function = ir.Function(module, ir.FunctionType(ty, [ty, ty, ty]), "dot")
     e = Emit(ir.IRBuilder(function.append_basic_block()), isa)
-    e.b.ret(e.dot(*function.args, signed=signed))
+    e.b.ret(write(e, *function.args))
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     parsed = llvm.parse_assembly(str(module))
@@ -88,14 +90,32 @@ X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 def test_dot_products_are_the_instruction(
     name: str, triple: str, cpu: str, features: str, instruction: str, signed: bool
 ) -> None:
-    lines = _assembly(ISAS[name], triple, cpu, features, signed).splitlines()
+    lines = _assembly(ISAS[name], triple, cpu, features, partial(Emit.dot, signed=signed)).splitlines()
+    assert sum(line.split()[:1] == [instruction] for line in lines) == 1
+    assert not any(line.split()[:1] in (["bl"], ["callq"]) for line in lines), "a library call"
+
+
+@pytest.mark.parametrize(
+    ("name", "triple", "cpu", "features", "instruction"),
+    (
+        ("avx512-bf16", X86, "znver4", "", "vpshufb"),
+        ("avx512-vnni", X86, "cascadelake", "", "vpshufb"),
+        ("avx2", X86, "haswell", "", "vpshufb"),
+        ("neon-dot", ARM, "generic", "+dotprod", "tbl"),
+    ),
+)
+def test_lookups_are_the_instruction(name: str, triple: str, cpu: str, features: str, instruction: str) -> None:
+    def write(e: Emit, codes: Value, *others: Value) -> Value:
+        return e.lookup(codes, [value + 128 for value in IQ4_VALUES])
+
+    lines = _assembly(ISAS[name], triple, cpu, features, write).splitlines()
     assert sum(line.split()[:1] == [instruction] for line in lines) == 1
     assert not any(line.split()[:1] in (["bl"], ["callq"]) for line in lines), "a library call"
 
 
 @pytest.mark.parametrize(("triple", "cpu"), ((X86, "x86-64"), (ARM, "generic")))
 def test_the_generic_path_compiles_for_any_processor(triple: str, cpu: str) -> None:
-    text = _assembly(ISAS["generic"], triple, cpu, "", signed=False)
+    text = _assembly(ISAS["generic"], triple, cpu, "", Emit.dot)
     assert "dot" in text and not any(word in text for word in ("vpdp", "sdot", "callq"))
 
 

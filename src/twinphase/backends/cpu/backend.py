@@ -15,7 +15,7 @@ from twinphase.backends.cpu.experts import ExpertOperations
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.operations import RopeTables
 from twinphase.backends.cpu.program import Buffer, Program
-from twinphase.backends.cpu.specs import check_heads, model_specs
+from twinphase.backends.cpu.specs import check_heads, model_specs, most_rows
 from twinphase.backends.cpu.step import COUNTS, StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
 from twinphase.backends.cpu.weights import (
@@ -98,9 +98,16 @@ class CpuBackend(ExpertOperations):
         """Compile the kernels this model needs and reserve memory for its weights.
 
         Raises:
+            InvalidRequestError: more rows in a step than kernels have tiles for.
             UnsupportedModelError: head sizes that the attention kernels do not cover, or a tensor type without one.
         """
         check_heads(blueprint)
+        most = most_rows(blueprint)
+        if self.max_rows["tokens"] > most:
+            raise InvalidRequestError(
+                f"max_num_batched_tokens is {self.max_rows['tokens']} with this model on the cpu backend.",
+                f"Use at most {most}.",
+            )
         self.blueprint, self._checkpoint = blueprint, checkpoint  # whose embedding stays where it is mapped
         self._max_positions = blueprint.context_length
         specs = model_specs(checkpoint, blueprint, self.kv_cache_dtype)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from twinphase.backends.cpu.formats import FORMATS
+from twinphase.backends.cpu.program_layout import TILE_BITS
+from twinphase.backends.cpu.tiling import GATE_PARTS, LOGIT_PARTS
 from twinphase.backends.cpu.weights import check_types
 from twinphase.blueprint import Blueprint, Rope
 from twinphase.errors import UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["attention_spec", "check_heads", "experts_spec", "linear_spec", "merge_spec", "model_specs", "rope_spec"]
+__all__ = [
+    "attention_spec",
+    "check_heads",
+    "experts_spec",
+    "linear_spec",
+    "merge_spec",
+    "model_specs",
+    "most_rows",
+    "rope_spec",
+]
 
 KINDS = ("q8", "f32")  # what an elementwise kernel writes for a linear layer to read
 
@@ -21,6 +32,14 @@ def check_heads(blueprint: Blueprint) -> None:
             f"Head size {head_dim} is not supported by the cpu backend.",
             "It must be a multiple of 16 up to 256, and all heads together of 32.",
         )
+
+
+def most_rows(blueprint: Blueprint) -> int:
+    """Rows that a step may have, so that no kernel has more tiles than a claim word can count."""
+    times = GATE_PARTS * (blueprint.experts.used if blueprint.experts else 1)
+    if blueprint.logit_scale != 1 or blueprint.logit_softcap:
+        times = max(times, LOGIT_PARTS)
+    return ((1 << TILE_BITS) - 1) // times
 
 
 def rope_spec(blueprint: Blueprint, rope: Rope | None, dtype: str) -> str:
