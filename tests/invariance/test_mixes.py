@@ -270,11 +270,18 @@ class Mixes(RuleBasedStateMachine):
         self.tally["compared after preemption"] += request.num_preemptions > 0
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "windowed": {"window": 40},
+    "mixture": {"experts": (6, 2)},
+}
+
+
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("models")
-    with own_cache(folder / "cache"):
-        yield write_tiny_gguf(folder / "tiny.gguf", vocab=VOCAB)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("models")
+    with own_cache(path / "cache"):
+        yield path
 
 
 COMPARED = {"compared": 101}
@@ -286,15 +293,18 @@ LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("num_mixes", "kv_cache_dtype", "least"),
+    ("num_mixes", "model", "kv_cache_dtype", "least"),
     (
-        (20, "auto", QUICK),
-        pytest.param(200, "auto", LONG, marks=pytest.mark.slow),
-        pytest.param(40, "int8", COMPARED, marks=pytest.mark.slow),
+        (20, "dense", "auto", QUICK),
+        pytest.param(200, "dense", "auto", LONG, marks=pytest.mark.slow),
+        pytest.param(40, "dense", "int8", COMPARED, marks=pytest.mark.slow),
+        pytest.param(200, "windowed", "auto", LONG, marks=pytest.mark.slow),
+        pytest.param(200, "mixture", "auto", LONG, marks=pytest.mark.slow),
     ),
 )
-def test_mixes(path: Path, num_mixes: int, kv_cache_dtype: str, least: dict[str, int]) -> None:
+def test_mixes(folder: Path, num_mixes: int, model: str, kv_cache_dtype: str, least: dict[str, int]) -> None:
     """`least` is what must have happened in all mixes together, so that the proof is not an empty one."""
+    path = write_tiny_gguf(folder / f"{model}.gguf", vocab=VOCAB, **MODELS[model])
     config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "kv_cache_dtype": kv_cache_dtype}
     tally, unattributed = Counter(), []
     alone = Alone(LoadedEngine(path, threads=1, **config))

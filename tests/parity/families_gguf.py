@@ -25,6 +25,9 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")  # llama.cpp loads such files too
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _add_feed_forward(writer, config, arch)
     _add_rope(writer, config, arch, head_dim)
