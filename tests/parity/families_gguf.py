@@ -35,6 +35,8 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         writer.add_sliding_window(window)
+        if arch == "exaone4":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     for name, info in checkpoint.tensors.items():
         values = checkpoint.raw(name).view(np.float32).reshape(info.shape)
         if arch in PERMUTED and name.endswith(("attn_q.weight", "attn_k.weight")):

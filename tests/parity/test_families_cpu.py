@@ -33,13 +33,15 @@ MIXTURES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where all models are, their kernels compiled together."""
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the models of the chosen tests are, their kernels compiled together."""
     path = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
+    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    chosen = {item.callspec.params["family"] for item in here}
+    for family in chosen:
         make_model(family).save_pretrained(path / family)
     with own_cache(path / "cache"):
-        compile_together(choose_isa(None).name, [partial(on_cpu, path / family) for family in FAMILIES])
+        compile_together(choose_isa(None).name, [partial(on_cpu, path / family) for family in chosen])
         yield path
 
 

@@ -62,6 +62,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),  # fmt: skip
     "olmo2": ("Olmo2", {}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 5, "sliding_window": 24, "sliding_window_pattern": 2}),
+    "exaone4-small": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3},
+    ),  # fmt: skip
     "granite": (
         "Granite",
         {

@@ -32,6 +32,7 @@ GGUF_FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
     "attention.scale": "attention_multiplier",
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
@@ -154,6 +155,9 @@ def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
     prefix = f"{checkpoint.architecture}."
     given = {k.removeprefix(prefix): v for k, v in checkpoint.metadata.items() if k.startswith(prefix)}
     fields = {GGUF_FIELDS[key]: value for key, value in given.items() if key in GGUF_FIELDS}
+    if isinstance(fields.get("sliding_window_pattern"), list):  # for each layer, whether it has the window
+        has = fields.pop("sliding_window_pattern")
+        fields["layer_types"] = ["sliding_attention" if here else "full_attention" for here in has]
     return fields | {"rope_scaling": _gguf_rope_scaling(given)}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from twinphase.blueprint import Blueprint
 from twinphase.errors import UnsupportedModelError
 from twinphase.models.architectures import (
+    exaone4,
     gemma,
     gemma2,
     gemma3,
@@ -44,6 +45,7 @@ _MODULES = (
     granite,
     smollm3,
     gpt_oss,
+    exaone4,
 )
 _MODEL_TYPES: dict[str, str] = {model_type: name for module in _MODULES for model_type, name in module.HF.items()}
 _DESCRIBE: dict[str, Callable[[Config], Blueprint]] = {}
