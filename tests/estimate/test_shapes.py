@@ -138,6 +138,7 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"model_type": "mamba"}, "mamba"),
+        ({"hidden_act": "gelu"}, "gelu"),
         ({"model_type": ["llama"]}, "model_type"),
     ],
 )

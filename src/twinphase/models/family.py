@@ -52,6 +52,7 @@ def llama_like(
         raise CheckpointError(f"{config.name}: {heads} heads do not divide by {kv_heads} KV heads ({field}).", FIX)
     if "ropes" not in differences:
         differences["ropes"] = (make_rope(config, size, permuted_in_gguf=permuted_in_gguf),) * layers
+    _check_activation(config, differences.get("activation", "silu"))
     mixture = differences.get("experts")
     if mixture is None and config.integer("num_experts", 0, least=0):
         raise UnsupportedModelError(f"{config.name} has experts, which {config.architecture} has not.", FIX)
@@ -69,6 +70,17 @@ def llama_like(
         tied=config.flag("tie_word_embeddings", tied),
         **{"windows": windows(config, windowed, window)} | differences,
     )
+
+
+def _check_activation(config: Config, activation: str) -> None:
+    """GGUF names none: there it follows from the architecture."""
+    named = config.fields.get("hidden_activation") or config.fields.get("hidden_act")
+    # Gemma's first files say gelu and mean the tanh form, as their class does.
+    known = ("gelu", "gelu_pytorch_tanh", "gelu_new") if activation == "gelu" else ("silu", "swish")
+    if named is not None and named not in known:
+        raise UnsupportedModelError(
+            f"{config.name} has the activation {str(named)[:40]!r}.", f"With {config.architecture} use {known[0]}."
+        )
 
 
 def windows(config: Config, windowed: Callable[[int], bool], default: int | None = None) -> tuple[int | None, ...]:
