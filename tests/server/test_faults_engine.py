@@ -211,7 +211,9 @@ def test_an_engine_that_stands_still_is_unhealthy_and_ended(monkeypatch):
     monkeypatch.setattr(service_module, "ProcessHost", FakeHost)
     host = FakeHost()
     service = Service(SimpleNamespace(failure=None), "m", ServerConfig(stall_timeout=2.0))
-    engine = service.engine = SimpleNamespace(is_running=True, num_unfinished=1, stats=None, host=host, progress=None)
+    engine = service.engine = SimpleNamespace(
+        is_running=True, num_unfinished=1, stats=None, host=host, progress=None, last_embedded=0.0
+    )
 
     def seen_at(now):
         service._watch_engine(engine, now)
