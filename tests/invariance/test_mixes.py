@@ -295,7 +295,7 @@ LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5
 @pytest.mark.parametrize(
     ("num_mixes", "model", "kv_cache_dtype", "least"),
     (
-        (20, "dense", "auto", QUICK),
+        (32, "dense", "auto", QUICK),
         pytest.param(200, "dense", "auto", LONG, marks=pytest.mark.slow),
         pytest.param(40, "dense", "int8", COMPARED, marks=pytest.mark.slow),
         pytest.param(200, "windowed", "auto", LONG, marks=pytest.mark.slow),
