@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from twinphase.backends.base import Array, EncoderBackend
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
+from twinphase.models.tensors import check_tensors
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.safetensors_header import strict_json
 
@@ -81,7 +82,7 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
     )
     if shape.hidden_size % shape.num_heads:
         raise CheckpointError(f"{config.name}: {shape.hidden_size} does not divide by {shape.num_heads} heads.", FIX)
-    _check_tensors(checkpoint, shape)
+    check_tensors(checkpoint, dict(_tensors(shape)))
     return shape
 
 
@@ -121,22 +122,6 @@ def _tensors(shape: BertShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name in norms:
         yield f"{name}.weight", (hidden,)
         yield f"{name}.bias", (hidden,)
-
-
-def _check_tensors(checkpoint: Checkpoint, shape: BertShape) -> None:
-    expected = dict(_tensors(shape))
-    for name in checkpoint.tensors:
-        if name not in expected:
-            raise UnsupportedModelError(
-                f"{checkpoint.path.name} has a tensor {name}, which bert does not use here.",
-                "Use a model without it: ignoring it would change the answers.",
-            )
-    for name, size in expected.items():
-        info = checkpoint.tensors.get(name)
-        if info is None:
-            raise CheckpointError(f"{checkpoint.path.name} has no tensor {name}.", FIX)
-        if info.shape != size:
-            raise CheckpointError(f"Tensor {name} has shape {info.shape}, expected {size}.", FIX)
 
 
 class Bert:

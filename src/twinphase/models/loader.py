@@ -13,7 +13,7 @@ from twinphase.models.bert import HF as ENCODERS
 from twinphase.models.bert import is_encoder
 from twinphase.models.config import Config
 from twinphase.models.decoder import Decoder
-from twinphase.models.tensors import check_tensors
+from twinphase.models.tensors import ROPE_TENSORS, check_tensors, model_tensors
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.safetensors import open_safetensors, read_folder_config
@@ -67,7 +67,7 @@ def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> 
             "Embed texts with it: LLM.embed, or `twinphase serve` and /v1/embeddings.",
         )
     blueprint = describe(Config.of(checkpoint, max_positions))
-    check_tensors(checkpoint, blueprint)
+    check_tensors(checkpoint, dict(model_tensors(blueprint)), ROPE_TENSORS)
     return blueprint
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from twinphase.blueprint import Blueprint
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["GATE_UP", "QKV", "check_tensors", "ffn_norm_name", "layer_tensors", "model_tensors"]
+__all__ = ["GATE_UP", "QKV", "ROPE_TENSORS", "check_tensors", "ffn_norm_name", "layer_tensors", "model_tensors"]
 
 Shape = tuple[int, ...]
 # By whether the checkpoint stores them as one matrix.
@@ -78,18 +78,17 @@ def model_tensors(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
         yield "output.weight", (blueprint.vocab_size, blueprint.hidden_size)
 
 
-def check_tensors(checkpoint: Checkpoint, blueprint: Blueprint) -> None:
-    """Check names and shapes before anything is allocated.
+def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Shape], passed_over: Collection[str] = ()) -> None:
+    """Check names and row-major shapes before anything is allocated; what is `passed_over` may be there or not.
 
     Raises:
         CheckpointError: names the first tensor that is missing or misshapen.
         UnsupportedModelError: names a tensor that would be ignored.
     """
-    expected = dict(model_tensors(blueprint))
     for name in checkpoint.tensors:
-        if name not in expected and name not in ROPE_TENSORS:
+        if name not in expected and name not in passed_over:
             raise UnsupportedModelError(
-                f"{checkpoint.path.name} has a tensor {name}, which {blueprint.architecture} does not use here.",
+                f"{checkpoint.path.name} has a tensor {name}, which {checkpoint.architecture} does not use here.",
                 "Use a model without it: ignoring it would change the answers.",
             )
     for name, shape in expected.items():
