@@ -60,6 +60,8 @@ def test_a_client_gone_in_mid_prefill_is_let_go_of_within_a_step(slow, stream, l
         with slow.paused():
             leave(client)
             until(lambda: slow.get("/health")[1]["running"] == 0)
+            # News of the last step may still be on its way to the server.
+            until(lambda: len({computed(slow, "prefill") for _ in range(10)}) == 1)
             at_leave = computed(slow, "prefill")
         slow.wait_until_idle()
         # The step that it stood still in, and the next if that one's news came first.
