@@ -25,12 +25,6 @@ from twinphase.weights.gguf_header import read_header
 from twinphase.weights.quant import FORMATS
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture(scope="module")
 def tiny_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf").read_bytes()

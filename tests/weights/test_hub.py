@@ -27,12 +27,6 @@ from twinphase.weights.storage import cache_root, storage_error, write_atomicall
 TAG = "1.0-py3-none-any.whl"
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package index that is a folder: pip runs as it does for users, and no network is there."""

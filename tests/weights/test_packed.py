@@ -21,17 +21,6 @@ INPUTS, OUTPUTS = 256, 24
 Tensors = dict[str, np.ndarray]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
-
-
 # AWQ and GPTQ -------------------------------------------------------------------------------------------------------
 
 

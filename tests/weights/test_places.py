@@ -29,13 +29,6 @@ from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import cached_model, list_models, pull_model, resolve_model
 from twinphase.weights.packages import KnownFile, canonical_packages, expand_packages, known_files
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 # Local folders ------------------------------------------------------------------------------------------------------
 
 

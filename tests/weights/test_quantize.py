@@ -18,18 +18,6 @@ from twinphase.weights.safetensors import open_safetensors
 HIDDEN = 256
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
-
-
 def weights(kind: str) -> np.ndarray:
     rng = np.random.default_rng(0)
     x = {

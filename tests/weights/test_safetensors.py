@@ -27,18 +27,6 @@ HIDDEN, FFN, EXPERTS = 32, 64, 3
 Tensors = dict[str, np.ndarray]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
-
-
 def random(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape, dtype=np.float32)
 
