@@ -22,12 +22,24 @@ MAY_IMPORT = {
     "models": {"backends.base", "weights"},
     "scheduler": {"cache"},
     "sampling": {"backends.base"},
+    "speculation": {"sampling", "phases.cost"},
     "phases": {"cache", "weights", "models", "backends.base"},
     # Takes values and reads no files: what `run --json` or a server wrote is read by `commands/explain_saved.py`, a
     # load's result.json by `bench/load/results.py`, and `commands/explain_source.py` chooses between them.
     "explain": {"phases", "backends.base"},
     "estimate": {"phases", "weights", "backends.base", "models"},
-    "engine": {"cache", "weights", "tokenizer", "backends", "models", "scheduler", "sampling", "phases", "explain"},
+    "engine": {
+        "cache",
+        "weights",
+        "tokenizer",
+        "backends",
+        "models",
+        "scheduler",
+        "sampling",
+        "speculation",
+        "phases",
+        "explain",
+    },
     "server": {"engine", "phases", "explain", "tokenizer", "terminal"},
     "bench": {
         "engine",

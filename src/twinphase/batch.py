@@ -84,7 +84,9 @@ def _attended(start: int, count: int, window: int | None) -> tuple[int, int, int
 class ScheduledRequest:
     """A request's share of one step: compute `token_ids` at positions `num_computed_tokens`, +1, ...
 
-    `samples` is true when the last scheduled token is the last known one, so that its logits give a new token.
+    `samples` is true when the last known token is among them, so that its logits give a new token. The last
+    `num_drafts` of them are guesses at what follows the last known token: the logits of each row tell whether the next
+    guess is right (`speculation/verify.py`), and what a wrong one left in the KV cache is overwritten.
     """
 
     request_id: str
@@ -99,10 +101,16 @@ class ScheduledRequest:
     most_computed_tokens: int = 0  # computed before a preemption: what lies below is recomputed
     constraint: Constraint | None = field(repr=False, default=None)
     num_cached_tokens: int = 0  # of the prompt
+    num_drafts: int = 0
 
     @property
     def num_scheduled_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows whose logits are wanted, the last ones: that of the last known token, and those of the drafts."""
+        return 1 + self.num_drafts if self.samples else 0
 
     @property
     def num_prefilled(self) -> int:
@@ -171,7 +179,7 @@ class TokenLogprobs:
 
 @dataclass
 class StepOutput:
-    """What a step produced: per request a list of new tokens (one today, several with speculation).
+    """What a step produced: per request a list of new tokens, one more than drafts that were right.
 
     A request of the batch that should have sampled and has no tokens failed; `errors` says why, in one line.
     `sampling_seconds` of the step went to choosing tokens. `computed_singly` where the executor failed on the whole

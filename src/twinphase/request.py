@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -246,6 +246,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when the most likely token is always taken."""
         return self.temperature == 0.0
+
+    def ends_at(self, token_id: int, num_output_tokens: int, eos_token_ids: Collection[int]) -> bool:
+        """Whether `token_id`, the output's `num_output_tokens`-th, ends the output."""
+        ends = (token_id in eos_token_ids and not self.ignore_eos) or token_id in (self.stop_token_ids or ())
+        return ends and num_output_tokens >= self.min_tokens
 
     @property
     def constrained(self) -> bool:

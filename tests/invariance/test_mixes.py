@@ -1,12 +1,13 @@
 """Random mixes of requests: each gets, bit for bit, the tokens and log probabilities that it gets alone.
 
 A state machine submits, aborts, preempts, evicts, fails and changes chunk sizes and the SLO between steps, on the real
-cpu backend. In the same runs no block leaks, every timeline partitions its request's life, and what nothing names
+cpu backend, while somebody guesses what comes next and is right or wrong. In the same runs no block leaks, every timeline partitions its request's life, and what nothing names
 stays below 1 %.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
+from twinphase.speculation.drafter import Drafter
 
 VOCAB = 320
 MOST_BLOCKS = 40
@@ -74,7 +76,41 @@ class Faulty:
         return self.executor.execute(batch)
 
 
-def make_engine(loaded: LoadedEngine, num_blocks: int, clock: Callable[[], float], **options: object) -> Engine:
+class Guesser:
+    """Drafts for the mixes: right ones, wrong ones, and right ones that go wrong, of any length."""
+
+    def __init__(self, right: Callable[[Request], Sequence[int]]) -> None:
+        """`right` tells a request's whole output."""
+        self.right, self.random = right, random.Random(0)
+        self.accepted = self.rejected = 0
+
+    def draft(self, requests: Sequence[Request]) -> dict[str, list[int]]:
+        return {request.request_id: self.guess(request) for request in requests}
+
+    def guess(self, request: Request) -> list[int]:
+        known, choose = len(request.output_token_ids), self.random
+        draft = list(self.right(request)[known : known + choose.choice([0, 1, 2, 7, 20])])
+        if choose.random() < 0.5:
+            draft[choose.randint(0, len(draft)) :] = [choose.randrange(VOCAB + 5) for _ in range(choose.randint(0, 5))]
+        return draft
+
+    def observe(self, batch: Batch, output: StepOutput) -> None:
+        for share in batch.scheduled:
+            accepted = max(0, len(output.token_ids.get(share.request_id, [])) - 1)
+            self.accepted += accepted
+            self.rejected += share.num_drafts - accepted
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
+
+def make_engine(
+    loaded: LoadedEngine,
+    num_blocks: int,
+    clock: Callable[[], float],
+    drafter: Drafter | None = None,
+    **options: object,
+) -> Engine:
     """A fresh engine on a loaded model; the KV of earlier ones lies in its blocks, and must not matter."""
     whole = loaded.engine
     cost_model = CostModel(starting_prices(whole.shape, None))
@@ -88,7 +124,8 @@ def make_engine(loaded: LoadedEngine, num_blocks: int, clock: Callable[[], float
         **options,
     )
     recorder = StepRecorder(whole.shape, cost_model, clock)
-    return Engine(scheduler, Faulty(whole.executor), recorder, shape=whole.shape, vocab_size=whole.vocab_size)
+    executor, sizes = Faulty(whole.executor), {"shape": whole.shape, "vocab_size": whole.vocab_size}
+    return Engine(scheduler, executor, recorder, **sizes, drafter=drafter)
 
 
 class Alone:
@@ -150,9 +187,15 @@ class Mixes(RuleBasedStateMachine):
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.ends: dict[str, float] = {}
 
-    @initialize(num_blocks=st.sampled_from([12, 16, MOST_BLOCKS]), policy=st.sampled_from(["fcfs", "priority"]))
-    def start(self, num_blocks: int, policy: str) -> None:
-        self.engine = make_engine(self.mixed, num_blocks, self.clock, policy=policy, max_num_batched_tokens=64)
+    @initialize(
+        num_blocks=st.sampled_from([12, 16, MOST_BLOCKS]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        guesses=st.sampled_from([True, True, False]),
+    )
+    def start(self, num_blocks: int, policy: str, guesses: bool) -> None:
+        self.guesser = Guesser(lambda request: self.alone(request.prompt_token_ids, request.sampling_params)[0])
+        options = {"policy": policy, "max_num_batched_tokens": 64, "drafter": self.guesser if guesses else None}
+        self.engine = make_engine(self.mixed, num_blocks, self.clock, **options)
         self.scheduler = self.engine.scheduler
         if num_blocks == 12:
             # Room for all at first, and for two at their ends: whatever a step takes, somebody has to go.
@@ -171,6 +214,7 @@ class Mixes(RuleBasedStateMachine):
         request = Request(name, prompt_token_ids, sampling_params, arrival_time=self.clock(), **wanted)
         self.timelines[name] = self.engine.add_request(request)
         self.requests[name], self.logprobs[name] = request, []
+        self.alone(prompt_token_ids, request.sampling_params)  # now, so that it is not in the middle of a step
 
     @rule(count=st.sampled_from([1, 2, 20]))
     def step(self, count: int) -> None:
@@ -241,6 +285,8 @@ class Mixes(RuleBasedStateMachine):
             self.one_step()
         assert self.scheduler.kv_cache.pool.num_held == 0
         assert not self.engine.timelines
+        self.tally["accepted drafts"] += self.guesser.accepted
+        self.tally["rejected drafts"] += self.guesser.rejected
         self.tally["recomputed tokens"] += self.scheduler.num_recomputed_tokens
         for name, request in self.requests.items():
             self.check_time(name)
@@ -286,6 +332,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 COMPARED = {"compared": 101}
 QUICK = {"compared": 50, "compared after a hit": 5, "mixed steps": 50, "forced preemptions": 1}
+QUICK |= {"accepted drafts": 500, "rejected drafts": 500}
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {"compared": 1000, "compared after a hit": 300, "compared after preemption": 50, "mixed steps": 1000}
 LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5, "failures": 5}

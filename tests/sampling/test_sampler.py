@@ -6,7 +6,8 @@ from numpy.testing import assert_allclose
 
 from twinphase.batch import Batch, Phase, ScheduledRequest
 from twinphase.request import SamplingParams
-from twinphase.sampling.sampler import NonFiniteLogitsError, draw, sample, sample_row, token_logprobs
+from twinphase.sampling.sampler import NonFiniteLogitsError, draw, sample_row, token_logprobs
+from twinphase.speculation.verify import sample
 
 INF, NAN = np.inf, np.nan
 

@@ -21,8 +21,9 @@ from twinphase.batch import Batch, Phase, ScheduledRequest
 from twinphase.errors import InvalidRequestError
 from twinphase.request import MAX_JSON_DEPTH, SamplingParams, StructuredOutputsParams
 from twinphase.sampling import structured
-from twinphase.sampling.sampler import sample, sample_row
+from twinphase.sampling.sampler import sample_row
 from twinphase.sampling.structured import ConstraintError, GrammarCompiler
+from twinphase.speculation.verify import sample
 
 CONTROL = [b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>", b"<tool>"]
 WORDS = [

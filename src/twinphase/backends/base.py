@@ -51,7 +51,9 @@ class StepInputs:
         slot_mapping: int64 [num_tokens], block_id * block_size + offset where the row's KV goes.
         query_start: int32 [num_seqs + 1], first row of each sequence.
         block_tables: int32 [num_seqs, max_blocks], block ids of each sequence, padded with 0.
-        num_decodes: sequences that decode; they come first.
+        num_decodes: sequences that decode; they come first. A decode has one row, or 1 + k rows where k drafts are
+            verified: rows `query_start[s]` .. `query_start[s + 1] - 1` belong together, at consecutive positions of one
+            sequence, and share its row of `block_tables`. Row i attends to `context_lens[s] - k + i` tokens.
         logit_rows: int32 [num_logits], rows whose logits are wanted.
     """
 

@@ -125,6 +125,12 @@ class KVCacheManager:
             request.block_ids += self.pool.allocate(missing)
         return True
 
+    def give_back(self, request: Request) -> None:
+        """Free the blocks behind those of the computed tokens: drafts that came to nothing had them."""
+        kept = self.blocks_for(request.num_computed_tokens)
+        self.pool.release(request.block_ids[kept:])
+        del request.block_ids[kept:]
+
     def keep_computed(self, request: Request, before: int) -> None:
         """Make the blocks findable that became full since `before` tokens were computed."""
         if self.enable_prefix_caching:

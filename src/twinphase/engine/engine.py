@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
-from twinphase.batch import Batch, StepOutput
+from twinphase.batch import Batch, Phase, StepOutput
 from twinphase.engine.checks import check_id, unknown_request
 from twinphase.engine.executor import Executor
 from twinphase.engine.recorder import StepRecorder
@@ -19,7 +20,9 @@ from twinphase.phases.timeline import RequestTimeline, StepRecord
 from twinphase.phases.work import ModelShape
 from twinphase.request import FinishReason, Request
 from twinphase.sampling.rng import derive_seed
+from twinphase.scheduler.phase import phase_of
 from twinphase.scheduler.scheduler import Scheduler
+from twinphase.speculation.drafter import Drafter
 
 __all__ = ["Engine", "StepResult"]
 
@@ -46,6 +49,7 @@ class Engine:
         shape: ModelShape,
         vocab_size: int,
         seed: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -53,6 +57,7 @@ class Engine:
         self.shape = shape
         self.vocab_size = vocab_size
         self.seed = seed
+        self.drafter = drafter
         self._num_seedless = 0
 
     @property
@@ -105,17 +110,24 @@ class Engine:
     def step(self) -> StepResult:
         """Schedule, execute, commit. Needs `has_work`."""
         self.recorder.step_begins()
-        batch = self.scheduler.schedule()
-        output = self.recorder.execute(self._execute, batch)
+        drafts = self._draft() if self.drafter else {}
+        batch = self.scheduler.schedule(drafts)
+        output = self.recorder.execute(self._execute, batch, drafts)
+        if self.drafter:
+            self.drafter.observe(batch, output)
         finished = self.scheduler.commit(batch, output)
+        for request in finished:
+            self._forget(request)
         record = self.recorder.step_ends(batch, output, finished, running=bool(self.scheduler.running))
         return StepResult(batch, output, finished, record)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request between steps, such as at a stop string; unknown and finished ones are left alone."""
-        if self.scheduler.get(request_id) is not None:
+        request = self.scheduler.get(request_id)
+        if request is not None:
             self.scheduler.finish(request_id, reason)
             self.recorder.request_finished(request_id, reason)
+            self._forget(request)
 
     def abort(self, request_id: str) -> None:
         """End a request at its user's wish; its blocks are free at once.
@@ -126,6 +138,18 @@ class Engine:
         if self.scheduler.get(request_id) is None:
             raise unknown_request(request_id)
         self.finish(request_id, FinishReason.ABORT)
+
+    def _draft(self) -> dict[str, list[int]]:
+        """The drafter's guesses for the requests that decode next, up to the first that is no token."""
+        assert self.drafter is not None
+        decoding = [request for request in self.scheduler.running if phase_of(request) is Phase.DECODE]
+        drafts = self.drafter.draft(decoding) if decoding else {}
+        tokens = range(self.vocab_size)
+        return {name: list(takewhile(tokens.__contains__, draft)) for name, draft in drafts.items()}
+
+    def _forget(self, request: Request) -> None:
+        if self.drafter:
+            self.drafter.forget(request)
 
     def _execute(self, batch: Batch) -> StepOutput:
         """Compute a batch; if that fails, its shares one by one, so that the one at fault fails alone.

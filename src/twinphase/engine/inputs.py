@@ -20,15 +20,14 @@ def build(batch: Batch, block_size: int) -> StepInputs:
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    query_start, logit_rows = [0], []
+    query_start, logit_rows = [0], list[int]()
     for share in shares:
         token_ids += share.token_ids
         here = range(share.num_computed_tokens, share.num_computed_tokens + share.num_scheduled_tokens)
         positions += here
         slots += [share.block_ids[p // block_size] * block_size + p % block_size for p in here]
         query_start.append(len(token_ids))
-        if share.samples:
-            logit_rows.append(len(token_ids) - 1)
+        logit_rows += range(len(token_ids) - share.num_logits, len(token_ids))
 
     used = [positions[end - 1] // block_size + 1 for end in query_start[1:]]  # blocks up to the last computed token
     block_tables = np.zeros((len(shares), max(used)), np.int32)

@@ -6,7 +6,7 @@ The engine decides and computes the same without it. Not for how a step's time d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from twinphase.batch import Batch, StepOutput
 from twinphase.engine.cpu_wait import thread_cpu_wait
@@ -59,14 +59,19 @@ class StepRecorder:
     def step_begins(self) -> None:
         self._start = self.clock()
 
-    def execute(self, compute: Callable[[Batch], StepOutput], batch: Batch) -> StepOutput:
-        """What `compute` makes of the batch; logged now, since the batch's lists change with the commit."""
+    def execute(
+        self, compute: Callable[[Batch], StepOutput], batch: Batch, drafts: Mapping[str, Sequence[int]]
+    ) -> StepOutput:
+        """What `compute` makes of the batch; logged now, since the batch's lists change with the commit.
+
+        `drafts` are those that the batch was scheduled with.
+        """
         start, waited = self.clock(), self.cpu_wait()
         output = compute(batch)
         self._waited = self.cpu_wait() - waited
         self._executed = self.clock() - start
         if self.trace:
-            self.trace.step(batch, output)
+            self.trace.step(drafts, batch, output)
         return output
 
     def step_ends(self, batch: Batch, output: StepOutput, finished: list[Request], *, running: bool) -> StepRecord:

@@ -9,7 +9,7 @@ from twinphase.backends.base import Backend
 from twinphase.batch import Batch, StepOutput
 from twinphase.engine.inputs import build
 from twinphase.models.decoder import Decoder
-from twinphase.sampling.sampler import sample
+from twinphase.speculation.verify import sample
 
 __all__ = ["Runner"]
 

@@ -7,7 +7,7 @@ changed its mind.
     header    the scheduler's settings and the prices the cost model started from
     add       a request: prompt, sampling values, priority, salt
     finish    an abort, or a stop string that the front end found
-    step      the decision (`decision`) and the tokens that came of it
+    step      the drafts there were, the decision (`decision`) and the tokens that came of it
     observe   what the step took, from which the cost model learns
 
 Prompts are in the log: treat it as you treat them.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -32,21 +32,22 @@ from twinphase.scheduler.scheduler import Scheduler
 
 __all__ = ["Replay", "TraceWriter", "decision", "replay", "trace_header"]
 
-VERSION = 2
+VERSION = 3
+Drafts = Mapping[str, Sequence[int]]
 
 
 def decision(batch: Batch) -> dict[str, Any]:
     """Everything the scheduler decided in a step, as plain values."""
     return {
-        "decodes": [[s.request_id, s.num_computed_tokens, s.block_ids[:]] for s in batch.decodes],
+        "decodes": [[s.request_id, s.num_computed_tokens, s.num_drafts, s.block_ids[:]] for s in batch.decodes],
         "prefills": [[s.request_id, s.num_computed_tokens, len(s.token_ids), s.block_ids[:]] for s in batch.prefills],
         "preempted": list(batch.preempted),
         "held_back": batch.held_back,
     }
 
 
-def _step(batch: Batch, output: StepOutput) -> dict[str, Any]:
-    return {**decision(batch), "token_ids": output.token_ids, "errors": output.errors}
+def _step(drafts: Drafts, batch: Batch, output: StepOutput) -> dict[str, Any]:
+    return {"drafts": drafts, **decision(batch), "token_ids": output.token_ids, "errors": output.errors}
 
 
 def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
@@ -93,8 +94,8 @@ class TraceWriter:
     def finish(self, request_id: str, reason: FinishReason) -> None:
         self._write("finish", {"request_id": request_id, "reason": reason.value})
 
-    def step(self, batch: Batch, output: StepOutput) -> None:
-        self._write("step", _step(batch, output))
+    def step(self, drafts: Drafts, batch: Batch, output: StepOutput) -> None:
+        self._write("step", _step(drafts, batch, output))
 
     def observe(self, seconds: float, gap: float) -> None:
         """What the step took, and what went by before it; Python writes floats so that they read back the same."""
@@ -172,8 +173,9 @@ class _Replaying:
         elif kind == "observe":
             self._cost_model.observe(self._work, event["seconds"], event["gap"])
         elif kind == "step":
-            batch, output = scheduler.schedule(), StepOutput(token_ids=event["token_ids"], errors=event["errors"])
-            line = _line({"event": "step", **_step(batch, output)})  # before the commit changes the batch's lists
+            drafts, output = event["drafts"], StepOutput(token_ids=event["token_ids"], errors=event["errors"])
+            batch = scheduler.schedule(drafts)
+            line = _line({"event": "step", **_step(drafts, batch, output)})  # the commit changes the batch's lists
             self._work = batch.work
             scheduler.commit(batch, output)
             self.num_steps += 1

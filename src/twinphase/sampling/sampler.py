@@ -1,18 +1,18 @@
-"""Chooses the next token of each request whose logits a step computed.
+"""Chooses the next token of a request from one row of logits.
 
-Works on host logits, one row at a time, and holds no state: what a request draws depends on its own row, its own
-tokens, its constraint, its seed and the position, never on the batch. Not for stopping (scheduler) nor for text.
+Works on host logits and holds no state: what a request draws depends on its own row, its own tokens, its constraint,
+its seed and the position, never on the batch. Not for drafts (`speculation/verify.py`), stopping (scheduler) nor text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.batch import Batch, ScheduledRequest, StepOutput, TokenLogprobs
+from twinphase.batch import ScheduledRequest, TokenLogprobs
 from twinphase.request import SamplingParams
 from twinphase.sampling.logit_filters import candidates, log_normalizer, process, threshold
 from twinphase.sampling.rng import uniform
@@ -22,7 +22,6 @@ __all__ = [
     "ConstraintError",
     "NonFiniteLogitsError",
     "draw",
-    "sample",
     "sample_row",
     "token_logprobs",
 ]
@@ -42,41 +41,12 @@ class NonFiniteLogitsError(ArithmeticError):
     """A row of logits has no finite maximum; it fails its own request only."""
 
 
-def sample(logits: F32, batch: Batch, eos_token_ids: Collection[int]) -> StepOutput:
-    """Sample each request of `batch` that wants a token.
-
-    Args:
-        logits: float32 [num_logits, vocab_size], rows in the batch's order; read, never written.
-        batch: the step.
-        eos_token_ids: tokens that `min_tokens` holds back.
-
-    Returns:
-        One token a sampling request. One that cannot be sampled, such as from logits that are not finite, has its
-        reason in `errors` instead: it alone fails.
-    """
-    output = StepOutput()
-    rows = (share for share in batch.scheduled if share.samples)
-    for row, share in zip(logits, rows, strict=True):
-        try:
-            token_id = sample_row(row, share, eos_token_ids)
-            num_top = share.sampling_params.logprobs
-            logprobs = None if num_top is None else [token_logprobs(row, token_id, num_top)]
-        except (NonFiniteLogitsError, ConstraintError) as error:
-            output.errors[share.request_id] = str(error)
-            continue
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # whatever one request's values did, even a panic: the others get their tokens
-            output.errors[share.request_id] = f"Sampling failed: {type(error).__name__}: {error}"
-            continue
-        output.token_ids[share.request_id] = [token_id]
-        if logprobs is not None:
-            output.logprobs[share.request_id] = logprobs
-    return output
-
-
-def sample_row(logits: F32, share: ScheduledRequest, eos_token_ids: Collection[int]) -> int:
+def sample_row(
+    logits: F32, share: ScheduledRequest, eos_token_ids: Collection[int], accepted: Sequence[int] = ()
+) -> int:
     """The next token of one request; ties of the greedy choice go to the lowest id.
+
+    `accepted` are the drafts before this row, known by now to be the output's next tokens.
 
     Raises:
         NonFiniteLogitsError: the largest logit is NaN or infinite, before or after processing.
@@ -84,14 +54,16 @@ def sample_row(logits: F32, share: ScheduledRequest, eos_token_ids: Collection[i
     """
     params = share.sampling_params
     best = _argmax(logits)
-    processed = process(logits, params, share.prompt_token_ids, share.output_token_ids, eos_token_ids)
+    output = [*share.output_token_ids, *accepted] if accepted else share.output_token_ids
+    processed = process(logits, params, share.prompt_token_ids, output, eos_token_ids)
     if share.constraint is not None:  # last, so that nothing lifts what it forbids
-        processed = share.constraint.restrict(processed, share.output_token_ids)
+        processed = share.constraint.restrict(processed, output)
     if processed is not logits:
         best = _argmax(processed)
     if params.temperature < _GREEDY_BELOW:
         return best
-    return draw(processed, params, share.num_computed_tokens + share.num_scheduled_tokens)
+    known = share.num_computed_tokens + share.num_scheduled_tokens - share.num_drafts
+    return draw(processed, params, known + len(accepted))
 
 
 def draw(logits: F32, params: SamplingParams, position: int) -> int:

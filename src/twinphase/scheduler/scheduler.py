@@ -7,14 +7,15 @@ the calls replays to the same decisions (`engine/trace.py`).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.errors import CacheCapacityError, InvalidRequestError
 from twinphase.request import FinishReason, Request, RequestStatus
 from twinphase.scheduler.chunk import ChunkBudget, StepTimes
-from twinphase.scheduler.decode import schedule_decodes
+from twinphase.scheduler.decode import fit_drafts, schedule_decodes, with_drafts
 from twinphase.scheduler.phase import give_tokens
 from twinphase.scheduler.policy import policy_key
 from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
@@ -110,8 +111,12 @@ class Scheduler:
         self._requests[request.request_id] = request
         insort(self.waiting, request, key=self._key)
 
-    def schedule(self) -> Batch:
-        """The next step's work: decodes first, then prefill chunks of running requests and of those that are let in."""
+    def schedule(self, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})) -> Batch:
+        """The next step's work: decodes first, then prefill chunks of running requests and of those that are let in.
+
+        `drafts` are guesses at what follows the last known tokens, by request. A request that does not decode in this
+        step gets none of its own verified; for the others see `scheduler/decode.py`.
+        """
         preempted: list[str] = []
 
         def preempt(request: Request) -> None:
@@ -120,6 +125,9 @@ class Scheduler:
 
         decodes = schedule_decodes(self.running, self.kv_cache, preempt)
         tokens = max(0, self.max_num_batched_tokens - len(decodes))
+        if drafts:  # half of the rest at most, so that prompts go on
+            decodes = with_drafts(decodes, drafts, tokens // 2, self._longest_draft)
+            tokens -= sum(share.num_drafts for share in decodes)
         budget = ChunkBudget(
             tokens,
             Batch(decodes, [], window=self.window).decode_work,
@@ -139,6 +147,7 @@ class Scheduler:
 
         schedule_prefills(self.running, self.kv_cache, budget, prefills, let_in, computing)
         let_in()
+        fit_drafts(decodes, self.get, self.kv_cache)
         return Batch(decodes, prefills, tuple(preempted), held_back if self.waiting else None, self.window)
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Request]:
@@ -152,15 +161,19 @@ class Scheduler:
             request = self._requests.get(share.request_id)
             if request is None:
                 continue
-            before = request.num_computed_tokens
-            request.num_computed_tokens += len(share.token_ids)
+            before, known = request.num_computed_tokens, request.num_tokens
+            reason = self._append(request, output.token_ids.get(share.request_id, [])) if share.samples else None
+            # Behind the first draft that was wrong, other tokens than the request's were computed.
+            wrong = share.num_drafts - min(share.num_drafts, max(0, request.num_tokens - known - 1))
+            request.num_computed_tokens += len(share.token_ids) - wrong
             if request.num_preemptions:
                 again = max(0, min(request.num_computed_tokens, request.most_computed_tokens) - before)
                 request.num_recomputed_tokens += again
                 self.num_recomputed_tokens += again
             if share.request_id not in output.errors:  # what failed may never have been computed: nobody may find it
                 self.kv_cache.keep_computed(request, before)
-            reason = self._append(request, output.token_ids.get(share.request_id, [])) if share.samples else None
+            if wrong:
+                self.kv_cache.give_back(request)
             if share.request_id in output.errors:
                 reason, request.error = FinishReason.ERROR, output.errors[share.request_id]
             if reason is not None:
@@ -180,6 +193,11 @@ class Scheduler:
         if max_tokens is not None:
             return min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
         return min(self.max_model_len, self.kv_cache.pool.num_blocks * self.kv_cache.block_size + 1)
+
+    def _longest_draft(self, share: ScheduledRequest) -> int:
+        """Drafted tokens that a request could still use: its last token is sampled behind them."""
+        request = self._requests[share.request_id]
+        return self.max_tokens_total(request) - request.num_tokens - 1
 
     def check_integrity(self) -> None:
         """Prove that free + held + cached blocks are all, and that lists and statuses agree (AssertionError if not)."""
@@ -253,12 +271,9 @@ class Scheduler:
         """Append sampled tokens up to the one that ends the request; returns why it ended, if it did."""
         if not token_ids:
             return FinishReason.ERROR
-        params = request.sampling_params
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
-            if len(request.output_token_ids) >= params.min_tokens and (
-                (token_id in self.eos_token_ids and not params.ignore_eos) or token_id in (params.stop_token_ids or ())
-            ):
+            if request.sampling_params.ends_at(token_id, len(request.output_token_ids), self.eos_token_ids):
                 return FinishReason.STOP
             if request.num_tokens >= self.max_tokens_total(request):
                 return FinishReason.LENGTH

@@ -23,7 +23,7 @@ class StepMemory:
     """Fixed arrays for the inputs of a step, its int8 queries and decode's partial results.
 
     Nothing here grows with the whole cache: a sequence's blocks are bounded by the positions a model was loaded for,
-    partial results by the few sequences whose tiles are spread over several units.
+    partial results by the few rows whose tiles are spread over several units.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class StepMemory:
         heads, shares = blueprint.num_heads, UNITS_PER_THREAD * threads
         self.queries = [aligned(max_tokens * heads * blueprint.head_dim, np.int8),
                         aligned(max_tokens * heads, np.float32), aligned(max_tokens * heads, np.int32)]  # fmt: skip
-        # Pieces of spread sequences: each has at least one share's tiles, but for its last piece.
+        # Pieces of spread rows: each has at least one share's tiles, but for its last piece.
         # One more, since decode looks one unit ahead.
-        self.decode_units = aligned((max_seqs * blueprint.num_kv_heads + 2 * shares + 1) * UNIT, np.int32).reshape(
+        self.decode_units = aligned((max_tokens * blueprint.num_kv_heads + 2 * shares + 1) * UNIT, np.int32).reshape(
             -1, UNIT
         )
         most_units = (max_tokens // query_tile_tokens(self._group) + max_seqs + 1) * blueprint.num_kv_heads
         self.prefill_units = aligned(most_units * UNIT, np.int32).reshape(-1, UNIT)
-        # A spread sequence has more than a share's tiles in each KV head, so that fewer heads than shares are spread.
+        # A spread row has more than a share's tiles in each KV head, so that fewer heads than shares are spread.
         # Pages are taken when first written: an upper bound costs nothing.
-        spread = min(shares, max_seqs * blueprint.num_kv_heads)
+        spread = min(shares, max_tokens * blueprint.num_kv_heads)
         self.merges = aligned(spread * MERGE, np.int32).reshape(-1, MERGE)
         count = spread * -(-max_positions // TILE) * padded_group(self._group)
         self.partials = aligned(count * (16 + blueprint.head_dim), np.float32)
@@ -80,18 +80,23 @@ class StepMemory:
                 raise ValueError(f"a sequence has {longest} tokens; there is room for {width * self._block_size}")
         self.block_tables[:sequences, :width] = inputs.block_tables[:, :width]
         starts = inputs.query_start.tolist()
-        decodes = 0  # leading sequences with a single row: decode's kernel, row number = sequence number
+        decodes = inputs.num_decodes  # and leading chunks of a single row: decode's kernel suits them too
         while decodes < sequences and starts[decodes + 1] - starts[decodes] == 1:
             decodes += 1
-        units, merges = self._decode_units(inputs.context_lens[:decodes])
+        owners = np.repeat(np.arange(decodes), np.diff(inputs.query_start[: decodes + 1]))
+        units, merges = self._decode_units(owners, inputs.positions[: len(owners)] + 1)
         prefills = self._prefill_units(decodes, starts, inputs.positions)
         return dict(zip(COUNTS, (tokens, logits, units, merges, prefills), strict=True))
 
-    def _decode_units(self, contexts: Ints) -> tuple[int, int]:
-        """Share out the decoding sequences' KV tiles; returns the number of units and of sequences to merge.
+    def _decode_units(self, owners: NDArray[np.int64], contexts: Ints) -> tuple[int, int]:
+        """Share out the KV tiles of the decoding rows; returns the number of units and of rows to merge.
 
-        A unit takes all tiles of one sequence and KV head, and merges them itself. Only a sequence with more tiles
-        than a fair share is cut, so that few long sequences still feed all threads; its pieces leave partial results.
+        A unit takes all tiles of one row and KV head, and merges them itself. Only a row with more tiles than a fair
+        share is cut, so that few long sequences still feed all threads; its pieces leave partial results.
+
+        Args:
+            owners: each row's sequence; the rows of one adjoin, and each sees one token more than the row before.
+            contexts: tokens that each row attends to.
         """
         if not len(contexts):
             return 0, 0
@@ -104,20 +109,20 @@ class StepMemory:
         if count:
             units = self.decode_units[:count].reshape(-1, kv_heads, UNIT)
             units[:] = 0
-            units[:, :, 0] = units[:, :, 2] = whole[:, None]
+            units[:, :, 0], units[:, :, 2] = owners[whole, None], whole[:, None]
             units[:, :, 1] = np.arange(kv_heads)
             units[:, :, 3] = contexts[whole, None]
             units[:, :, 5] = tiles[whole, None]
         if len(whole) == len(contexts):
             return count, 0
         rows, merges, base = [], [], 0
-        for sequence in np.flatnonzero(spread).tolist():
-            context, end = int(contexts[sequence]), int(tiles[sequence])
-            merges.append((sequence, end, base, context))
+        for row in np.flatnonzero(spread).tolist():
+            sequence, context, end = int(owners[row]), int(contexts[row]), int(tiles[row])
+            merges.append((row, end, base, context))
             for kv_head in range(kv_heads):
                 for first in range(0, end, share):
                     last = min(end, first + share)
-                    rows.append((sequence, kv_head, sequence, context, first, last, 1, base + kv_head * end))
+                    rows.append((sequence, kv_head, row, context, first, last, 1, base + kv_head * end))
             base += end * kv_heads
         self.decode_units[count : count + len(rows)] = rows
         self.merges[: len(merges)] = merges
