@@ -15,6 +15,7 @@ __all__ = [
     "EngineDeadError",
     "EngineUnavailableError",
     "InvalidRequestError",
+    "KVFrameError",
     "ModelNotFoundError",
     "OutOfMemoryError",
     "OverloadedError",
@@ -119,6 +120,10 @@ class OutOfMemoryError(TwinphaseError):
 
     http_status = 507
     exit_code = 9
+
+
+class KVFrameError(TwinphaseError):
+    """A KV block from elsewhere that another model, version or instruction-set path computed, or a part of one."""
 
 
 class CacheFullError(TwinphaseError):

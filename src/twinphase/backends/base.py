@@ -126,6 +126,21 @@ class Backend(Protocol):
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Bytes of one token in the allocated cache, over all layers; or in one of another of `kv_cache_dtypes`."""
 
+    @property
+    def kv_fingerprint(self) -> str:
+        """What the bits of a block of the allocated cache depend on besides its tokens; see `kv_frames`."""
+
+    # Between two steps: blocks in a form that another backend with the same fingerprint can use.
+    def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """A frame for each block: the fingerprint, then its keys and values of every layer."""
+
+    def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+        """Put what `read_blocks` gave into these blocks; nothing is written if a frame is refused.
+
+        Raises:
+            KVFrameError: a frame of another fingerprint, or of another length.
+        """
+
     # One step.
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
         """Run `forward` on `inputs`; float32 logits [num_logits, vocab_size], valid until the next call."""

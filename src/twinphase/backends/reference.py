@@ -7,12 +7,14 @@ between it and a textbook implementation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, Units
 from twinphase.backends.device import MeasuredRates
+from twinphase.backends.kv_frames import kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.weights.checkpoint import Checkpoint
@@ -32,7 +34,7 @@ class ReferenceBackend:
 
     def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Nothing but to remember what the model is made of."""
-        self.blueprint = blueprint
+        self.blueprint, self._checkpoint = blueprint, checkpoint
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> F32:
         """Dequantized weights, float32 [outputs, inputs]."""
@@ -68,6 +70,29 @@ class ReferenceBackend:
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """2 L H_kv d b, with b = 4."""
         return 2 * self.kv_spec.num_layers * self.kv_spec.num_kv_heads * self.kv_spec.head_dim * 4
+
+    @cached_property
+    def kv_fingerprint(self) -> str:
+        """See `Backend`; NumPy's version stands for the order in which its products add."""
+        facts = {"backend": self.name, "numpy": np.__version__, "kv_cache_dtype": "float32"}
+        return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Keys and values, float32 [2, layers, block_size, kv_heads, head_dim] each."""
+        both = np.stack([self._blocks(array)[:, list(block_ids)] for array in self.kv_memory])
+        return pack_frames(self.kv_fingerprint, np.moveaxis(both, 2, 0).reshape(len(block_ids), -1).view(np.uint8))
+
+    def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+        """See `Backend`."""
+        nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
+        blocks = unpack_frames(self.kv_fingerprint, frames, nbytes).view(np.float32)
+        for array, part in zip(self.kv_memory, np.split(blocks, 2, axis=1), strict=True):
+            view = self._blocks(array)
+            view[:, list(block_ids)] = np.moveaxis(part.reshape(-1, len(view), *view.shape[2:]), 0, 1)
+
+    def _blocks(self, array: F32) -> F32:
+        """The view [layers, blocks, block_size, kv_heads, head_dim] of keys or values."""
+        return array.reshape(len(array), -1, self.kv_spec.block_size, *array.shape[2:])
 
     def execute(self, forward: Forward, inputs: StepInputs) -> F32:
         """Run the forward pass operation by operation."""

@@ -73,7 +73,7 @@ class LoadedEngine:
         self.backend = backend = make_backend(self.config, compile_progress)
         loaded = load_model(self.checkpoint, backend, self.config.max_model_len, load_progress)
         costs, eos = model_shape(self.checkpoint, b), self.text.tokenizer.eos_token_ids
-        self.engine = make_engine(self.config, loaded, backend, costs, eos, self.checkpoint.fingerprint)
+        self.engine = make_engine(self.config, loaded, backend, costs, eos)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """As `ModelText.encode`, for the longest prompt of this engine."""
@@ -162,7 +162,6 @@ def make_engine(
     backend: Backend,
     shape: ModelShape,
     eos_token_ids: frozenset[int],
-    fingerprint: str = "",
 ) -> Engine:
     """Allocate the KV cache of a `backend` that has `model`, and put an engine together. `config` is resolved."""
     if config.max_model_len is None or config.num_kv_blocks is None:
@@ -177,13 +176,12 @@ def make_engine(
     backend.allocate_kv_cache(spec)
     shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
     cost_model = CostModel(starting_prices(shape, measured_ceilings(config)), shape.windowed_share)
-    content = f"{fingerprint}|{backend.name}|{device_of(config).isa}|{config.kv_cache_dtype}".encode()
     scheduler = Scheduler(
         KVCacheManager(
             config.num_kv_blocks,
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
-            fingerprint=content,
+            fingerprint=backend.kv_fingerprint.encode(),
         ),
         max_model_len=config.max_model_len,
         eos_token_ids=eos_token_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
 from twinphase.backends.cpu import kv_layout
-from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
+from twinphase.backends.cpu.compiler import compile_kernels, kernel_digest, load_kernels
 from twinphase.backends.cpu.experts import ExpertOperations
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.operations import RopeTables
@@ -28,6 +29,7 @@ from twinphase.backends.cpu.weights import (
     load_matrix,
     vector_of,
 )
+from twinphase.backends.kv_frames import kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.blueprint import Blueprint, Rope
 from twinphase.config import available_cores
@@ -202,6 +204,40 @@ class CpuBackend(ExpertOperations):
         """Bytes of one head's keys, scales and values in a cell."""
         dim, dtype = self.kv_spec.head_dim, dtype or self.kv_cache_dtype
         return kv_layout.key_bytes(dim), kv_layout.scale_bytes(dtype), kv_layout.value_bytes(dim, dtype)
+
+    @cached_property
+    def kv_fingerprint(self) -> str:
+        """See `Backend`: the path that runs, and the sources of its kernels, which lay out the cache too."""
+        path = {"backend": self.name, "isa": self.isa.name, "kernels": kernel_digest()}
+        return kv_fingerprint(
+            self._checkpoint, self.blueprint, self.kv_spec, **path, kv_cache_dtype=self.kv_cache_dtype
+        )
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Keys, scales and values, uint8 [cells of a block, layers, KV heads, bytes of a cell] each (`kv_layout`)."""
+        at = self._cells(block_ids)
+        parts = [view[at[0], :, :, at[1]].reshape(len(block_ids), -1) for view in self._cell_views()]
+        return pack_frames(self.kv_fingerprint, np.concatenate(parts, axis=1))
+
+    def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+        """See `Backend`."""
+        nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
+        blocks, at, start = unpack_frames(self.kv_fingerprint, frames, nbytes), self._cells(block_ids), 0
+        for view in self._cell_views():
+            shape = *at[0].shape, *view.shape[1:3], view.shape[4]
+            end = start + int(np.prod(shape[1:]))
+            view[at[0], :, :, at[1]] = blocks[:, start:end].reshape(shape)
+            start = end
+
+    def _cells(self, block_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Chunk, and place in it, of each cell, [blocks, cells of a block] each."""
+        per_block = self.kv_spec.block_size // kv_layout.CELL
+        return np.divmod(np.array(block_ids)[:, None] * per_block + np.arange(per_block), kv_layout.CHUNK)
+
+    def _cell_views(self) -> list[NDArray[np.uint8]]:
+        """Keys, scales and values as [chunks, layers, KV heads, CHUNK, bytes of a cell]."""
+        shape = -1, self.kv_spec.num_layers, self.kv_spec.num_kv_heads, kv_layout.CHUNK
+        return [array.reshape(*shape, size) for array, size in zip(self.kv_memory, self._cell_sizes(), strict=True)]
 
     # One step
     def execute(self, forward: Forward, inputs: StepInputs) -> F32:

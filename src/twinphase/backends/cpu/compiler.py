@@ -27,7 +27,7 @@ from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 from twinphase.weights.storage import storage_error, write_atomically
 
-__all__ = ["KERNELS", "KernelCompileError", "compile_kernels", "load_kernels"]
+__all__ = ["KERNELS", "KernelCompileError", "compile_kernels", "kernel_digest", "load_kernels"]
 
 # Factory of each kernel: module under `kernels` and function.
 KERNELS = {
@@ -63,7 +63,8 @@ class KernelCompileError(TwinphaseError):
 
 
 @functools.cache
-def _base_key(isa: Isa) -> str:
+def _sources() -> Any:
+    """SHA-256 over the sources of all kernels and the versions of what compiles them."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     sources = ("emit", "intrinsics", "formats", "isa", "kv_layout", "program_layout", "tiling")
@@ -71,6 +72,17 @@ def _base_key(isa: Isa) -> str:
         digest.update(path.read_bytes())
     for package in ("numba", "llvmlite", "numpy"):
         digest.update(importlib.metadata.version(package).encode())
+    return digest
+
+
+def kernel_digest() -> str:
+    """What all machines have in common whose kernels, of one path, compute the same bits."""
+    return str(_sources().hexdigest())
+
+
+@functools.cache
+def _base_key(isa: Isa) -> str:
+    digest = _sources().copy()
     import llvmlite.binding as llvm
 
     features = "" if isa.cpu else llvm.get_host_cpu_features().flatten()
