@@ -1,8 +1,8 @@
 """Random mixes of requests: each gets, bit for bit, the tokens and log probabilities that it gets alone.
 
 A state machine submits, aborts, preempts, evicts, fails and changes chunk sizes and the SLO between steps, on the real
-cpu backend, while somebody guesses what comes next and is right or wrong. In the same runs no block leaks, every timeline partitions its request's life, and what nothing names
-stays below 1 %.
+cpu backend, while somebody guesses what comes next and is right or wrong. In the same runs no block leaks, every
+timeline partitions its request's life, and what nothing names stays below 1 %.
 """
 
 from __future__ import annotations
