@@ -147,7 +147,8 @@ def test_a_text_is_refused_by_its_length_only_if_no_tokenizer_could_shorten_it(t
     ("files", "error", "match"),
     [
         ({"tokenizer.json": None}, UnsupportedModelError, "has no tokenizer.json. Write one"),
-        ({"tokenizer.json": None, "tokenizer.model": "x"}, UnsupportedModelError, "has tokenizer.model, but no"),
+        ({"tokenizer.json": None, "vocab.json": "x"}, UnsupportedModelError, "has vocab.json, but no"),
+        ({"tokenizer.json": None, "tokenizer.model": "x"}, CheckpointError, "not a sound SentencePiece model"),
         ({"tokenizer.json": "{"}, CheckpointError, "not a valid tokenizer"),
         ({"tokenizer.json": "[]"}, CheckpointError, "not a valid tokenizer"),
         ({"tokenizer.json": '{"version": "1.0", "model": {"type": "Nothing"}}'}, CheckpointError, "not a valid"),

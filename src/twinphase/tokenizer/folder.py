@@ -1,7 +1,8 @@
 """The tokenizer of a Hugging Face folder: tokenizer.json as it is, and what the JSON files beside it say.
 
-The rules are those of transformers' AutoTokenizer (5.x, `TokenizersBackend`), which also says what other files mean: a
-folder without tokenizer.json is refused. Not for chat templates (`template_files.py`).
+The rules are those of transformers' AutoTokenizer (5.x, `TokenizersBackend`). Without tokenizer.json, SentencePiece's
+tokenizer.model is read (`sentencepiece.py`), with BOS and without EOS unless the folder says otherwise; with neither,
+the folder is refused. Not for chat templates (`template_files.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tokenizers import AddedToken
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.pipeline import part_steps
+from twinphase.tokenizer.sentencepiece import open_pieces
 
 __all__ = ["open_folder", "read_json"]
 
@@ -34,31 +36,27 @@ def open_folder(
     """A folder's tokenizer without post-processor, and what the folder says beside it.
 
     Args:
-        folder: with tokenizer.json; tokenizer_config.json, special_tokens_map.json and generation_config.json are
-            read if they are there.
+        folder: with tokenizer.json or tokenizer.model; tokenizer_config.json, special_tokens_map.json and
+            generation_config.json are read if they are there.
         config: the folder's config.json.
         rows: of the model's embedding. Added tokens beyond it are left out, such as Gemma 3's image token in a model
             without images.
 
     Raises:
-        UnsupportedModelError: no tokenizer.json, or one that spells its tokens in an unknown way.
+        UnsupportedModelError: neither of the two, or one that spells its tokens in an unknown way.
         CheckpointError: a file that is not valid.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        others = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "tiktoken.model")
-        there = next((name for name in others if (folder / name).is_file()), None)
-        what = f"has {there}, but no tokenizer.json" if there else "has no tokenizer.json"
-        raise UnsupportedModelError(f"{folder} {what}.", _CONVERT)
-    backend = _read_tokenizer(path, rows)
-    backend.no_truncation()
-    backend.no_padding()
     said = _tokenizer_config(folder)
-    names = _special_names(said)
+    backend, own_names = _open_backend(folder, rows)
+    names = own_names | _special_names(said)
     _add_tokens(backend, said, names, rows)
-    prefix, suffix = _added_around(backend)
-    backend.post_processor = None  # what it adds is known now, and it would move the places where tokens begin
     bos, eos = (_token_id(backend, names.get(f"{name}_token")) for name in ("bos", "eos"))
+    if own_names:
+        prefix = _only(bos if said.get("add_bos_token", True) else None)
+        suffix = _only(eos if said.get("add_eos_token", False) else None)
+    else:
+        prefix, suffix = _added_around(backend)
+        backend.post_processor = None  # what it adds is known now, and it would move the places where tokens begin
     size = _num_ids(backend)
     ends = [i for i in _end_ids(folder, config) if 0 <= i < size]
     spelling, strips_leading_space = _spelling(backend)
@@ -95,6 +93,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object.", _FETCH)
     return value
+
+
+def _open_backend(folder: Path, rows: int | None) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer, and its special tokens' names where they come from tokenizer.model."""
+    if (folder / "tokenizer.json").is_file():
+        backend = _read_tokenizer(folder / "tokenizer.json", rows)
+        backend.no_truncation()
+        backend.no_padding()
+        return backend, {}
+    if (folder / "tokenizer.model").is_file():
+        return open_pieces(folder / "tokenizer.model")
+    others = ("tekken.json", "vocab.json", "vocab.txt", "tiktoken.model")
+    there = next((name for name in others if (folder / name).is_file()), None)
+    what = f"has {there}, but no tokenizer.json" if there else "has no tokenizer.json"
+    raise UnsupportedModelError(f"{folder} {what}.", _CONVERT)
 
 
 def _read_tokenizer(path: Path, rows: int | None) -> tokenizers.Tokenizer:
@@ -163,6 +176,10 @@ def _added_token(text: str, entry: Any) -> AddedToken:
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     said = entry if isinstance(entry, dict) else {}
     return AddedToken(text, **{flag: bool(said[flag]) for flag in flags if flag in said})
+
+
+def _only(token_id: int | None) -> tuple[int, ...]:
+    return () if token_id is None else (token_id,)
 
 
 def _num_ids(backend: tokenizers.Tokenizer) -> int:

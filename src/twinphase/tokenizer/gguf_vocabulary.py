@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from twinphase.tokenizer.sentencepiece import CONTROL, NORMAL, UNKNOWN, add_tokens, bpe_model
 
 __all__ = ["build_tokenizer", "gguf_facts"]
 
 _SPELLINGS = {"gpt2": Spelling.BYTE_LEVEL, "llama": Spelling.SENTENCEPIECE, "bert": Spelling.WORDPIECE}
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _FIX = "The file is damaged or was converted wrongly: fetch it again."
 # Tokens that end a turn in some chat format; a model may define several (llama.cpp's list).
 _END_TOKENS = (
@@ -44,7 +44,7 @@ def build_tokenizer(metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]) 
     spelling = _spelling(metadata)
     # llama.cpp names empty entries so too; they stand for rows of the embedding that no text reaches.
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_strings(vocabulary, "tokens"))]
-    types = _numbers(vocabulary, "token_type", len(tokens), default=_NORMAL)
+    types = _numbers(vocabulary, "token_type", len(tokens), default=NORMAL)
     if spelling is Spelling.WORDPIECE:
         tokens = [_as_bert_writes(token, kind) for token, kind in zip(tokens, types, strict=True)]
     ids = {token: i for i, token in enumerate(tokens)}
@@ -63,7 +63,8 @@ def build_tokenizer(metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]) 
     except Exception as error:  # the library raises bare Exception, for a merge of unknown tokens for example
         raise CheckpointError(f"The vocabulary is inconsistent: {str(error).splitlines()[0]}.", _FIX) from None
     phi3 = any(name in str(metadata.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
-    _add_tokens(tokenizer, tokens, types, phi3=phi3 and spelling is Spelling.SENTENCEPIECE)
+    swallows = phi3 and spelling is Spelling.SENTENCEPIECE
+    add_tokens(tokenizer, tokens, types, swallowing=set(tokens).difference(_PHI3_KEEPS_SPACE) if swallows else set())
     return tokenizer
 
 
@@ -151,38 +152,12 @@ def _sentencepiece_bpe(
     ids: dict[str, int], types: Sequence[int], scores: Sequence[float], metadata: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    tokens = list(ids)
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=ids,
-            merges=_merges_by_score(ids, types, scores),
-            unk_token=tokens[unknown] if unknown < len(tokens) else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    tokenizer = tokenizers.Tokenizer(bpe_model(ids, types, scores, unknown))
     steps: list[Any] = [normalizers.Replace(" ", SPACE)]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
         steps.insert(0, normalizers.Prepend(SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)
     return tokenizer
-
-
-def _merges_by_score(ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's rule implies: of all neighbours that form a token, the best-scored token first.
-
-    A token's score is the same whichever two parts form it; among those, SentencePiece takes the leftmost pair of the
-    text, and a list of merges the first of the list, so the order within one token is a convention (shorter ids first).
-    """
-    mergeable = {token: i for token, i in ids.items() if types[i] in (_NORMAL, _USER_DEFINED, _UNUSED)}
-    ranked = []
-    for token, i in mergeable.items():
-        for middle in range(1, len(token)):
-            left, right = mergeable.get(token[:middle]), mergeable.get(token[middle:])
-            if left is not None and right is not None:
-                ranked.append((-scores[i], i, left, right, token[:middle], token[middle:]))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
 
 
 def _wordpiece(ids: dict[str, int], tokens: Sequence[str], metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -203,18 +178,7 @@ def _as_bert_writes(token: str, kind: int) -> str:
     """llama.cpp's converter marks the beginning of a word with U+2581, and drops the ## of what continues one."""
     if token.startswith(SPACE):
         return token[1:]
-    return token if kind in (_CONTROL, _UNKNOWN) else f"##{token}"
-
-
-def _add_tokens(
-    tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int], *, phi3: bool = False
-) -> None:
-    """Tokens that are found in the text as they are, before any splitting."""
-    special = [t for t, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _UNKNOWN)]
-    plain = [t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
-    strips = set(special).difference(_PHI3_KEEPS_SPACE) if phi3 else set()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False, rstrip=t in strips) for t in special])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
+    return token if kind in (CONTROL, UNKNOWN) else f"##{token}"
 
 
 def _special_id(metadata: Mapping[str, Any], name: str, default: int | None, vocab_size: int) -> int | None:

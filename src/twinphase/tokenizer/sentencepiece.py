@@ -1,0 +1,246 @@
+"""SentencePiece vocabularies (Kudo and Richardson, 2018) as `tokenizers` tokenizers, and the file they come in.
+
+A GGUF file has copied the pieces, scores and types (gguf_vocabulary.py); a folder may have only the original,
+tokenizer.model. Text is split as by SentencePiece itself, but for one thing: where a model puts a space before a text,
+it is put behind control and user-defined pieces too. That is llama.cpp's rule, so a folder and its GGUF file agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers
+
+from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.tokenizer.facts import SPACE
+
+__all__ = ["BYTE", "CONTROL", "NORMAL", "UNKNOWN", "USER_DEFINED", "UNUSED", "add_tokens", "bpe_model", "open_pieces"]
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of pieces, as GGUF has them too
+_UNIGRAM, _BPE = 1, 2
+_MAX_BYTES = 256 << 20
+_FLOAT = Struct("<f")
+# The spaces that SentencePiece takes away at both ends, and makes one of.
+_SPACES = Regex(" {2,}")
+
+
+@dataclass
+class Pieces:
+    """What is used of a tokenizer.model; the defaults are those of sentencepiece_model.proto."""
+
+    tokens: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    types: list[int] = field(default_factory=list)
+    algorithm: int = _UNIGRAM
+    space_behind: bool = False  # spaces belong to the end of a word
+    ids: dict[str, int] = field(default_factory=lambda: {"unk": 0, "bos": 1, "eos": 2, "pad": -1})
+    charsmap: bytes = b""
+    space_prefix: bool = True
+    one_space: bool = True  # of several, and none at the ends
+    space_as_piece: bool = True  # written as U+2581
+    changes_decoded: bool = False
+
+
+def open_pieces(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer of a tokenizer.model, and its special tokens by the names that a tokenizer_config.json has.
+
+    Raises:
+        CheckpointError: the file is not a SentencePiece model, or its pieces contradict each other.
+        UnsupportedModelError: another algorithm than BPE and Unigram, or a setting that would change the ids.
+    """
+    pieces = _read_pieces(path)
+    unsupported = {
+        "an algorithm other than BPE and Unigram": pieces.algorithm not in (_UNIGRAM, _BPE),
+        "spaces at the end of words": pieces.space_behind,
+        "spaces that are not pieces": not pieces.space_as_piece,
+        "rules for decoded text": pieces.changes_decoded,
+        "user-defined pieces with spaces beside a space in front of the text": pieces.space_prefix
+        and any(kind == USER_DEFINED and SPACE in t for t, kind in zip(pieces.tokens, pieces.types, strict=True)),
+        "unused pieces of a Unigram model": pieces.algorithm == _UNIGRAM and UNUSED in pieces.types,
+    }
+    for what, there in unsupported.items():
+        if there:
+            raise UnsupportedModelError(f"{path} has {what}, which is not supported.", "Use a tokenizer.json.")
+    ids = {token: i for i, token in enumerate(pieces.tokens)}
+    unknown = pieces.ids["unk"]
+    if len(ids) != len(pieces.tokens) or not 0 <= unknown < len(ids):
+        raise _damaged(path, "pieces that are there twice, or no unknown one")
+    try:
+        if pieces.algorithm == _BPE:
+            model: Any = bpe_model(ids, pieces.types, pieces.scores, unknown)
+        else:
+            scored = list(zip(pieces.tokens, pieces.scores, strict=True))
+            model = models.Unigram(scored, unk_id=unknown, byte_fallback=BYTE in pieces.types)
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.normalizer = _normalizer(pieces)
+        # The library would put the space in front of a user-defined piece, too.
+        add_tokens(tokenizer, pieces.tokens, pieces.types, normalized=not pieces.space_prefix)
+    except Exception as error:  # the library raises bare Exception
+        raise _damaged(path, (str(error).splitlines() or ["pieces"])[0][:100]) from None
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if pieces.space_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    names = {f"{name}_token": i for name, i in pieces.ids.items()}
+    return tokenizer, {name: pieces.tokens[i] for name, i in names.items() if 0 <= i < len(ids)}
+
+
+def bpe_model(ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float], unknown: int) -> models.BPE:
+    """BPE with bytes for what has no piece."""
+    tokens = list(ids)
+    return models.BPE(
+        vocab=dict(ids),
+        merges=_merges_by_score(ids, types, scores),
+        unk_token=tokens[unknown] if unknown < len(tokens) else None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+
+
+def add_tokens(
+    tokenizer: tokenizers.Tokenizer,
+    tokens: Sequence[str],
+    types: Sequence[int],
+    *,
+    swallowing: Collection[str] = (),
+    normalized: bool = False,
+) -> None:
+    """Tokens that are found in the text as they are, before any splitting.
+
+    Args:
+        tokenizer: which already has its normalizer.
+        tokens: all, in the order of their ids.
+        types: theirs.
+        swallowing: control tokens that take the spaces behind them.
+        normalized: user-defined ones are found in the normalized text, where a space is U+2581.
+    """
+    special = [t for t, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
+    plain = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False, rstrip=t in swallowing) for t in special]
+    )
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=normalized) for t in plain])
+
+
+def _merges_by_score(ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The merges that SentencePiece's rule implies: of all neighbours that form a token, the best-scored token first.
+
+    A token's score is the same whichever two parts form it; among those, SentencePiece takes the leftmost pair of the
+    text, and a list of merges the first of the list, so the order within one token is a convention (shorter ids first).
+    """
+    mergeable = {token: i for token, i in ids.items() if types[i] in (NORMAL, USER_DEFINED, UNUSED)}
+    ranked = []
+    for token, i in mergeable.items():
+        for middle in range(1, len(token)):
+            left, right = mergeable.get(token[:middle]), mergeable.get(token[middle:])
+            if left is not None and right is not None:
+                ranked.append((-scores[i], i, left, right, token[:middle], token[middle:]))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _normalizer(pieces: Pieces) -> Any:
+    """SentencePiece's steps, in its order."""
+    steps: list[Any] = []
+    if pieces.charsmap:
+        steps.append(normalizers.Precompiled(pieces.charsmap))
+    if pieces.one_space:
+        steps += [normalizers.Strip(), normalizers.Replace(_SPACES, " ")]
+    if pieces.space_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+
+
+# The file is a protocol buffer. Its wire format is four rules, and a library would want the fields declared as well.
+
+
+def _read_pieces(path: Path) -> Pieces:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path} is larger than {_MAX_BYTES >> 20} MiB.", "Fetch the model's folder again.")
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.", "Check the file.") from None
+    pieces = Pieces()
+    try:
+        for number, value in _fields(data):
+            if number == 1:
+                piece = dict(_fields(_bytes(value)))
+                pieces.tokens.append(_bytes(piece.get(1, b"")).decode())
+                pieces.scores.append(_FLOAT.unpack(_bytes(piece.get(2, b"\0\0\0\0")))[0])
+                pieces.types.append(_int(piece.get(3, NORMAL)))
+            elif number == 2:
+                _read_trainer(pieces, dict(_fields(_bytes(value))))
+            elif number == 3:
+                _read_normalizer(pieces, dict(_fields(_bytes(value))))
+            elif number == 5:
+                pieces.changes_decoded = bool(dict(_fields(_bytes(value))).get(2))
+    except (ValueError, IndexError) as error:  # ValueError: also what is not UTF-8
+        raise _damaged(path, str(error)[:100]) from None
+    if not pieces.tokens:
+        raise _damaged(path, "it has no pieces")
+    return pieces
+
+
+def _read_trainer(pieces: Pieces, said: Mapping[int, int | bytes]) -> None:
+    pieces.algorithm = _int(said.get(3, _UNIGRAM))
+    pieces.space_behind = bool(said.get(24, 0))
+    for number, name in {40: "unk", 41: "bos", 42: "eos", 43: "pad"}.items():
+        if number in said:
+            value = _int(said[number])
+            pieces.ids[name] = value - (1 << 64) if value >> 63 else value
+
+
+def _read_normalizer(pieces: Pieces, said: Mapping[int, int | bytes]) -> None:
+    pieces.charsmap = _bytes(said.get(2, b""))
+    pieces.space_prefix, pieces.one_space, pieces.space_as_piece = (bool(said.get(n, 1)) for n in (3, 4, 5))
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a message (https://protobuf.dev/programming-guides/encoding)."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+            continue
+        if kind not in (1, 2, 5):
+            raise ValueError("it is not a protocol buffer")
+        size, at = _varint(data, at) if kind == 2 else (8 if kind == 1 else 4, at)
+        if at + size > len(data):
+            raise ValueError("it is cut off")
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        value |= (data[at] & 0x7F) << shift
+        at += 1
+        if not data[at - 1] & 0x80:
+            return value, at
+    raise ValueError("it is not a protocol buffer")
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise ValueError("a field is a number")
+    return value
+
+
+def _int(value: int | bytes) -> int:
+    if not isinstance(value, int):
+        raise ValueError("a field is not a number")
+    return value
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not a sound SentencePiece model: {reason}.", "Fetch the model's folder again.")
