@@ -102,6 +102,7 @@ class ScheduledRequest:
     constraint: Constraint | None = field(repr=False, default=None)
     num_cached_tokens: int = 0  # of the prompt
     num_drafts: int = 0
+    tenant: str = ""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -144,6 +145,11 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.work.rows
+
+    def of_tenant(self, tenant: str) -> Batch:
+        """The part of the step that is one tenant's."""
+        decodes, prefills = ([one for one in half if one.tenant == tenant] for half in (self.decodes, self.prefills))
+        return Batch(decodes, prefills, window=self.window)
 
     @cached_property
     def decode_work(self) -> StepWork:

@@ -27,12 +27,14 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "check_priority_and_salt",
+    "check_tenant",
     "plain_json",
 ]
 
 MAX_LOGPROBS = 20
 TOKEN_ID = ConfigField("A token id.", minimum=0)
 BIAS = ConfigField("Added to a token's logit.", minimum=-100, maximum=100)
+WEIGHT = ConfigField("Share of the engine beside other tenants.", minimum=1e-3, maximum=1e3)
 PRIORITY = ConfigField("Lower goes first.", minimum=-(2**31), maximum=2**31 - 1)
 MAX_SALT_BYTES = 1024
 MAX_GRAMMAR_SIZE = 65536  # bytes, or characters of JSON
@@ -318,6 +320,7 @@ class Request:
         arrival_time: seconds on the engine's clock.
         priority: lower goes first; honoured by the policy "priority" only.
         cache_salt: requests share cached prefixes only with those of the same salt.
+        tenant: whose request it is; tenants share the engine by `weight`, which is that of the tenant's last request.
         num_cached_tokens: prompt tokens that the prefix cache held when the request was first admitted, or later
             when another request computed them first.
         prefix_miss: why it did not hold more; None when nothing more could be held.
@@ -335,6 +338,8 @@ class Request:
     arrival_time: float = field(default_factory=time.perf_counter)
     priority: int = 0
     cache_salt: str | None = None
+    tenant: str = ""
+    weight: float = 1.0
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
@@ -352,6 +357,7 @@ class Request:
 
     def __post_init__(self) -> None:
         check_priority_and_salt(self.priority, self.cache_salt)
+        check_tenant(self.tenant, self.weight)
 
     def counts(self) -> RequestCounts:
         """This request in numbers, as far as it has come."""
@@ -381,3 +387,10 @@ def check_priority_and_salt(priority: Any, salt: Any) -> None:
     if salt is not None and (not isinstance(salt, str) or not 0 < len(salt.encode(errors="replace")) <= MAX_SALT_BYTES):
         shown = salt if isinstance(salt, str) and len(salt) < 40 else type(salt).__name__
         _reject("cache_salt", shown, f"a text of 1 to {MAX_SALT_BYTES} bytes, or none")
+
+
+def check_tenant(tenant: Any, weight: Any) -> None:
+    """Raise `InvalidRequestError` for a tenant that is no text, or a weight that gives no share."""
+    if not isinstance(tenant, str):
+        _reject("tenant", type(tenant).__name__, "a text")
+    check_value("weight", weight, "float", WEIGHT)

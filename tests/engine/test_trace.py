@@ -16,7 +16,7 @@ from twinphase.request import FinishReason
 GUESS = starting_prices(ModelShape(10**8, 3 * 10**7, 6 * 10**7, 3 * 10**7, 30, 9, 3, 64), None)
 
 
-def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None):
+def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("",)):
     """The log of an engine under a load that it cannot hold, with aborts, failures and noise; and the engine."""
     choose = random.Random(seed)
     machine = Machine(lambda work: (2e-3 + 3e-4 * work.rows + 1e-6 * sum(work)) * choose.uniform(0.8, 1.3))
@@ -40,6 +40,8 @@ def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None):
                 logit_bias=choose.choice([None, {5: 1.5}]),
             )
             request.cache_salt = choose.choice([None, "mine \u00e9"])
+            if len(tenants) > 1:
+                request.tenant, request.weight = choose.choice(tenants), choose.choice([0.5, 1.0, 3.0])
             engine.add_request(request)
             unfinished.append(request)
         unfinished = [request for request in unfinished if request.finish_reason is None]
@@ -66,15 +68,26 @@ def log(tmp_path):
     return write
 
 
+@pytest.mark.parametrize("tenants", [("",), ("", "a", "b")])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("policy", "itl_slo_ms"), [("priority", 12.0), ("fcfs", None)])
-def test_a_replay_decides_the_same(log, seed, policy, itl_slo_ms):
-    text, engine = random_run(seed, policy, itl_slo_ms)
+def test_a_replay_decides_the_same(log, seed, policy, itl_slo_ms, tenants):
+    text, engine = random_run(seed, policy, itl_slo_ms, tenants=tenants)
     result = replay(log(text))
     assert result.difference is None
     assert result.num_steps == engine.ledger.num_steps
     assert engine.scheduler.num_preemptions > 0
     assert {json.loads(line)["event"] for line in text.splitlines()} == {"header", "add", "finish", "step", "observe"}
+
+
+@pytest.mark.parametrize(("policy", "itl_slo_ms"), [("priority", 12.0), ("fcfs", None)])
+def test_a_lone_tenant_is_scheduled_as_if_there_were_none(policy, itl_slo_ms):
+    def steps(tenant):
+        text, _ = random_run(3, policy, itl_slo_ms, tenants=(tenant, tenant))
+        return [line for line in text.splitlines() if '"event":"add"' not in line]
+
+    assert len(steps("a")) > 80
+    assert steps("a") == steps("")
 
 
 def test_a_windowed_models_log_carries_its_window(log):

@@ -171,6 +171,8 @@ def new_requests(draw: st.DrawFn) -> dict[str, Any]:
         "sampling_params": draw(sampling_params()),
         "priority": draw(st.integers(-1, 2)),
         "cache_salt": draw(st.sampled_from([None, None, None, "a", "b"])),
+        "tenant": draw(st.sampled_from(["", "a", "b"])),
+        "weight": draw(st.sampled_from([1.0, 1.0, 0.1, 5.0])),
     }
 
 

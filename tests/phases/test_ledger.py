@@ -149,3 +149,29 @@ def test_a_long_prompt_in_the_middle_is_the_named_cause_of_the_stall(known):
         assert sum(i.prefill_tokens for i in stalls) == 1000
         assert {i.caused_by for i in stalls} == {("long",)}
         assert sum(i.end - i.start for i in stalls) == pytest.approx(spike, rel=0.1)
+
+
+def test_a_wait_and_a_stall_say_how_much_of_them_was_other_tenants_work():
+    engine = machine_engine(Machine(), max_num_seqs=2, max_num_batched_tokens=16)
+    timelines = {}
+    for name, tenant, prompt, output in (("s", "a", 4, 9), ("p", "b", 48, 2), ("q", "a", 16, 2), ("w", "b", 4, 2)):
+        request = engine_request(name, prompt, max_tokens=output)
+        request.tenant = tenant
+        timelines[name] = engine.add_request(request)
+    run(engine)
+    (waited,) = [one for one in timelines["w"].intervals if one.kind is IntervalKind.QUEUE]
+    assert waited.reason == "seats"
+    assert 0 < waited.other_tenants < waited.end - waited.start
+    stalls = [one for one in timelines["s"].intervals if one.kind is IntervalKind.STALL]
+    for stall in stalls:
+        theirs = sum(name in "pw" for name in stall.caused_by) / len(stall.caused_by)
+        if theirs in (0.0, 1.0):
+            assert stall.other_tenants == pytest.approx(theirs * (stall.end - stall.start))
+    assert any(stall.other_tenants for stall in stalls)
+
+
+def test_alone_nothing_is_other_tenants_work():
+    engine = machine_engine(Machine(), max_num_seqs=1, max_num_batched_tokens=8)
+    timelines = [add(engine, name, 12, max_tokens=5) for name in "abc"]
+    run(engine)
+    assert all(not one.other_tenants for timeline in timelines for one in timeline.intervals)

@@ -45,7 +45,7 @@ def test_the_lowest_priority_and_the_youngest_gives_way(policy, priorities, vict
     assert first_preempted(scheduler).preempted == (victim,)
     request = requests[victim]
     assert (request.status, request.num_preemptions, request.num_computed_tokens) == (RequestStatus.PREEMPTED, 1, 0)
-    assert scheduler.waiting == [request]
+    assert scheduler.fair.waiting == [request]
 
 
 def test_it_comes_back_at_its_old_place_and_computes_again_what_was_lost():

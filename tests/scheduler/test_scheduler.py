@@ -240,10 +240,10 @@ def test_integrity_finds_a_damaged_state(damage):
         scheduler.add(make_request(name, 3))
     run_step(scheduler)
     if damage == "order":
-        scheduler.waiting.reverse()
+        scheduler.fair.lines[""].reverse()
     elif damage == "lost":
-        scheduler.waiting.pop()
+        scheduler.fair.lines[""].pop()
     else:
-        scheduler.waiting[0].num_computed_tokens = 1
+        scheduler.fair.lines[""][0].num_computed_tokens = 1
     with pytest.raises(AssertionError, match={"blocks": "holds blocks"}.get(damage, damage)):
         scheduler.check_integrity()

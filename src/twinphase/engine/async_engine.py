@@ -46,7 +46,7 @@ from twinphase.engine.text import ModelText
 from twinphase.errors import EngineDeadError, EngineUnavailableError
 from twinphase.explain.explanation import Explanation
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, RequestCounts, SamplingParams, check_priority_and_salt
+from twinphase.request import FinishReason, RequestCounts, SamplingParams, check_priority_and_salt, check_tenant
 
 if TYPE_CHECKING:
     from twinphase.tokenizer.prompt_parts import Run
@@ -162,6 +162,8 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
         keep_special: Collection[int] = (),
     ) -> RequestStream:
         """Queue a request.
@@ -172,6 +174,8 @@ class AsyncEngine:
             request_id: unique among the unfinished; one is made if None.
             priority: lower goes first; needs the policy "priority".
             cache_salt: share cached prefixes only with requests of the same salt.
+            tenant: whose request it is; tenants that ask at the same time share the engine's time.
+            weight: that tenant's share beside others, 0.001 to 1,000.
             keep_special: control tokens that are part of the answer's text.
 
         Returns:
@@ -187,8 +191,10 @@ class AsyncEngine:
         name = request_id if request_id is not None else uuid.uuid4().hex
         check_id(name)
         check_priority_and_salt(priority, cache_salt)
+        check_tenant(tenant, weight)
         encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
-        add = Add(name, encoded.token_ids, params, encoded.arrival, encoded.tokenized, priority, cache_salt)
+        asked = priority, cache_salt, tenant, float(weight)
+        add = Add(name, encoded.token_ids, params, encoded.arrival, encoded.tokenized, *asked)
         timeline = RequestTimeline(encoded.arrival)
         timeline.mark(IntervalKind.TOKENIZE, encoded.tokenized)
         transcript = Transcript(

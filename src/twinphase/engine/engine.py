@@ -118,7 +118,8 @@ class Engine:
         finished = self.scheduler.commit(batch, output)
         for request in finished:
             self._forget(request)
-        record = self.recorder.step_ends(batch, output, finished, running=bool(self.scheduler.running))
+        work, running = self.scheduler.step_work, bool(self.scheduler.running)
+        record = self.recorder.step_ends(batch, output, finished, work, running=running)
         return StepResult(batch, output, finished, record)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:

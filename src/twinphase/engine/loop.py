@@ -148,8 +148,9 @@ class EngineLoop:
             if queued.error is not None:
                 raise queued.error
             request = Request(
-                add.request_id, add.prompt_token_ids, add.sampling_params, add.arrival, add.priority, add.cache_salt
-            )
+                add.request_id, add.prompt_token_ids, add.sampling_params, add.arrival, add.priority, add.cache_salt,
+                add.tenant, add.weight,
+            )  # fmt: skip
             request.constraint = queued.constraint
             if queued.constraint is not None:
                 timeline.mark(IntervalKind.QUEUE, max(timeline.end, engine.clock()), reason="grammar")
@@ -228,7 +229,7 @@ def _stats(engine: Engine, result: StepResult) -> StepStats:
     return StepStats(
         record.start, record.end, record.seconds - decode_seconds, decode_seconds, record.executed,
         record.prefill_tokens, record.decode_tokens, record.prefill.flops, record.decode.flops,
-        record.prefill.bytes, record.decode.bytes, len(scheduler.running), len(scheduler.waiting),
+        record.prefill.bytes, record.decode.bytes, len(scheduler.running), len(scheduler.fair),
         kv_cache.pool.num_held / kv_cache.pool.num_blocks,
-        kv_cache.num_queried_tokens, kv_cache.num_hit_tokens, scheduler.num_preemptions,
+        kv_cache.num_queried_tokens, kv_cache.num_hit_tokens, scheduler.num_preemptions, scheduler.step_work,
     )  # fmt: skip

@@ -55,6 +55,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         arrival, tokenized: when the request came, and when its tokens were ready, seconds.
+        tenant, weight: whose it is, and that tenant's share beside others.
     """
 
     request_id: str
@@ -64,6 +65,8 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     tokenized: float
     priority: int = 0
     cache_salt: str | None = None
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
@@ -196,6 +199,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         kv_cache_usage: fraction of the KV cache's blocks that requests hold.
         prefix_queries, prefix_hits: prompt tokens looked up since the engine started, and found.
         num_preemptions: since the engine started.
+        work: predicted seconds of the step by tenant.
     """
 
     start: float
@@ -215,6 +219,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_queries: int
     prefix_hits: int
     num_preemptions: int
+    work: dict[str, float] = {}
 
 
 class StepNews(msgspec.Struct, tag=True, frozen=True):

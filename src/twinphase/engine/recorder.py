@@ -48,7 +48,7 @@ class StepRecorder:
     def request_added(self, request: Request, timeline: RequestTimeline) -> None:
         if self.trace:
             self.trace.add(request)
-        self.ledger.open(request.request_id, timeline)
+        self.ledger.open(request.request_id, timeline, request.tenant)
 
     def request_finished(self, request_id: str, reason: FinishReason) -> None:
         """A request was ended between two steps."""
@@ -74,10 +74,12 @@ class StepRecorder:
             self.trace.step(drafts, batch, output)
         return output
 
-    def step_ends(self, batch: Batch, output: StepOutput, finished: list[Request], *, running: bool) -> StepRecord:
-        """The step is committed; `running` says whether requests go on running after it."""
+    def step_ends(
+        self, batch: Batch, output: StepOutput, finished: list[Request], work: Mapping[str, float], *, running: bool
+    ) -> StepRecord:
+        """The step is committed: `work` by tenant, predicted; `running` says whether requests go on after it."""
         start, end = self._start, self.clock()
-        record = self.ledger.add_step(batch, start, end, self._executed, output.sampling_seconds, self._waited)
+        record = self.ledger.add_step(batch, start, end, self._executed, output.sampling_seconds, self._waited, work)
         gap = start - self._last_end if self._last_end is not None else 0.0
         if not output.computed_singly:  # then the step did not take what its work takes
             self._learn(batch, end - start, gap if gap < LONGEST_GAP else 0.0)

@@ -13,7 +13,9 @@ A request that is alone in its step bears all of it. Not for reading clocks (the
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from twinphase.batch import Batch, StepWork
 from twinphase.phases.cost import CostModel
@@ -23,6 +25,15 @@ from twinphase.phases.work import Cost, ModelShape, step_cost, weight_bytes_read
 __all__ = ["Ledger"]
 
 KEPT_RECORDS = 4096
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """How the ledger's sums stood when a request began to wait."""
+
+    held_back: dict[str, float]
+    work: float
+    own_work: float  # of its tenant
 
 
 class Ledger:
@@ -46,12 +57,14 @@ class Ledger:
         # However many wait, a step costs nothing for them: seconds by what held the first in line back, and what
         # they were when each request began to wait.
         self._held_back: dict[str, float] = {}
-        self._waits: dict[str, dict[str, float]] = {}
+        self._work: defaultdict[str, float] = defaultdict(float)  # seconds of steps by tenant
+        self._tenants: dict[str, str] = {}  # of unfinished requests
+        self._waits: dict[str, _Wait] = {}
 
-    def open(self, request_id: str, timeline: RequestTimeline) -> None:
+    def open(self, request_id: str, timeline: RequestTimeline, tenant: str = "") -> None:
         """A request came, and queues."""
-        self.timelines[request_id] = timeline
-        self._waits[request_id] = dict(self._held_back)
+        self.timelines[request_id], self._tenants[request_id] = timeline, tenant
+        self._begins_to_wait(request_id)
 
     def close(self, request_id: str, now: float) -> None:
         """A request ended; its timeline is its reader's from here on."""
@@ -59,27 +72,41 @@ class Ledger:
         if timeline is None:
             return
         if self._running.pop(request_id, None) is None:
-            timeline.queue_until(max(now, timeline.end), self._waited_for(request_id))
+            timeline.queue_until(max(now, timeline.end), *self._waited_for(request_id))
+        del self._tenants[request_id]
         for kind, seconds in timeline.totals().items():
             self.seconds[kind] += seconds
 
     def add_step(
-        self, batch: Batch, start: float, end: float, executed: float, sampling: float = 0.0, cpu_wait: float = 0.0
+        self,
+        batch: Batch,
+        start: float,
+        end: float,
+        executed: float,
+        sampling: float = 0.0,
+        cpu_wait: float = 0.0,
+        work: Mapping[str, float] | None = None,
     ) -> StepRecord:
-        """Write a step into the timelines of all who run. The times are those of `StepRecord`, seconds."""
+        """Write a step into the timelines of all who run.
+
+        The times are those of `StepRecord`, seconds; `work` is how the step divides among tenants, in any unit.
+        """
         settled = min(self._settled, start)
         for timeline in self._running.values():
             timeline.settle(settled)
             timeline.reach_step(start)
         for request_id in batch.preempted:
             if self._running.pop(request_id, None) is not None:
-                self._waits[request_id] = dict(self._held_back)
+                self._begins_to_wait(request_id)
         record = self._record(batch, start, end, executed, sampling, cpu_wait)
         self.records.append(record)
         self.num_steps += 1
         if batch.held_back:
             self._held_back[batch.held_back] = self._held_back.get(batch.held_back, 0.0) + record.seconds
         self._let_in(batch, record)
+        whole = sum((work or {}).values()) or 1.0
+        for tenant, part in (work or {}).items():
+            self._work[tenant] += record.seconds * part / whole
         self._divide(batch, record)
         if len(self._running) > len(batch.decodes) + len(batch.prefills):
             for timeline in self._running.values():
@@ -112,15 +139,25 @@ class Ledger:
         for share in batch.scheduled:
             timeline = self.timelines.get(share.request_id)
             if timeline is not None and share.request_id not in self._running:
-                timeline.queue_until(max(record.start, timeline.end), self._waited_for(share.request_id))
+                timeline.queue_until(max(record.start, timeline.end), *self._waited_for(share.request_id))
                 self._running[share.request_id] = timeline
 
-    def _waited_for(self, request_id: str) -> str:
-        """What held the first in line back for most of the time that the request waited; "" if nothing did."""
-        before = self._waits.pop(request_id, {})
-        waited = {reason: seconds - before.get(reason, 0.0) for reason, seconds in self._held_back.items()}
+    def _begins_to_wait(self, request_id: str) -> None:
+        own = self._work[self._tenants[request_id]]
+        self._waits[request_id] = _Wait(dict(self._held_back), sum(self._work.values()), own)
+
+    def _waited_for(self, request_id: str) -> tuple[str, float]:
+        """What held the first in line back for most of the time that the request waited ("" if nothing did).
+
+        And the seconds of that time in which other tenants' work was done.
+        """
+        wait = self._waits.pop(request_id, None)
+        if wait is None:
+            return "", 0.0
+        waited = {reason: seconds - wait.held_back.get(reason, 0.0) for reason, seconds in self._held_back.items()}
         reason = max(waited, key=lambda name: waited[name], default="")
-        return reason if waited.get(reason, 0.0) > 0 else ""
+        own = self._work[self._tenants[request_id]] - wait.own_work
+        return reason if waited.get(reason, 0.0) > 0 else "", sum(self._work.values()) - wait.work - own
 
     def _divide(self, batch: Batch, record: StepRecord) -> None:
         seconds, alone_in_step = record.seconds, len(batch.decodes) + len(batch.prefills) == 1
@@ -129,12 +166,16 @@ class Ledger:
         decodes = seconds if not batch.prefills else min(seconds, predict(batch.decode_work) * scale)
         none = predict(StepWork.of_decodes(1, 0)) * scale  # a lone decode with no context ...
         attended = predict(StepWork.of_decodes(1, 1, window)) * scale - none  # ... and what each token of it adds
+        rows: Counter[str] = Counter()
+        for share in batch.prefills:
+            rows[share.tenant] += len(share.token_ids)
         for share in batch.decodes:
             context = self.shape.mean_attended(share.num_computed_tokens + 1)
             own = seconds if alone_in_step else min(decodes, none + context * attended)
             timeline = self.timelines.get(share.request_id)
             if timeline is not None:
-                timeline.add_decode(record, len(share.token_ids), own, decodes)
+                others = 1 - rows[share.tenant] / rows.total() if rows else 0.0
+                timeline.add_decode(record, len(share.token_ids), own, decodes, others)
         for share in batch.prefills:
             timeline = self.timelines.get(share.request_id)
             if timeline is None:

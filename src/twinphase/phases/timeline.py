@@ -82,6 +82,7 @@ class Interval:
         prefill_tokens: of a stall, the others' prompt tokens in that step.
         caused_by: of a stall, the requests those belong to.
         reason: of queue, what kept the first in line from being let in (`Batch.held_back`).
+        other_tenants: of queue and stall, seconds of it that went to other tenants' work.
     """
 
     kind: IntervalKind
@@ -91,6 +92,7 @@ class Interval:
     prefill_tokens: int = 0
     caused_by: tuple[str, ...] = ()
     reason: str = ""
+    other_tenants: float = 0.0
 
 
 @dataclass
@@ -169,9 +171,15 @@ class RequestTimeline:
         else:
             self.mark(kind, until, reason=reason)
 
-    def queue_until(self, until: float, reason: str) -> None:
-        """The request was not running; `reason` is what held the first in line back for most of that time."""
+    def queue_until(self, until: float, reason: str, other_tenants: float = 0.0) -> None:
+        """The request was not running; `reason` is what held the first in line back for most of that time.
+
+        For `other_tenants` seconds of it, the work of other tenants was done.
+        """
+        waited = until - self.end
         self.extend(IntervalKind.QUEUE, until, reason)
+        if waited > 0:
+            self.intervals[-1].other_tenants += min(waited, max(0.0, other_tenants))
 
     def settle(self, until: float) -> None:
         """What the engine wrote down after the last step belongs to that step."""
@@ -202,17 +210,18 @@ class RequestTimeline:
             self.mark(kind, min(record.end, max(self.end, record.start + share)), record.index)
         self.mark(IntervalKind.PREFILL_WAIT, record.end, record.index)
 
-    def add_decode(self, record: StepRecord, num_tokens: int, own: float, decodes: float) -> None:
+    def add_decode(self, record: StepRecord, num_tokens: int, own: float, decodes: float, others: float = 0.0) -> None:
         """A step computed `num_tokens` of this request in its decode phase, to which `own` seconds of it went.
 
-        Without the prefill chunks in it the step would have taken `decodes` seconds.
+        Without the prefill chunks in it the step would have taken `decodes` seconds; the fraction `others` of their
+        tokens is other tenants'.
         """
         self._begin(record, self.decode, num_tokens)
         self.mark(IntervalKind.DECODE, min(record.end, max(self.end, record.start + own)), record.index)
         self.mark(IntervalKind.BATCHING, min(record.end, max(self.end, record.start + decodes)), record.index)
         if record.end > self.end:
             stall = Interval(IntervalKind.STALL, self.end, record.end, record.index, record.prefill_tokens,
-                             record.prefill_ids)  # fmt: skip
+                             record.prefill_ids, other_tenants=others * (record.end - self.end))  # fmt: skip
             self.intervals.append(stall)
             self.end = record.end
 

@@ -33,4 +33,5 @@ def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
         most_computed_tokens=request.most_computed_tokens,
         constraint=request.constraint,
         num_cached_tokens=request.num_cached_tokens,
+        tenant=request.tenant,
     )

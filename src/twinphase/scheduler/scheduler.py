@@ -7,15 +7,16 @@ the calls replays to the same decisions (`engine/trace.py`).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput
+from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.errors import CacheCapacityError, InvalidRequestError
 from twinphase.request import FinishReason, Request, RequestStatus
 from twinphase.scheduler.chunk import ChunkBudget, StepTimes
 from twinphase.scheduler.decode import fit_drafts, schedule_decodes, with_drafts
+from twinphase.scheduler.fairness import FairQueue, work_by_tenant
 from twinphase.scheduler.phase import give_tokens
 from twinphase.scheduler.policy import policy_key
 from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
@@ -23,6 +24,8 @@ from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
 __all__ = ["Scheduler"]
 
 USUAL_OUTPUT = 128.0  # tokens of an answer, before any has finished
+LOSS = 0.03  # of the time at most may go to computing again what was lost when tenants took seats
+PATIENCE = 0.05  # seconds that a tenant waits for a first seat, where there is no SLO
 OUTPUT_FADE = 0.1  # of the difference to each answer that finishes
 
 
@@ -31,8 +34,10 @@ class Scheduler:
 
     Attributes:
         kv_cache: the blocks.
-        waiting: requests that hold no blocks, new or preempted, in the policy's order.
-        running: requests that hold blocks, in the policy's order.
+        fair: requests that hold no blocks, new or preempted, by tenant; and whose turn it is.
+        running: requests that hold blocks; in a step, in the order of `fair`.
+        seconds: predicted, of all steps so far: the scheduler's clock.
+        step_work: seconds of the last step by tenant, predicted.
         num_preemptions: so far.
         num_recomputed_tokens: computed again after a preemption, so far.
         usual_output: tokens that answers had of late, a fading mean.
@@ -66,10 +71,14 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.policy = policy
         self.slo_seconds = None if itl_slo_ms is None else itl_slo_ms / 1e3
-        self.waiting: list[Request] = []
+        self.fair = FairQueue(policy_key(policy))
         self.running: list[Request] = []
         self.num_preemptions = self.num_recomputed_tokens = 0
-        self._times, self._key = times, policy_key(policy)
+        self.seconds, self.step_work = 0.0, dict[str, float]()
+        self._times, self._key = times, self.fair.key
+        self._seat_wanted_since: float | None = None
+        self._wanted = ""  # "seats" or "blocks"
+        self._next_seat_taken = 0.0  # not before, by `seconds`
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self.usual_output, self.window = usual_output, window
@@ -109,7 +118,7 @@ class Scheduler:
             )
         request.order, self._num_added = self._num_added, self._num_added + 1
         self._requests[request.request_id] = request
-        insort(self.waiting, request, key=self._key)
+        self.fair.add(request)
 
     def schedule(self, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})) -> Batch:
         """The next step's work: decodes first, then prefill chunks of running requests and of those that are let in.
@@ -123,6 +132,10 @@ class Scheduler:
             self._preempt(request)
             preempted.append(request.request_id)
 
+        self.fair.begin_step(self.running)
+        if self.fair.is_shared:
+            self.running.sort(key=self._key)
+            self._make_room(preempt)
         decodes = schedule_decodes(self.running, self.kv_cache, preempt)
         tokens = max(0, self.max_num_batched_tokens - len(decodes))
         if drafts:  # half of the rest at most, so that prompts go on
@@ -142,13 +155,16 @@ class Scheduler:
 
         def let_in(before: Request | None = None) -> None:
             nonlocal held_back
-            while not held_back and self.waiting and (before is None or self._key(self.waiting[0]) < self._key(before)):
-                held_back = self._admit_first(decodes, prefills, budget, computing)
+            while not held_back and (first := self.fair.first()) is not None:
+                if before is not None and self._key(before) < self._key(first):
+                    return
+                held_back = self._admit(first, decodes, prefills, budget, computing)
 
         schedule_prefills(self.running, self.kv_cache, budget, prefills, let_in, computing)
         let_in()
         fit_drafts(decodes, self.get, self.kv_cache)
-        return Batch(decodes, prefills, tuple(preempted), held_back if self.waiting else None, self.window)
+        self._note_wait(held_back)
+        return Batch(decodes, prefills, tuple(preempted), held_back if self.fair.lines else None, self.window)
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Request]:
         """Advance the batch's requests by what was computed; returns those that finished.
@@ -157,6 +173,7 @@ class Scheduler:
         `FinishReason.ERROR`. Requests that were aborted since `schedule` are passed over.
         """
         finished = []
+        self._charge(batch)
         for share in batch.scheduled:
             request = self._requests.get(share.request_id)
             if request is None:
@@ -202,27 +219,32 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Prove that free + held + cached blocks are all, and that lists and statuses agree (AssertionError if not)."""
         self.kv_cache.check_integrity(self._requests.values())
-        for requests in (self.waiting, self.running):
-            if requests != sorted(requests, key=self._key):
+        lines = self.fair.lines
+        for tenant in {request.tenant for request in self._requests.values()}:
+            own = [request for request in self.running if request.tenant == tenant]
+            if any(ones != sorted(ones, key=self._key) for ones in (own, lines.get(tenant, []))):
                 raise AssertionError("requests are out of order")
-        if {r.request_id for r in self.waiting} | {r.request_id for r in self.running} != set(self._requests):
+            if self.fair.seats[tenant] != len(own):
+                raise AssertionError("a seat is lost")
+        waiting = self.fair.waiting
+        if sorted(r.request_id for r in (*waiting, *self.running)) != sorted(self._requests):
             raise AssertionError("a request is lost")
-        if any(r.block_ids or r.num_computed_tokens for r in self.waiting):
+        if any(r.block_ids or r.num_computed_tokens for r in waiting):
             raise AssertionError("a waiting request holds blocks")
 
-    def _admit_first(
+    def _admit(
         self,
+        request: Request,
         decodes: list[ScheduledRequest],
         prefills: list[ScheduledRequest],
         budget: ChunkBudget,
         computing: set[bytes],
     ) -> str:
-        """Let the first waiting request in, with its first tokens; "", or what it lacks."""
+        """Let a waiting request in, with its first tokens; "", or what it lacks."""
         if len(self.running) >= self.max_num_seqs:
             return "seats"
         if budget.num_tokens == 0:
             return "budget"
-        request = self.waiting[0]
         prefix = self.kv_cache.find_prefix(request)
         needed = self.kv_cache.free_blocks_needed(request, request.num_tokens, prefix)
         if self.running and needed + self._growth(request) > self.kv_cache.pool.num_available:
@@ -235,7 +257,8 @@ class Scheduler:
             return "budget"
         self.kv_cache.start(request, prefix)
         computing.update(self.kv_cache.blocks_of_chunk(request, chunk))
-        del self.waiting[0]
+        self.fair.remove(request)
+        self.fair.seats[request.tenant] += 1
         insort(self.running, request, key=self._key)
         request.status = RequestStatus.RUNNING
         share = give_tokens(request, chunk)
@@ -263,9 +286,45 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.running.remove(request)
+        self.fair.seats[request.tenant] -= 1
         self.kv_cache.free(request)
         request.status = RequestStatus.PREEMPTED
-        insort(self.waiting, request, key=self._key)
+        self.fair.add(request)
+
+    def _note_wait(self, held_back: str) -> None:
+        """Remember since when a tenant without a running request has been waiting for seats or blocks."""
+        first = self.fair.first() if self.fair.is_shared and held_back in ("seats", "blocks") else None
+        self._wanted = held_back
+        if first is None or self.fair.seats[first.tenant]:
+            self._seat_wanted_since = None
+        elif self._seat_wanted_since is None:
+            self._seat_wanted_since = self.seconds
+
+    def _make_room(self, preempt: Callable[[Request], None]) -> None:
+        """Where a tenant has waited too long for a first seat, take one from the tenant that holds most.
+
+        It goes to the tenant's newest request, if the tenant holds more than its share and keeps one. So seldom that
+        computing the lost tokens again takes little of the whole.
+        """
+        since = self._seat_wanted_since
+        if since is None or self.seconds < max(since + (self.slo_seconds or PATIENCE), self._next_seat_taken):
+            return
+        excess = {request.tenant: self.fair.excess(request.tenant, len(self.running)) for request in self.running}
+        most = max(excess, key=lambda tenant: excess[tenant], default="")
+        if excess.get(most, 0.0) > 0:
+            victim = [request for request in self.running if request.tenant == most][-1]
+            lost = victim.num_computed_tokens
+            if self._wanted == "seats" and self.kv_cache.enable_prefix_caching:
+                lost %= self.kv_cache.block_size  # the others are found again
+            again = self._times.seconds(StepWork.of_chunk(0, lost, False, self.window))
+            self._next_seat_taken = self.seconds + again / LOSS
+            preempt(victim)
+
+    def _charge(self, batch: Batch) -> None:
+        self.step_work = work_by_tenant(batch, self._times)
+        self.seconds += self._times.seconds(batch.work)
+        for tenant, seconds in self.step_work.items():
+            self.fair.charge(tenant, seconds)
 
     def _append(self, request: Request, token_ids: list[int]) -> FinishReason | None:
         """Append sampled tokens up to the one that ends the request; returns why it ended, if it did."""
@@ -280,7 +339,11 @@ class Scheduler:
         return None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.fair.seats[request.tenant] -= 1
+        else:
+            self.fair.remove(request)
         del self._requests[request.request_id]
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -144,8 +144,8 @@ class Choice:
         return prompt.text if prompt.text is not None else self.stream.transcript.tokenizer.decode(prompt.token_ids)
 
 
-async def submit_all(engine: AsyncEngine, job: Job, cache_salt: str | None) -> list[Choice]:
-    """Queue every request of a job, all or none."""
+async def submit_all(engine: AsyncEngine, job: Job, cache_salt: str | None, tenant: str = "") -> list[Choice]:
+    """Queue every request of a tenant's job, all or none."""
 
     async def submit(index: int) -> Choice:
         stream = await engine.submit(
@@ -154,6 +154,7 @@ async def submit_all(engine: AsyncEngine, job: Job, cache_salt: str | None) -> l
             request_id=job.request_id(index),
             priority=job.priority,
             cache_salt=cache_salt,
+            tenant=tenant,
             keep_special=job.reader.markers,
         )
         return Choice(job, index, stream)

@@ -1,0 +1,134 @@
+"""Which tenant is served next: start-time fair queueing by seconds of work, and within a tenant the policy's order.
+
+Each tenant has a virtual time: the seconds of work that were done for it, divided by its weight. The smallest goes
+first. A tenant that has wanted nothing for a while begins at the system's virtual time, which is the smallest of those
+who want something: what it left unused is no credit, and what it used while nobody else wanted it is no debt.
+
+Goyal, Vin and Cheng, "Start-time Fair Queuing" (SIGCOMM 1996). Sheng et al., "Fairness in Serving Large Language
+Models" (OSDI 2024) count tokens in the same way; here it is the cost model's seconds, prefill and decode both.
+Not for how much of a step each gets (`scheduler.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Sequence
+
+from twinphase.batch import Batch, Phase, StepWork
+from twinphase.request import Request
+from twinphase.scheduler.chunk import StepTimes
+from twinphase.scheduler.phase import phase_of
+from twinphase.scheduler.policy import Key
+
+__all__ = ["FairQueue", "work_by_tenant"]
+
+
+LEAD = 0.1  # seconds of virtual time that a tenant may be ahead and still take the next seat, if it has none
+
+
+class FairQueue:
+    """The waiting requests, a line for each tenant.
+
+    Attributes:
+        lines: waiting requests of each tenant that has any, in the policy's order.
+        now: the system's virtual time, seconds.
+        seats: running requests by tenant.
+    """
+
+    def __init__(self, key: Key) -> None:
+        """`key` is the policy's order within a tenant."""
+        self.lines: dict[str, list[Request]] = {}
+        self.now = 0.0
+        self.seats: Counter[str] = Counter()
+        self._policy_key = key
+        self._times: dict[str, float] = {}  # virtual; of tenants that have requests, or had more than others of late
+        self._weights: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self.lines.values()))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is more than one tenant to choose from."""
+        return len(self._times) > 1
+
+    @property
+    def waiting(self) -> list[Request]:
+        """All waiting requests, tenant by tenant in the order of their turns."""
+        tenants = sorted(self.lines, key=lambda tenant: self._turn(self.lines[tenant][0]))
+        return [request for tenant in tenants for request in self.lines[tenant]]
+
+    def key(self, request: Request) -> tuple[float, int, int]:
+        """The order of all requests: of chunks, and backwards of preemption."""
+        return (self._times[request.tenant], *self._policy_key(request))
+
+    def add(self, request: Request) -> None:
+        """Put a new or preempted request into its tenant's line."""
+        tenant = request.tenant
+        self._times[tenant] = max(self._times.get(tenant, self.now), self.now)
+        self._weights[tenant] = request.weight
+        insort(self.lines.setdefault(tenant, []), request, key=self._policy_key)
+
+    def remove(self, request: Request) -> None:
+        line = self.lines[request.tenant]
+        line.remove(request)
+        if not line:
+            del self.lines[request.tenant]
+
+    def first(self) -> Request | None:
+        """Whose turn it is to be let in: tenants without a running request before others, then by virtual time."""
+        return min((line[0] for line in self.lines.values()), key=self._turn, default=None)
+
+    def begin_step(self, running: Sequence[Request]) -> None:
+        """Advance the system's virtual time to that of the tenant who has had the least of those who want something.
+
+        Who only decodes has all that it can get.
+        """
+        times = self._times
+        if len(times) < 2:
+            self.now = max(times.values(), default=self.now)
+            return
+        wanting = self.lines.keys() | {one.tenant for one in running if phase_of(one) is Phase.PREFILL}
+        least = min(times[tenant] for tenant in wanting) if wanting else max(times.values())
+        self.now = max(self.now, least)
+        for tenant in [one for one, time in times.items() if time <= self.now and not self._is_here(one)]:
+            del times[tenant], self._weights[tenant]
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """So much work was done for a tenant."""
+        if tenant in self._times:
+            self._times[tenant] += seconds / self._weights[tenant]
+
+    def excess(self, tenant: str, num_seats: int) -> float:
+        """Seats that a tenant holds beyond its share, per weight; at most 0 where it holds no more, or just one."""
+        here = [one for one in self._times if self._is_here(one)]
+        due = num_seats * self._weights[tenant] / sum(self._weights[one] for one in here)
+        held = self.seats[tenant]
+        return (held - due) / self._weights[tenant] if held > 1 else 0.0
+
+    def _is_here(self, tenant: str) -> bool:
+        return tenant in self.lines or self.seats[tenant] > 0
+
+    def _turn(self, first: Request) -> tuple[bool, float, int, int]:
+        tenant = first.tenant
+        return (self.seats[tenant] > 0 or self._times[tenant] > self.now + LEAD, *self.key(first))
+
+
+def work_by_tenant(batch: Batch, times: StepTimes) -> dict[str, float]:
+    """A step's predicted seconds, divided by what each tenant's tokens add to an empty step.
+
+    Tokens that are computed again after a preemption are on nobody's account.
+    """
+    seconds, tenants = times.seconds(batch.work), sorted({share.tenant for share in batch.scheduled})
+    empty, again = times.seconds(StepWork()), dict.fromkeys(tenants, 0.0)
+    for share in batch.prefills:
+        start, lost = share.num_computed_tokens, share.most_computed_tokens - share.num_computed_tokens
+        if lost > 0:
+            work = StepWork.of_chunk(start, min(lost, len(share.token_ids)), False, batch.window)
+            again[share.tenant] += times.seconds(work) - empty
+    if len(tenants) == 1 and not any(again.values()):
+        return dict.fromkeys(tenants, seconds)
+    added = {tenant: times.seconds(batch.of_tenant(tenant).work) - empty for tenant in tenants}
+    whole = sum(added.values()) or 1.0
+    return {tenant: seconds * max(0.0, added[tenant] - again[tenant]) / whole for tenant in tenants}
