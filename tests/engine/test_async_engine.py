@@ -176,7 +176,7 @@ def test_a_request_that_fails_fails_alone(serve):
 
 def test_when_the_loop_dies_every_stream_and_call_says_so(serve):
     async def body(engine):
-        def schedule():
+        def schedule(drafts):
             raise RuntimeError("broken scheduler")
 
         stream = await engine.submit(PROMPTS[0], greedy(90))

@@ -30,7 +30,7 @@ LARGE = {**LONG, "max_tokens": 1600, "logprobs": 20}  # an answer of 700 KB
 
 @pytest.fixture(scope="module")
 def slow(start, tmp_path_factory):
-    """Steps of some ten milliseconds: a client can leave in the middle of its prompt, and a message comes within one."""
+    """Steps of some ten milliseconds: a client can leave in the middle of a prompt, and a message comes within one."""
     path = tmp_path_factory.mktemp("slow") / "tiny.gguf"
     model = write_tiny_gguf(path, hidden=512, ffn=2048, context=8192)
     with start("--backend", "reference", "--max-num-batched-tokens", str(CHUNK), model=model) as server:
