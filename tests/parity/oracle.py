@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 __all__ = ["Oracle", "chunks", "negative_log_likelihood", "requantized"]
 
@@ -22,10 +22,10 @@ CHUNK = 512  # rows whose logits are in memory at a time
 
 
 class Oracle:
-    """transformers' Llama in float32."""
+    """transformers' model in float32."""
 
     def __init__(self, path: Path) -> None:
-        self.model = LlamaForCausalLM.from_pretrained(
+        self.model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
