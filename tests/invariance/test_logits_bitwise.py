@@ -229,6 +229,26 @@ def test_many_decodes(folder: Path, case: Case, isa: str) -> None:
 
 
 @per_isa
+@per_cache
+def test_few_rows_of_a_sequence(folder: Path, case: Case, isa: str) -> None:
+    """Steps in which sequences have 1 to 8 rows or a few more, as where drafted tokens are verified, around the ends of
+    blocks and tiles: alone, and with others in any order."""
+    steps, expected = model(folder, case, isa), one_pass(folder, case, isa)
+    steps.chunked(tokens(), [LENGTH])
+    rng = np.random.default_rng(5)
+    for rows in (*range(1, 9), 13, 22, 65):
+        for end in (rows, 128 - rows // 2, 128, 129, 257 + rows // 2, LENGTH):
+            start = max(0, end - rows)
+            logits = steps.run([Piece(tokens()[start : start + rows], start, steps.blocks)])
+            assert_same_bits(logits, expected[start : start + rows])
+    for count in (2, 5, 17, 60):
+        sizes, starts = rng.choice([1, 1, 1, 2, 3, 4, 5, 8, 11], count), rng.integers(0, LENGTH - 11, count)
+        rows = [np.arange(start, start + n) for start, n in zip(starts, sizes, strict=True)]
+        logits = steps.run([Piece(tokens()[at], int(at[0]), steps.blocks) for at in rows])
+        assert_same_bits(logits, expected[np.concatenate(rows)])
+
+
+@per_isa
 def test_block_size(folder: Path, isa: str) -> None:
     logits = run_crowd(model(folder, FIRST, isa, 1, block_size=32), 3, [150, 1])
     assert_same_bits(logits, one_pass(folder, FIRST, isa))

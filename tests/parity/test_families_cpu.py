@@ -67,9 +67,12 @@ def test_bits_depend_on_the_tokens_alone(folder: Path, family: str) -> None:
     for sizes in ([1, 2, 7], [64], [130, 1, 1]):
         _same_bits(steps.chunked(TOKENS, sizes), expected)
     _same_bits(on_cpu(folder / family, threads=1).chunked(TOKENS, [77]), expected)
-    positions = np.random.default_rng(1).integers(1, LENGTH, 24)
-    decodes = [Piece(TOKENS[at : at + 1], int(at), steps.blocks) for at in positions]
-    _same_bits(steps.run(decodes), expected[positions])
+    rng = np.random.default_rng(1)
+    for most in (1, 8):  # rows of a sequence
+        starts, sizes = rng.integers(1, LENGTH - most, 24), rng.integers(1, most + 1, 24)
+        rows = [np.arange(start, start + n) for start, n in zip(starts, sizes, strict=True)]
+        decodes = [Piece(TOKENS[at], int(at[0]), steps.blocks) for at in rows]
+        _same_bits(steps.run(decodes), expected[np.concatenate(rows)])
 
 
 @pytest.mark.parametrize("family", MIXTURES)

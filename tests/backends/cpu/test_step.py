@@ -1,4 +1,4 @@
-"""The memory of a step: how decode's KV tiles are shared out, and that memory stays modest."""
+"""The memory of a step: how attention's KV tiles are shared out, and that memory stays modest."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from twinphase.backends.cpu.step import StepMemory
 from twinphase.blueprint import Blueprint
 
 
-def step_memory(seqs: int, positions: int, kv_heads: int = 3, threads: int = 2) -> StepMemory:
+def step_memory(seqs: int, positions: int, kv_heads: int = 3, threads: int = 2, dtype: str = "auto") -> StepMemory:
     """For a model of 3 query heads on each KV head."""
     blueprint = Blueprint(
         "llama", 64, 30, 3 * kv_heads, kv_heads, 64, 64, 320, positions, 1e-5, (None,) * 30, (None,) * 30, tied=True
     )
     spec = KVCacheSpec(30, kv_heads, 64, num_blocks=seqs * positions // 16)
-    return StepMemory(1024, seqs, positions, spec, blueprint, threads)
+    return StepMemory(1024, seqs, positions, spec, blueprint, threads, dtype)
 
 
-def decodes(contexts: list[int]) -> StepInputs:
-    """One row for each context length."""
-    count = len(contexts)
-    rows, positions = np.arange(count + 1, dtype=np.int32), np.array(contexts, np.int32) - 1
-    tables = np.zeros((count, -(-max(contexts) // 16)), np.int32)
-    return StepInputs(rows[:-1], positions, positions.astype(np.int64), rows, tables, count, rows[:-1])
+def step_of(contexts: list[int], rows: list[int]) -> StepInputs:
+    """The last rows of sequences of these context lengths."""
+    starts = np.cumsum([0, *rows], dtype=np.int32)
+    positions = np.concatenate([np.arange(c - n, c, dtype=np.int32) for c, n in zip(contexts, rows, strict=True)])
+    tables = np.zeros((len(contexts), -(-max(contexts) // 16)), np.int32)
+    every = np.arange(starts[-1], dtype=np.int32)
+    return StepInputs(every, positions, positions.astype(np.int64), starts, tables, len(contexts), every)
 
 
 def test_memory_does_not_grow_with_the_cache() -> None:
@@ -34,36 +35,71 @@ def test_memory_does_not_grow_with_the_cache() -> None:
     assert sum(array.nbytes for array in arrays) < 8e6
 
 
+@pytest.mark.parametrize("dtype", ("auto", "int8"))
 @pytest.mark.parametrize("threads", (1, 2, 16))
-@pytest.mark.parametrize("kv_heads", (1, 3, 8))
-def test_every_tile_is_in_one_unit(threads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("kv_heads", (1, 3))
+def test_every_tile_is_in_one_unit(threads: int, kv_heads: int, dtype: str) -> None:
     rng = np.random.default_rng(0)
-    memory = step_memory(64, 8192, kv_heads, threads)
+    memory = step_memory(64, 8192, kv_heads, threads, dtype)
     plans = [[1], [8192], [8192] * 64, [8192, *[20] * 63], *(rng.integers(1, 8193, n).tolist() for n in (2, 5, 9, 64))]
     plans += [(1 + 8000 * (rng.random(64) < 0.1)).tolist()]
+    cut = 0
     for contexts in plans:
-        counts = memory.fill(decodes(contexts))
-        assert counts["decode_units"] <= len(memory.decode_units)
-        seen, partials, spread = set(), set(), {}
-        for sequence, head, row, context, first, end, piece, base in memory.decode_units[: counts["decode_units"]]:
-            assert row == sequence and context == contexts[sequence]
-            assert piece or (first == 0 and end == -(-context // TILE))
+        for most in (1, 4, 21, 150):  # rows of a sequence; three heads on each KV head
+            rows = np.minimum(rng.integers(1, most + 1, len(contexts)), contexts).tolist()
+            if sum(rows) <= 150:
+                cut += check_plan(memory, memory.fill(step_of(contexts, rows)), contexts, rows, kv_heads)
+    assert cut
+
+
+def check_plan(memory: StepMemory, counts: dict[str, int], contexts: list[int], rows: list[int], kv_heads: int) -> int:
+    """Each row's tiles are in one unit each, each piece's results in a place of their own, found by the merges."""
+    starts = np.cumsum([0, *rows]).tolist()
+    seen: set[tuple[int, int, int]] = set()  # row, KV head, tile
+    places: dict[int, tuple[int, int, int, int]] = {}  # of partial results
+    cut_rows: set[int] = set()
+    height = {"decode": 3, "prefill": 6}
+    for phase, units in memory.units.items():
+        assert counts[f"{phase}_units"] < len(units)
+        for sequence, head, row, tokens, position, first, end, base in units[: counts[f"{phase}_units"]].tolist():
+            assert starts[sequence] <= row and row + tokens <= starts[sequence + 1]
+            assert position == contexts[sequence] - rows[sequence] + row - starts[sequence]
+            assert base or (first == 0 and end == -(-(position + tokens) // TILE))
+            per_tile = -(-3 * tokens // height[phase]) * height[phase]  # the kernel writes whole register tiles
+            cut_rows |= set(range(row, row + tokens)) if base else set()
             for tile in range(first, end):
-                seen.add((sequence, head, tile))
-                if piece:
-                    partials.add(base + tile)
-                    spread[sequence, head] = base
-        tiles = -(-np.array(contexts) // TILE)
-        assert len(seen) == tiles.sum() * kv_heads
-        merges = memory.merges[: counts["decode_merges"]].tolist()
-        assert spread == {(s, head): base + head * n for s, n, base, _ in merges for head in range(kv_heads)}
-        places = memory.partials.nbytes // (4 * 3 * (16 + 64))
-        assert len(partials) == sum(n for _, n, _, _ in merges) * kv_heads
-        assert max(partials, default=-1) < places
+                for token in range(tokens):
+                    assert (row + token, head, tile) not in seen
+                    seen.add((row + token, head, tile))
+                for r in range(per_tile if base else 0):
+                    place = base - 1 + tile * per_tile + r
+                    assert place not in places
+                    places[place] = row + r // 3, head, tile, r % 3
+    for i, (context, n) in enumerate(zip(contexts, rows, strict=True)):
+        for token in range(n):
+            tiles = -(-(context - n + token + 1) // TILE)
+            assert all((starts[i] + token, head, t) in seen for head in range(kv_heads) for t in range(tiles))
+    assert max(places, default=-1) < memory.partials.nbytes // (4 * (16 + 64))
+    merged = set()
+    for row, context, base, per_tile, per_head in memory.merges[: counts["merges"]].tolist():
+        merged.add(row)
+        for head in range(kv_heads):
+            for tile in range(-(-context // TILE)):
+                found = [places[base + head * per_head + tile * per_tile + h] for h in range(3)]
+                assert found == [(row, head, tile, h) for h in range(3)]
+    assert merged == cut_rows
+    return len(merged)
+
+
+def test_tiles_stay_together_where_partial_results_have_no_room() -> None:
+    memory = step_memory(64, 8192)
+    counts = memory.fill(step_of([8192] * 5, [21] * 5))
+    assert 21 <= counts["merges"] < 5 * 21
+    check_plan(memory, counts, [8192] * 5, [21] * 5, 3)
 
 
 def test_a_sequence_without_room_is_refused() -> None:
     memory = step_memory(4, 64)
-    memory.fill(decodes([64, 3]))
+    memory.fill(step_of([64, 3], [1, 1]))
     with pytest.raises(ValueError, match="a sequence has 65 tokens; there is room for 64"):
-        memory.fill(decodes([3, 65]))
+        memory.fill(step_of([3, 65], [1, 2]))

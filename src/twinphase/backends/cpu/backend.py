@@ -191,7 +191,14 @@ class CpuBackend(ExpertOperations):
             for layer in range(spec.num_layers)
         ]
         self._step = StepMemory(
-            self.max_rows["tokens"], self.max_num_seqs, self._max_positions, spec, self.blueprint, self.threads
+            self.max_rows["tokens"],
+            self.max_num_seqs,
+            self._max_positions,
+            spec,
+            self.blueprint,
+            self.threads,
+            self.kv_cache_dtype,
+            self.isa.attention_rows,
         )
         self._pack_now()
 

@@ -20,7 +20,9 @@ __all__ = [
     "CHUNK",
     "PLACES_BYTES",
     "KV_CACHE_DTYPES",
+    "MERGE",
     "TILE",
+    "UNIT",
     "attention_scratch_bytes",
     "chunk_cells",
     "decode_rows",
@@ -38,6 +40,8 @@ CHUNK = 32  # cells
 KV_CACHE_DTYPES = ("auto", "int8")  # how values are kept: in 16 bits or in 8; keys are int8 in both
 TILE = 128  # tokens of KV that attention sums over at a time, at absolute positions
 PLACES_BYTES = 8 * 3 * (TILE // CELL)  # of one tile
+UNIT = 8  # int32 numbers of an attention unit
+MERGE = 5  # int32 numbers of a merge
 MAX_QUERY_ROWS = 192  # rows (tokens x heads of a group) that share a converted KV tile in prefill
 
 

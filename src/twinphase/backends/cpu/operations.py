@@ -185,23 +185,20 @@ class Operations:
         return step
 
     def attention(self, q: StepMemory, layer: int, window: int | None = None, sinks: Vector | None = None) -> Buffer:
-        """Prefill's tiles, decode's tiles and the merge of the latter; whichever the step has."""
+        """Units of one token, units of several and the merge of those that were cut; whichever the step has."""
         program, cache, b = self._program, self._layers[layer], self.blueprint
         out = Buffer(program, "tokens", b.num_heads * b.head_dim)
         common = [*q.query_addresses, *cache, b.num_kv_heads, q.block_tables.ctypes.data]
         common += [q.block_tables.strides[0], self.kv_spec.block_size // kv_layout.CELL, self._per_chunk]
         reads, partials = [q.query_addresses[0], cache[0]], q.partials.ctypes.data
         limits = [window or 0, 0 if sinks is None else sinks.values.ctypes.data]
-        decode_units, prefill_units = (program.count(f"{phase}_units") for phase in ("decode", "prefill"))
-        merged_heads, target = program.count(f"decode_merges*{b.num_heads}"), out.floats.data
-        args = [q.decode_units.ctypes.data, *common, target, partials, *limits]
-        spec = attention_spec("decode", b, self.kv_cache_dtype)
-        program.add(spec, decode_units, args, reads, [(partials, 0), (target, 1)])
-        args = [q.prefill_units.ctypes.data, *common, target, *limits]
-        spec = attention_spec("prefill", b, self.kv_cache_dtype)
-        program.add(spec, prefill_units, args, reads, [(target, 0)])
+        target = out.floats.data
+        for part, (phase, units) in enumerate(q.units.items()):
+            args = [units.ctypes.data, *common, target, partials, *limits]
+            spec = attention_spec(phase, b, self.kv_cache_dtype)
+            program.add(spec, program.count(f"{phase}_units"), args, reads, [(partials, part), (target, part)])
         args = [q.merges.ctypes.data, partials, b.num_kv_heads, target, *limits]
-        program.add(merge_spec(b), merged_heads, args, [partials], [(target, 2)])
+        program.add(merge_spec(b), program.count(f"merges*{b.num_heads}"), args, [partials], [(target, len(q.units))])
         return out
 
     def gate_mul(self, gate_up: Buffer) -> Buffer:

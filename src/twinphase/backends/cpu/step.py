@@ -6,24 +6,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
-from twinphase.backends.cpu.kv_layout import TILE, padded_group, query_tile_tokens
+from twinphase.backends.cpu.kv_layout import MERGE, TILE, UNIT, decode_rows, padded_group, query_tile_tokens
 from twinphase.backends.cpu.threads import aligned
 from twinphase.blueprint import Blueprint
 
 __all__ = ["COUNTS", "StepMemory"]
 
-UNIT = 8  # int32 numbers of an attention unit
-MERGE = 4  # int32 numbers of a merge
-UNITS_PER_THREAD = 8  # shares of decode's KV tiles that a thread should find, so that threads end together
-COUNTS = ("tokens", "logits", "decode_units", "decode_merges", "prefill_units")  # what differs from step to step
+UNITS_PER_THREAD = 8  # shares of the KV tiles of few rows that a thread should find, so that threads end together
+FEW_ROWS = 64  # heads of a group times tokens; a sequence with more in a step has work enough, its tiles stay together
+INT8_TOKENS = 3  # of a sequence, up to which int8 values are best converted in registers, once for each register tile
+PARTIAL_TOKENS = 4  # whose partial results there is room for, where the longest sequences are cut
+COUNTS = ("tokens", "logits", "decode_units", "prefill_units", "merges")  # what differs from step to step
 Ints = NDArray[np.int32]
 
 
 class StepMemory:
-    """Fixed arrays for the inputs of a step, its int8 queries and decode's partial results.
+    """Fixed arrays for the inputs of a step, its int8 queries and attention's partial results.
 
     Nothing here grows with the whole cache: a sequence's blocks are bounded by the positions a model was loaded for,
-    partial results by the few rows whose tiles are spread over several units.
+    partial results by the few sequences whose tiles are spread over several units.
+
+    Attributes:
+        units: attention's work, int32 [most, UNIT], for the kernels of few rows ("decode") and of many ("prefill").
     """
 
     def __init__(
@@ -34,7 +38,10 @@ class StepMemory:
         spec: KVCacheSpec,
         blueprint: Blueprint,
         threads: int,
+        dtype: str = "auto",
+        prefill_rows: int = 6,
     ) -> None:
+        """Reserve memory; `dtype` is the KV cache's, `prefill_rows` the height of prefill's register tile."""
         self._blueprint, self._threads = blueprint, threads
         self._group = blueprint.group
         self._block_size = spec.block_size
@@ -46,19 +53,24 @@ class StepMemory:
         heads, shares = blueprint.num_heads, UNITS_PER_THREAD * threads
         self.queries = [aligned(max_tokens * heads * blueprint.head_dim, np.int8),
                         aligned(max_tokens * heads, np.float32), aligned(max_tokens * heads, np.int32)]  # fmt: skip
-        # Pieces of spread rows: each has at least one share's tiles, but for its last piece.
-        # One more, since decode looks one unit ahead.
-        self.decode_units = aligned((max_tokens * blueprint.num_kv_heads + 2 * shares + 1) * UNIT, np.int32).reshape(
-            -1, UNIT
-        )
-        most_units = (max_tokens // query_tile_tokens(self._group) + max_seqs + 1) * blueprint.num_kv_heads
-        self.prefill_units = aligned(most_units * UNIT, np.int32).reshape(-1, UNIT)
-        # A spread row has more than a share's tiles in each KV head, so that fewer heads than shares are spread.
+        self._heights = {"decode": decode_rows(self._group), "prefill": prefill_rows}
+        self._few = max(1, FEW_ROWS // self._group)
+        self._short = min(self._few, INT8_TOKENS) if dtype == "int8" else self._few
+        # Pieces of spread sequences: each has at least half a share's tiles, but for its last piece.
+        # One more, since kernels look one unit ahead.
+        most = {"decode": max_seqs, "prefill": max_tokens // query_tile_tokens(self._group) + max_seqs + 1}
+        self.units: dict[str, Ints] = {
+            phase: aligned((count * blueprint.num_kv_heads + 4 * shares + 1) * UNIT, np.int32)
+            .view(np.int32)
+            .reshape(-1, UNIT)
+            for phase, count in most.items()
+        }
+        # A spread sequence has more than a share's tiles in each KV head, so that fewer heads than shares are spread.
         # Pages are taken when first written: an upper bound costs nothing.
-        spread = min(shares, max_tokens * blueprint.num_kv_heads)
-        self.merges = aligned(spread * MERGE, np.int32).reshape(-1, MERGE)
-        count = spread * -(-max_positions // TILE) * padded_group(self._group)
-        self.partials = aligned(count * (16 + blueprint.head_dim), np.float32)
+        spread = min(shares, max_seqs * blueprint.num_kv_heads)
+        self.merges = aligned(spread * self._few * MERGE, np.int32).reshape(-1, MERGE)
+        self._room = spread * -(-max_positions // TILE) * padded_group(self._group) * PARTIAL_TOKENS
+        self.partials = aligned(self._room * (16 + blueprint.head_dim), np.float32)
 
     @property
     def query_addresses(self) -> list[int]:
@@ -79,64 +91,89 @@ class StepMemory:
             if longest > width * self._block_size:
                 raise ValueError(f"a sequence has {longest} tokens; there is room for {width * self._block_size}")
         self.block_tables[:sequences, :width] = inputs.block_tables[:, :width]
-        starts = inputs.query_start.tolist()
-        decodes = inputs.num_decodes  # and leading chunks of a single row: decode's kernel suits them too
-        while decodes < sequences and starts[decodes + 1] - starts[decodes] == 1:
-            decodes += 1
-        owners = np.repeat(np.arange(decodes), np.diff(inputs.query_start[: decodes + 1]))
-        units, merges = self._decode_units(owners, inputs.positions[: len(owners)] + 1)
-        prefills = self._prefill_units(decodes, starts, inputs.positions)
-        return dict(zip(COUNTS, (tokens, logits, units, merges, prefills), strict=True))
+        return {"tokens": tokens, "logits": logits, **self._fill_units(inputs)}
 
-    def _decode_units(self, owners: NDArray[np.int64], contexts: Ints) -> tuple[int, int]:
-        """Share out the KV tiles of the decoding rows; returns the number of units and of rows to merge.
+    def _fill_units(self, inputs: StepInputs) -> dict[str, int]:
+        """Share out attention's work: a unit takes all KV tiles of a KV head for some rows of a sequence.
 
-        A unit takes all tiles of one row and KV head, and merges them itself. Only a row with more tiles than a fair
-        share is cut, so that few long sequences still feed all threads; its pieces leave partial results.
-
-        Args:
-            owners: each row's sequence; the rows of one adjoin, and each sees one token more than the row before.
-            contexts: tokens that each row attends to.
+        Only a sequence of few rows whose tiles, once for each row, are more than a fair share is cut, so that few long
+        sequences still feed all threads; its pieces leave partial results. Either way gives the same bits.
         """
-        if not len(contexts):
-            return 0, 0
-        kv_heads = self._blueprint.num_kv_heads
-        tiles = -(-contexts // TILE)
-        share = max(1, int(tiles.sum()) * kv_heads // (UNITS_PER_THREAD * self._threads))
-        spread = tiles > share
-        whole = np.flatnonzero(~spread)
-        count = len(whole) * kv_heads
-        if count:
-            units = self.decode_units[:count].reshape(-1, kv_heads, UNIT)
-            units[:] = 0
-            units[:, :, 0], units[:, :, 2] = owners[whole, None], whole[:, None]
-            units[:, :, 1] = np.arange(kv_heads)
-            units[:, :, 3] = contexts[whole, None]
-            units[:, :, 5] = tiles[whole, None]
-        if len(whole) == len(contexts):
-            return count, 0
-        rows, merges, base = [], [], 0
-        for row in np.flatnonzero(spread).tolist():
-            sequence, context, end = int(owners[row]), int(contexts[row]), int(tiles[row])
-            merges.append((row, end, base, context))
-            for kv_head in range(kv_heads):
-                for first in range(0, end, share):
-                    last = min(end, first + share)
-                    rows.append((sequence, kv_head, row, context, first, last, 1, base + kv_head * end))
-            base += end * kv_heads
-        self.decode_units[count : count + len(rows)] = rows
-        self.merges[: len(merges)] = merges
-        return count + len(rows), len(merges)
+        first = inputs.query_start[:-1]
+        rows = np.diff(inputs.query_start)
+        tiles = -(-inputs.context_lens // TILE)
+        plan = np.stack([first, rows, inputs.positions[first], tiles], axis=1)
+        few = rows <= self._few
+        work = rows * tiles
+        share = max(1, int(work[few].sum()) * self._blueprint.num_kv_heads // (UNITS_PER_THREAD * self._threads))
+        cut = few & (work > share) & (tiles > 1)
+        counts: dict[str, int] = {}
+        merges: list[tuple[int, ...]] = []
+        self._partials_used = 0
+        short = rows <= self._short
+        for phase, ours in (("decode", short), ("prefill", few & ~short)):
+            counts[phase] = self._whole_units(self.units[phase], np.flatnonzero(ours & ~cut), plan)
+            for sequence in np.flatnonzero(ours & cut).tolist():
+                counts[phase] += self._pieces(phase, counts[phase], sequence, plan, share, merges)
+        for sequence in np.flatnonzero(~few).tolist():
+            counts["prefill"] += self._query_tiles(counts["prefill"], sequence, plan)
+        if merges:
+            self.merges[: len(merges)] = merges
+        return {"decode_units": counts["decode"], "prefill_units": counts["prefill"], "merges": len(merges)}
 
-    def _prefill_units(self, decodes: int, starts: list[int], positions: Ints) -> int:
-        """Cut each prefill chunk into query tiles; returns the number of units."""
-        units, size = [], query_tile_tokens(self._group)
-        for sequence in range(decodes, len(starts) - 1):
-            for kv_head in range(self._blueprint.num_kv_heads):
-                # Late query tiles see more keys: first, so that no thread is left with one at the end.
-                for first in reversed(range(starts[sequence], starts[sequence + 1], size)):
-                    count = min(size, starts[sequence + 1] - first)
-                    units.append((sequence, kv_head, first, count, int(positions[first]), 0, 0, 0))
-        if units:
-            self.prefill_units[: len(units)] = units
+    def _whole_units(self, units: Ints, sequences: NDArray[np.int64], plan: Ints) -> int:
+        """A unit for each of these sequences and KV heads; returns how many."""
+        kv_heads = self._blueprint.num_kv_heads
+        count = len(sequences) * kv_heads
+        if count:
+            out = units[:count].reshape(-1, kv_heads, UNIT)
+            out[:, :, 0] = sequences[:, None]
+            out[:, :, 1] = np.arange(kv_heads)
+            out[:, :, 2:5] = plan[sequences, None, :3]
+            out[:, :, 5] = out[:, :, 7] = 0
+            out[:, :, 6] = plan[sequences, None, 3]
+        return count
+
+    def _pieces(self, phase: str, at: int, sequence: int, plan: Ints, share: int, merges: list[tuple[int, ...]]) -> int:
+        """Cut a sequence's tiles into units, from number `at` on, and add its rows to the merges; returns how many.
+
+        Where there is no room for its partial results, its tiles stay together.
+        """
+        row, tokens, position, end = plan[sequence].tolist()
+        kv_heads, height = self._blueprint.num_kv_heads, self._heights[phase]
+        per_tile = -(-tokens * self._group // height) * height  # partial results
+        per_head, base = end * per_tile, self._partials_used
+        if base + kv_heads * per_head > self._room:
+            return self._whole_units(self.units[phase][at:], np.array([sequence]), plan)
+        self._partials_used += kv_heads * per_head
+        step = max(1, share // tokens)
+        pieces = [
+            (sequence, head, row, tokens, position, first, min(end, first + step), 1 + base + head * per_head)
+            for head in range(kv_heads)
+            for first in range(0, end, step)
+        ]
+        self.units[phase][at : at + len(pieces)] = pieces
+        merges += [(row + i, position + 1 + i, base + i * self._group, per_tile, per_head) for i in range(tokens)]
+        return len(pieces)
+
+    def _query_tiles(self, at: int, sequence: int, plan: Ints) -> int:
+        """Cut a chunk of many rows into units, from number `at` on; returns how many."""
+        row, tokens, position, _ = plan[sequence].tolist()
+        size = query_tile_tokens(self._group)
+        units = [
+            (
+                sequence,
+                head,
+                row + i,
+                min(size, tokens - i),
+                position + i,
+                0,
+                -(-(position + min(i + size, tokens)) // TILE),
+                0,
+            )
+            for head in range(self._blueprint.num_kv_heads)
+            # Late query tiles see more keys: first, so that no thread is left with one at the end.
+            for i in reversed(range(0, tokens, size))
+        ]
+        self.units["prefill"][at : at + len(units)] = units
         return len(units)

@@ -1,0 +1,204 @@
+"""Attention of both phases: a unit of work is some rows of one sequence and a KV head, its KV tiles merged in order.
+
+The rows are the query heads of the group (GQA) for one new token (decode), for the few whose drafts a step verifies, or
+for many (prefill): a tile's keys and values are read once for all. Where units are few, tiles are spread over more of
+them, and partial results merged afterwards to the same bits. There are two kernels, for few rows and for many; either
+computes any unit, to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+from twinphase.backends.cpu.emit import I32
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, fields, load_f32, store_f32
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.attention_tile import (
+    MASKED,
+    STATS,
+    copy_query_kernel,
+    divide_kernel,
+    fetch_scales_kernel,
+    find_cells_kernel,
+    merge_stats_kernel,
+    scale_add_kernel,
+    scores_kernel,
+    softmax_kernel,
+    weighted_values_kernel,
+)
+from twinphase.backends.cpu.kv_layout import CELL, MERGE, PLACES_BYTES, TILE, UNIT, decode_rows, scratch_areas
+
+__all__ = ["attention_decode", "attention_merge", "attention_prefill"]
+
+Kernel = tuple[Any, Callable[[int, int, int], None]]
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _first_tile(context: int, window: int) -> int:
+    """The first KV tile that the last of `context` tokens sees."""
+    return max(0, context - window) // TILE if window else 0
+
+
+def attention_decode(isa: Isa, head_dim: str, group: str, dtype: str, softcap: str, sinks: str) -> Kernel:
+    """Few rows, bound by memory: a register tile as high as the group, while the next KV tile is fetched.
+
+    int8 values are converted in registers.
+    """
+    return _attention(isa, int(head_dim), int(group), dtype, float(softcap), sinks == "1",
+                      rows=decode_rows(int(group)), in_place=isa.bf16_dot, ahead=isa.bf16_dot)  # fmt: skip
+
+
+def attention_prefill(isa: Isa, head_dim: str, group: str, dtype: str, softcap: str, sinks: str) -> Kernel:
+    """Many rows, bound by arithmetic: the highest register tile; int8 values are converted once for all of them."""
+    return _attention(isa, int(head_dim), int(group), dtype, float(softcap), sinks == "1", rows=isa.attention_rows,
+                      in_place=isa.bf16_dot and dtype == "auto", ahead=False)  # fmt: skip
+
+
+def _attention(
+    isa: Isa, dim: int, group: int, dtype: str, softcap: float, sinks: bool, *, rows: int, in_place: bool, ahead: bool
+) -> Kernel:
+    """One unit a tile: `tokens` successive tokens of one sequence, KV tiles of one KV head.
+
+    Arguments: units, int8 queries, their scales, their sums, keys, key scales and values of the layer, KV heads,
+    block tables (int32), their stride, cells a block, cells of a chunk, out, partials, window (0 is none), sinks
+    by head. A unit is int32 [8]: sequence, KV head, first row, tokens, position of the first token, first KV tile,
+    end of KV tiles, number of the first partial, counted from 1. A unit with 0 there has all tiles, merges them in
+    order and writes its rows' results. Others are pieces: they leave a partial for each tile and row, float32
+    [maximum, sum, 14 unused, weighted values], for the merge. Units are the same for all layers: tiles before a
+    layer's window are left out here and in the merge.
+
+    A row's bits are those of the tiles that it sees: a tile that is masked for it adds 0 to its sums, and where it has
+    seen none yet it stays as it began.
+    """
+    at, convert = scratch_areas(dim, group), in_place and dtype == "int8"
+    find_cells = find_cells_kernel(isa, dim, dtype, at, in_place=in_place)
+    copy_query, fetch_scales = copy_query_kernel(dim, at), fetch_scales_kernel(isa)
+    scores, softmax = scores_kernel(isa, dim, rows, ahead), softmax_kernel(isa, dtype, softcap)
+    weighted_values, merge_values = (
+        weighted_values_kernel(isa, dim, rows, merge, ahead=ahead, convert=convert) for merge in (False, True)
+    )
+    merge_stats, divide = merge_stats_kernel(isa), divide_kernel(isa, dim, sinks)
+    at_places, at_scores, at_weights = at["places"], at["scores"], at["weights"]
+    at_stats, at_queries, at_out = at["tile_stats"], at["queries"], at["out"]
+    at_query_scales, at_query_sums = at["query_scales"], at["query_sums"]
+    at_maxima, at_sums = at["maxima"], at["sums"]
+    weight_row, chunk, partial_bytes = (2 if isa.bf16_dot else 4) * TILE, 4 * isa.lanes, 64 + 4 * dim
+    row_bytes = 4 * dim
+
+    arguments, unit_of = fields(16), fields(UNIT, I32)
+
+    @njit  # type: ignore[untyped-decorator]
+    def row_block(r: int, seen: int, window: int, tokens: int, now: int, coming: int, partial: int,
+                  scratch: int) -> None:  # fmt: skip
+        # Rows r.. of the unit against the KV tile at `now`; token i of the unit sees its tokens up to `seen` + i, the
+        # last `window` of them.
+        most = min(TILE, seen + min(tokens - 1, (r + rows - 1) // group))
+        if most <= 0 or (window and seen + r // group - window >= TILE):
+            return
+        scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, now, coming, scratch + at_scores,
+               (most + chunk - 1) // chunk)  # fmt: skip
+        stats, cells = scratch + at_stats, (most + CELL - 1) // CELL
+        maximum, total, stride = (partial, partial + 4, partial_bytes) if partial else (stats, stats + 4 * STATS, 4)
+        for i in range(rows):
+            end = seen + (r + i) // group
+            first = max(0, min(TILE, end - window)) if window else 0
+            softmax(scratch + at_scores + 4 * TILE * i, scratch + at_weights + weight_row * i,
+                    scratch + at_query_scales + 4 * (r + i), first, max(0, min(TILE, end)), maximum + stride * i,
+                    total + stride * i, now)  # fmt: skip
+        if partial:
+            weighted_values(scratch + at_weights, now, coming, cells, partial + 64, partial_bytes, stats)
+        else:
+            block = 4 * STATS * (r // rows)
+            merge_stats(scratch + at_maxima + block, scratch + at_sums + block, stats)
+            merge_values(scratch + at_weights, now, coming, cells, scratch + at_out + row_bytes * r, row_bytes, stats)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        (units, queries, query_scales, query_sums, keys, key_scales, values, kv_heads, tables, table_stride,
+         cells_per_block, per_chunk, out, partials, window, sinks_at) = arguments(args)  # fmt: skip
+        sequence, kv_head, first_row, tokens, position, first, end, base = unit_of(units + 4 * UNIT * tile)
+        first = max(first, _first_tile(position + 1, window))
+        if first >= end:
+            return
+        table, count = tables + sequence * table_stride, tokens * group
+        padded = (count + rows - 1) // rows * rows
+        for r in range(padded):
+            # Rows past the end repeat the last one; nothing reads their result.
+            token, h = min(r, count - 1) // group, min(r, count - 1) % group
+            copy_query(r, ((first_row + token) * kv_heads + kv_head) * group + h, queries, query_scales, query_sums,
+                       scratch)  # fmt: skip
+            lane = 4 * (r // rows * STATS + r % rows)
+            store_f32(scratch + at_maxima + lane, MASKED)
+            store_f32(scratch + at_sums + lane, 0.0)
+        if not base:
+            for i in range(padded * dim):
+                store_f32(scratch + at_out + 4 * i, 0.0)
+        now, coming = scratch + at_places, scratch + at_places + PLACES_BYTES
+        for t in range(first, end):
+            seen = position + 1 - t * TILE
+            if t == first or not ahead:
+                find_cells(t, (min(TILE, seen + tokens - 1) + CELL - 1) // CELL, table, cells_per_block, per_chunk,
+                           kv_head, keys, key_scales, values, scratch, now)  # fmt: skip
+            if ahead:
+                # The next tile is fetched while this one is computed; after the last one, the next unit's first.
+                if t + 1 == end:
+                    sequence_, kv_head_, _, tokens_, position_, next_t, _, _ = unit_of(units + 4 * UNIT * (tile + 1))
+                    next_t = max(next_t, _first_tile(position_ + 1, window))
+                    table_ = tables + sequence_ * table_stride
+                else:
+                    kv_head_, tokens_, position_, next_t, table_ = kv_head, tokens, position, t + 1, table
+                find_cells(next_t, (min(TILE, position_ + tokens_ - next_t * TILE) + CELL - 1) // CELL, table_,
+                           cells_per_block, per_chunk, kv_head_, keys, key_scales, values, scratch, coming)  # fmt: skip
+                fetch_scales(coming)
+            for r in range(0, padded, rows):
+                partial = partials + (base - 1 + t * padded + r) * partial_bytes if base else 0
+                row_block(r, seen, window, tokens, now, coming if r == 0 else now, partial, scratch)
+            if ahead:
+                now, coming = coming, now
+        if not base:
+            for r in range(count):
+                head, lane = kv_head * group + r % group, 4 * (r // rows * STATS + r % rows)
+                divide(out + row_bytes * ((first_row + r // group) * kv_heads * group + head),
+                       scratch + at_out + row_bytes * r, scratch + at_sums + lane, scratch + at_maxima + lane,
+                       sinks_at + 4 * head)  # fmt: skip
+
+    return KERNEL_SIGNATURE, kernel
+
+
+def attention_merge(isa: Isa, head_dim: str, group_size: str, sinks: str) -> Kernel:
+    """One head of a row whose tiles were spread over pieces: merge its partials in order of position.
+
+    Arguments: merges, partials, KV heads, out, window, sinks. A merge is int32 [5]: row, context length, number of the
+    row's first partial, partials from one tile to the next and from one KV head to the next.
+    """
+    dim, group = int(head_dim), int(group_size)
+    at = scratch_areas(dim, group)
+    merge_stats, scale_add = merge_stats_kernel(isa), scale_add_kernel(isa, dim)
+    divide = divide_kernel(isa, dim, sinks == "1")
+    partial_bytes, at_stats, at_maxima, at_sums, at_out = (
+        64 + 4 * dim, at["tile_stats"], at["maxima"], at["sums"], at["out"])  # fmt: skip
+
+    arguments, merge_of = fields(6), fields(MERGE, I32)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        merges, partials, kv_heads, out, window, sinks_at = arguments(args)
+        heads = kv_heads * group
+        row, context, base, per_tile, per_head = merge_of(merges + 4 * MERGE * (tile // heads))
+        head = tile % heads
+        stats, total = scratch + at_stats, scratch + at_out
+        store_f32(scratch + at_maxima, MASKED)
+        store_f32(scratch + at_sums, 0.0)
+        for i in range(dim):
+            store_f32(total + 4 * i, 0.0)
+        for t in range(_first_tile(context, window), (context + TILE - 1) // TILE):
+            place = partials + (base + head // group * per_head + t * per_tile + head % group) * partial_bytes
+            store_f32(stats, load_f32(place))
+            store_f32(stats + 4 * STATS, load_f32(place + 4))
+            merge_stats(scratch + at_maxima, scratch + at_sums, stats)
+            scale_add(total, place + 64, stats + 8 * STATS, stats + 12 * STATS)
+        divide(out + 4 * dim * (row * heads + head), total, scratch + at_sums, scratch + at_maxima,
+               sinks_at + 4 * head)  # fmt: skip
+
+    return KERNEL_SIGNATURE, kernel
