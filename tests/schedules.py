@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-from twinphase.batch import Batch, StepOutput, StepWork
+from twinphase.batch import Batch, ScheduledRequest, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.engine.engine import Engine
 from twinphase.engine.recorder import StepRecorder
@@ -87,7 +88,13 @@ class Machine:
         if self.struck & set(ids(batch.scheduled)):
             raise RuntimeError("struck\nby the test")
         self.now += self.seconds(batch.work)
-        return StepOutput({name: [7] for name in ids(share for share in batch.scheduled if share.samples)})
+        return StepOutput({share.request_id: sevens(share) for share in batch.scheduled if share.samples})
+
+
+def sevens(share: ScheduledRequest) -> list[int]:
+    """Token 7 once, and for each leading draft that is 7."""
+    drafts = share.token_ids[len(share.token_ids) - share.num_drafts :]
+    return [7] * (1 + len(list(takewhile((7).__eq__, drafts))))
 
 
 def machine_engine(machine: Machine, prices=PRICES, **settings) -> Engine:

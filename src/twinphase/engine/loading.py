@@ -30,6 +30,8 @@ from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
+from twinphase.speculation.speculator import make_speculator
+from twinphase.speculative import speculative_config
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
 
@@ -86,6 +88,7 @@ class LoadedEngine:
 
     def _compute(self, name: str, num_prompt_tokens: int, num_output_tokens: int) -> RequestTimeline:
         engine, config = self.engine, self.config
+        drafter, engine.drafter = engine.drafter, None  # which would find nothing easier than a made-up prompt
         limit = min(config.max_model_len or 2, (config.num_kv_blocks or 1) * config.block_size)
         num_output_tokens = max(1, min(num_output_tokens, limit - 1))
         prompt = [1] * max(1, min(num_prompt_tokens, limit - num_output_tokens))
@@ -95,7 +98,7 @@ class LoadedEngine:
         while engine.has_work:
             result = engine.step()
             timeline.hand_over_tokens(len(result.output.token_ids.get(name, ())), engine.clock())
-        kv_cache = engine.scheduler.kv_cache
+        engine.drafter, kv_cache = drafter, engine.scheduler.kv_cache
         kv_cache.num_queried_tokens = kv_cache.num_hit_tokens = 0
         return timeline
 
@@ -194,7 +197,10 @@ def make_engine(
     )
     runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
     recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
-    return Engine(scheduler, runner, recorder, shape=shape, vocab_size=model.blueprint.vocab_size, seed=config.seed)
+    wanted = speculative_config(config.speculative_config)
+    drafter = make_speculator(wanted, cost_model, scheduler.slo_seconds, shape.window)
+    sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
+    return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
 
 
 def _step_log(config: EngineConfig, scheduler: Scheduler, cost_model: CostModel) -> TraceWriter | None:

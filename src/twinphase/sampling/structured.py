@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -94,7 +94,7 @@ class GrammarCompiler:
                 self._compiled[lark] = compiled
                 while len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
-        return GrammarConstraint(compiled, lambda: self._forget(lark))
+        return GrammarConstraint(compiled, lambda: self._forget(lark), self.eos_token_ids)
 
     def _forget(self, lark: str) -> None:
         """Drop a grammar that failed somebody, with the tables it shares with its copies."""
@@ -149,8 +149,12 @@ class GrammarConstraint:
     The matcher is a cache of what the grammar makes of the tokens seen; it follows when tokens come or are taken back.
     """
 
-    def __init__(self, compiled: LLMatcher, forget: Callable[[], None]) -> None:
-        """Begin at the start of a compiled grammar, which is not changed; `forget` is called if it fails."""
+    def __init__(self, compiled: LLMatcher, forget: Callable[[], None], ends: Collection[int] = ()) -> None:
+        """Begin at the start of a compiled grammar, which is not changed; `forget` is called if it fails.
+
+        `ends` are the tokens that end a sequence.
+        """
+        self._ends = frozenset(ends)
         self._compiled = compiled
         self._forget = forget
         self._matcher = compiled.deep_copy()
@@ -168,6 +172,27 @@ class GrammarConstraint:
             self._forget()
             raise
         return np.minimum(logits, _BOUNDS.take(bits, axis=0).ravel()[: len(logits)])
+
+    def forced(self, output_token_ids: Sequence[int], limit: int) -> list[int]:
+        """See `Constraint`."""
+        self._follow(output_token_ids)
+        forced: list[int] = []
+        while len(forced) < limit and not self._matcher.is_stopped():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            (set_bytes,) = bits.nonzero()
+            if len(set_bytes) != 1 or (byte := int(bits[set_bytes[0]])) & byte - 1:
+                break
+            token_id = 8 * int(set_bytes[0]) + byte.bit_length() - 1
+            if token_id in self._ends or not self._matcher.consume_token(token_id):
+                break
+            forced.append(token_id)
+            self._seen.append(token_id)  # taken back when the output turns out to be without them
+        return forced
+
+    def admits(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
+        """See `Constraint`."""
+        self._follow(output_token_ids)
+        return int(self._matcher.validate_tokens(list(draft)))
 
     def _follow(self, token_ids: Sequence[int]) -> None:
         kept = num_in_common(self._seen, token_ids)

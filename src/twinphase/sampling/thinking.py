@@ -102,6 +102,28 @@ class ThinkingConstraint:
         logits[self._eos] = -np.inf
         return logits
 
+    def forced(self, output_token_ids: Sequence[int], limit: int) -> list[int]:
+        """See `Constraint`: the rest of the end tag once the budget is spent, and what the answer's constraint says."""
+        start = 0 if self._opened else self._find_start(output_token_ids)
+        if start is None:
+            return []
+        output, forced = list(output_token_ids), list[int]()
+        while (end := self._find_end(output)) is None and len(forced) < limit:
+            if self._budget is None or len(output) - start < self._budget:
+                return forced
+            output.append(self._next_of_end(output[start:]))
+            forced.append(output[-1])
+        if end is None or self._answer is None or forced:
+            return forced
+        return self._answer.forced(output[end:], limit)
+
+    def admits(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
+        """See `Constraint`: thoughts are free, and so is what a draft has behind them."""
+        end = self._find_end(output_token_ids)
+        if end is None or self._answer is None:
+            return len(draft)
+        return self._answer.admits(output_token_ids[end:], draft)
+
     def _text(self, token_ids: Sequence[int]) -> bytes:
         tokens = self._token_bytes
         return b"".join(tokens[i] for i in token_ids if i < len(tokens))

@@ -1,0 +1,103 @@
+"""`--speculative-config`: which proposers there are, and how many tokens they may draft; the keys are vLLM's.
+
+What vLLM has and this has not is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from twinphase.errors import InvalidRequestError
+from twinphase.settings import ConfigField, check_value
+
+__all__ = ["METHODS", "SpeculativeConfig", "speculative_config"]
+
+MOST_DRAFTED = 64  # tokens; a step has 512 rows for all
+USUAL_DRAFTED = 16
+DRAFTED = ConfigField("Tokens.", minimum=1, maximum=MOST_DRAFTED)
+USUAL_NGRAM = 5  # as in vLLM, where neither bound is given
+METHODS = ("auto", "ngram", "suffix", "none")
+ELSEWHERE = ("draft_model", "self", "heads", "eagle", "eagle3", "medusa", "mtp", "mlp_speculator", "dflash", "dspark",
+             "custom_class")  # fmt: skip
+OFF = ("none", "off")
+KEYS = {
+    "auto": ("num_speculative_tokens",),
+    "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": ("num_speculative_tokens",),
+    "none": (),
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Where drafts come from.
+
+    Attributes:
+        method: "auto" (prediction, forced tokens, suffixes), "ngram", "suffix" or "none".
+        num_speculative_tokens: tokens to draft for a request in one step, at most; fewer where fewer pay.
+        prompt_lookup_min, prompt_lookup_max: of `ngram`, tokens that have to agree, and that count.
+    """
+
+    method: str = "auto"
+    num_speculative_tokens: int = USUAL_DRAFTED
+    prompt_lookup_min: int = USUAL_NGRAM
+    prompt_lookup_max: int = USUAL_NGRAM
+
+
+def speculative_config(given: str | Mapping[str, Any] | None) -> SpeculativeConfig:
+    """What a method's name, or an object of vLLM's keys (as a mapping or as JSON), asks for; None is "none".
+
+    Raises:
+        InvalidRequestError: an unknown method or key, a value out of its range, or a text that is not JSON.
+    """
+    if given is None or isinstance(given, str) and given in OFF:
+        return SpeculativeConfig("none")
+    if isinstance(given, str) and given in METHODS:
+        given = {"method": given, **({"num_speculative_tokens": USUAL_DRAFTED} if given == "ngram" else {})}
+    values = _object(given)
+    method = values.get("method", "auto")
+    if method in OFF:
+        method = "none"
+    if method not in METHODS:
+        known = "is not supported here" if method in ELSEWHERE else "is not known"
+        _refuse(f"has the method {method!r}, which {known}.", f"Use one of: {', '.join(METHODS)}.")
+    for key in values:
+        if key != "method" and key not in KEYS[method]:
+            allowed = ", ".join(KEYS[method]) or "no other key"
+            _refuse(f"has {key!r}, which the method {method!r} does not take.", f"It takes {allowed}.")
+    for key, value in values.items():
+        if key != "method":
+            check_value(f"speculative_config.{key}", value, "int", DRAFTED)
+    if method == "ngram":
+        if "num_speculative_tokens" not in values:
+            _refuse("has the method 'ngram' without num_speculative_tokens.", "Say how many tokens to draft at most.")
+        least, most = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
+        values["prompt_lookup_min"] = least or most or USUAL_NGRAM
+        values["prompt_lookup_max"] = most or least or USUAL_NGRAM
+        if values["prompt_lookup_min"] > values["prompt_lookup_max"]:
+            _refuse(
+                f"has prompt_lookup_min {least} above prompt_lookup_max {most}.", "Lower the one, or raise the other."
+            )
+    return SpeculativeConfig(**{**values, "method": method})
+
+
+def _object(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    values: Any = given
+    if isinstance(given, str):
+        try:
+            values = json.loads(given)
+        except (ValueError, RecursionError):
+            _refuse(
+                f"is {given[:60]!r}, neither a method nor valid JSON.",
+                """Use auto, none, or such as '{"method": "ngram", "num_speculative_tokens": 5}'.""",
+            )
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        _refuse(f"is of type {type(values).__name__}.", "Use a method's name, or a JSON object.")
+    return dict(values)
+
+
+def _refuse(what: str, fix: str) -> NoReturn:
+    raise InvalidRequestError(f"speculative_config {what}", fix)

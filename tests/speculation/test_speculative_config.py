@@ -1,0 +1,56 @@
+"""`--speculative-config`: vLLM's keys, and clear refusals."""
+
+import pytest
+
+from twinphase.config import EngineConfig
+from twinphase.errors import InvalidRequestError
+from twinphase.speculative import speculative_config
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "most", "lookup"),
+    [
+        (None, "none", 16, (5, 5)),
+        ("none", "none", 16, (5, 5)),
+        ("off", "none", 16, (5, 5)),
+        ("auto", "auto", 16, (5, 5)),
+        ("suffix", "suffix", 16, (5, 5)),
+        ("ngram", "ngram", 16, (5, 5)),
+        ('{"method": "ngram", "num_speculative_tokens": 3}', "ngram", 3, (5, 5)),
+        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}, "ngram", 3, (4, 4)),
+        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2}, "ngram", 3, (2, 2)),
+        ({"method": "suffix", "num_speculative_tokens": 24}, "suffix", 24, (5, 5)),
+        ({"num_speculative_tokens": 4}, "auto", 4, (5, 5)),
+    ],
+)
+def test_what_is_taken(given, method, most, lookup):
+    config = speculative_config(given)
+    assert (config.method, config.num_speculative_tokens) == (method, most)
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == lookup
+    EngineConfig(speculative_config=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ("magic", "neither a method nor valid JSON"),
+        ("[1]", "of type list"),
+        ('{"method": "magic"}', "'magic', which is not known"),
+        ('{"method": "eagle"}', "'eagle', which is not supported"),
+        ('{"method": ["ngram"]}', "is not known"),
+        ('{"method": "ngram"}', "without num_speculative_tokens"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens is 0"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens is True"),
+        ('{"method": "ngram", "num_speculative_tokens": 65}', "num_speculative_tokens is 65"),
+        ('{"method": "ngram", "num_speculative_tokens": 2.5}', "num_speculative_tokens is 2.5"),
+        ('{"method": "suffix", "prompt_lookup_max": 3}', "'prompt_lookup_max', which the method 'suffix'"),
+        ('{"method": "auto", "model": "x"}', "'model', which the method 'auto'"),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 5, "prompt_lookup_max": 2}',
+            "prompt_lookup_min 5 above prompt_lookup_max 2",
+        ),
+    ],
+)
+def test_what_is_refused(given, match):
+    with pytest.raises(InvalidRequestError, match=match):
+        EngineConfig(speculative_config=given)
