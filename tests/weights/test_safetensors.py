@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -180,6 +181,24 @@ def test_a_damaged_file_of_made_tensors_is_made_anew(
     for name, value in expected.items():
         np.testing.assert_array_equal(values(checkpoint, name), value)
     assert kept.stat().st_size > 5000 and not killed.exists()
+
+
+def test_what_was_made_goes_when_the_model_is_gone_and_another_comes(
+    folder: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(made, "_SMALL_BYTES", 0)
+    tensors, _ = experts_one_by_one(QWEN)
+    open_safetensors(write(folder, tensors), "qwen3moe")
+    (kept,) = cache.rglob("tensors-none.gguf")
+    second, third = tmp_path / "second", tmp_path / "third"
+    for place in (second, third):
+        place.mkdir()
+        write(place, tensors)
+    open_safetensors(second, "qwen3moe")
+    assert kept.exists()
+    shutil.rmtree(folder)
+    open_safetensors(third, "qwen3moe")
+    assert not kept.exists() and len(list(cache.rglob("tensors-none.gguf"))) == 2
 
 
 def test_without_a_cache_they_are_made_in_memory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from twinphase.blueprint import Blueprint
     from twinphase.estimate.estimate import Estimate
     from twinphase.estimate.shapes import DecoderShape
+    from twinphase.tokenizer.tokenizer import Tokenizer
     from twinphase.weights.checkpoint import Checkpoint
 
 __all__ = ["show"]
@@ -41,16 +42,19 @@ def show(
 
 
 def model_facts(name: str) -> dict[str, Any]:
-    """Everything that is shown, as plain values.
+    """Everything that is shown, as plain values; those of an encoder have "embeds" and nothing of the phases.
 
     Raises:
         ModelNotFoundError: there is no such model here.
         TwinphaseError: it cannot be read, or is of an architecture that is not known.
     """
     from twinphase.estimate.shapes import from_checkpoint
+    from twinphase.models.bert import is_encoder
     from twinphase.models.loader import open_model
 
     checkpoint = open_model(_local(name), header_only=True)
+    if is_encoder(checkpoint):
+        return _encoder(checkpoint, name)
     shape = from_checkpoint(checkpoint, name)
     b = shape.blueprint
     return {
@@ -72,6 +76,29 @@ def model_facts(name: str) -> dict[str, Any]:
         "kv_cache": _kv_cache(b),
         **_text(checkpoint),
         "here": _both_phases(shape),
+    }
+
+
+def _encoder(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    from math import prod
+
+    from twinphase.models.bert import read_bert_shape
+    from twinphase.weights.gguf import quantization_name
+
+    shape = read_bert_shape(checkpoint)
+    sizes = ("num_layers", "num_heads", "hidden_size", "ffn_size", "vocab_size")
+    return {
+        "name": name,
+        "path": str(checkpoint.path),
+        "architecture": checkpoint.architecture,
+        "parameters": {"total": sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())},
+        "bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        "quantization": quantization_name(checkpoint),
+        "formats": _formats(checkpoint),
+        "context_length": shape.max_positions,
+        "layers": {size: getattr(shape, size) for size in sizes},
+        "embeds": {"dimensions": shape.hidden_size, "pooling": shape.pooling},
+        **_tokenizer(checkpoint)[1],
     }
 
 
@@ -113,13 +140,12 @@ def _text(checkpoint: Checkpoint) -> dict[str, Any]:
     """Tokenizer and template; `problem` says why one of them cannot be used."""
     from twinphase.tokenizer.chat_template import ChatTemplate, supports_tools
     from twinphase.tokenizer.think_tags import think_tags
-    from twinphase.tokenizer.tokenizer import Tokenizer
 
-    found: dict[str, Any] = {"tokenizer": None, "chat_template": False, "tools": False, "thinking": False}
+    tokenizer, about = _tokenizer(checkpoint)
+    found: dict[str, Any] = {**about, "chat_template": False, "tools": False, "thinking": False}
+    if tokenizer is None:
+        return found
     try:
-        tokenizer = Tokenizer.from_checkpoint(checkpoint)
-        kind = tokenizer.spelling.name.lower().replace("_", "-")
-        found["tokenizer"] = {"kind": kind, "vocab_size": tokenizer.vocab_size}
         template = ChatTemplate.from_checkpoint(checkpoint, tokenizer)
     except TwinphaseError as error:
         return found | {"problem": f"{error.cause} {error.fix}"}
@@ -130,6 +156,17 @@ def _text(checkpoint: Checkpoint) -> dict[str, Any]:
         "tools": supports_tools(template),
         "thinking": think_tags(template.source) is not None,
     }
+
+
+def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, dict[str, Any]]:
+    from twinphase.tokenizer.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    except TwinphaseError as error:
+        return None, {"tokenizer": None, "problem": f"{error.cause} {error.fix}"}
+    kind = tokenizer.spelling.name.lower().replace("_", "-")
+    return tokenizer, {"tokenizer": {"kind": kind, "vocab_size": tokenizer.vocab_size}}
 
 
 def _both_phases(shape: DecoderShape) -> dict[str, Any] | None:

@@ -24,10 +24,12 @@ def show_facts(facts: dict[str, Any]) -> None:
     console.print(Text(f"{facts['name']}: {facts['architecture']}, {facts['quantization']}", "bold"))
     console.print(Text(f"  {facts['path']}", "dim"), soft_wrap=True)
     grid = Table.grid(padding=(0, 2))
-    for name, value in _lines(facts):
+    for name, value in _encoder_lines(facts) if "embeds" in facts else _lines(facts):
         grid.add_row(name, Text(value))
     console.print(grid)
     console.print(_formats(facts))
+    if "embeds" in facts:
+        return
     console.print(_kv_cache(facts))
     here = facts["here"]
     for line in here["warnings"] if here else ():
@@ -56,6 +58,25 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     tied = "is the embedding" if layers["tied"] else "has weights of its own"
     yield "head", f"{layers['vocab_size']:,} logits; it {tied}"
+    yield from _tokenizer(facts)
+    if "problem" not in facts:
+        yield "chat template", "yes" if facts["chat_template"] else "no (ChatML stands in)"
+        yield "tools", "yes" if facts["tools"] else "no"
+        yield "thinking", "yes" if facts["thinking"] else "no"
+    yield from _here(facts["here"])
+
+
+def _encoder_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    layers, embeds = facts["layers"], facts["embeds"]
+    yield "parameters", f"{facts['parameters']['total']:,}; {scaled(facts['bytes'], 'B')}"
+    yield "texts", f"up to {facts['context_length']:,} tokens"
+    yield "layers", f"{layers['num_layers']}, {layers['hidden_size']:,} wide; feed-forward {layers['ffn_size']:,}"
+    yield "heads", f"{layers['num_heads']}, and every token attends to every other"
+    yield "embeds", f"to {embeds['dimensions']:,} dimensions, {embeds['pooling']} pooling; it writes no text"
+    yield from _tokenizer(facts)
+
+
+def _tokenizer(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     tokenizer = facts["tokenizer"]
     yield (
         "tokenizer",
@@ -63,11 +84,6 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     if "problem" in facts:
         yield "", facts["problem"]
-    else:
-        yield "chat template", "yes" if facts["chat_template"] else "no (ChatML stands in)"
-        yield "tools", "yes" if facts["tools"] else "no"
-        yield "thinking", "yes" if facts["thinking"] else "no"
-    yield from _here(facts["here"])
 
 
 def _here(here: dict[str, Any] | None) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
 from twinphase.backends.encoder import NumpyEncoder, pooled
+from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig
 from twinphase.engine.checks import Prompt, embeds, engine_config
 from twinphase.engine.loading import LoadedEngine, make_backend
@@ -89,9 +90,9 @@ class LoadedEmbedder:
                 Bert(checkpoint, shape, NumpyEncoder()), shape.pooling, shape.hidden_size, shape.vocab_size
             )  # fmt: skip
         else:
-            blueprint = read_blueprint(checkpoint)
+            blueprint = read_blueprint(checkpoint, config.max_model_len)
             config = config.resolve(blueprint.context_length)
-            self._model = _HiddenStates(checkpoint, config, compile_progress, load_progress)
+            self._model = _HiddenStates(checkpoint, blueprint, config, compile_progress, load_progress)
             own, self.size, self.vocab_size = "last", blueprint.hidden_size, blueprint.vocab_size
         self.config = replace(config, task="embed", pooling=config.pooling or own)
 
@@ -134,6 +135,7 @@ class _HiddenStates:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        blueprint: Blueprint,
         config: EngineConfig,
         compile_progress: Callable[[int, int, str], None] | None,
         load_progress: Callable[[int, int], None],
@@ -141,10 +143,10 @@ class _HiddenStates:
         """`config` is resolved; its KV cache holds one sequence of the longest length."""
         assert config.max_model_len is not None, "the configuration is resolved"
         self._backend = make_backend(replace(config, max_num_seqs=1), compile_progress)
-        self._model = load_model(checkpoint, self._backend, config.max_model_len, load_progress)
+        self._model = load_model(checkpoint, self._backend, config.max_model_len, load_progress, blueprint)
         self._chunk, self._block_size = config.max_num_batched_tokens, config.block_size
         num_blocks = -(-config.max_model_len // config.block_size)
-        b = self._model.blueprint
+        b = blueprint
         self._backend.allocate_kv_cache(
             KVCacheSpec(b.num_layers, b.num_kv_heads, b.head_dim, num_blocks, config.block_size)
         )

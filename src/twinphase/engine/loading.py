@@ -68,12 +68,12 @@ class LoadedEngine:
                 f"{self.checkpoint.path.name} would be loaded to embed, which is not what this does.",
                 "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
             )
-        b = self.blueprint = read_blueprint(self.checkpoint)
+        b = self.blueprint = read_blueprint(self.checkpoint, wanted.max_model_len)
         about = 4 * b.num_layers * b.num_kv_heads * b.head_dim  # keys and values in 16 bits
         self.config = wanted.resolve(b.context_length, about)
         self.text = ModelText(self.checkpoint)
         self.backend = backend = make_backend(self.config, compile_progress)
-        loaded = load_model(self.checkpoint, backend, self.config.max_model_len, load_progress)
+        loaded = load_model(self.checkpoint, backend, self.config.max_model_len, load_progress, b)
         costs, eos = model_shape(self.checkpoint, b), self.text.tokenizer.eos_token_ids
         self.engine = make_engine(self.config, loaded, backend, costs, eos)
 

@@ -76,13 +76,14 @@ def load_model(
     backend: Backend,
     max_positions: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    blueprint: Blueprint | None = None,
 ) -> Decoder:
     """Load `checkpoint` onto `backend`, for sequences of up to `max_positions` tokens (None: the model's context).
 
-    `progress` is called with (done, total) layers.
+    `progress` is called with (done, total) layers; `blueprint` is what `read_blueprint` gave for these positions.
 
     Raises:
         TwinphaseError: as `read_blueprint`, or what the backend cannot compute.
     """
-    blueprint = read_blueprint(checkpoint, max_positions)
+    blueprint = blueprint or read_blueprint(checkpoint, max_positions)
     return Decoder(checkpoint, blueprint, backend, max_positions or blueprint.context_length, progress)

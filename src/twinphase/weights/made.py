@@ -1,7 +1,8 @@
 """Tensors that had to be made (stacked, dequantized, quantized) are written down once and mapped from then on.
 
 They are one plain GGUF file in the model's cache folder, there whole or not at all, and made anew when the model's
-files change. Where it cannot be written they stay in memory, and so do small ones. Not for how they are made.
+files change. Where it cannot be written they stay in memory, and so do small ones. Files whose model is gone are
+removed when another is written. Not for how they are made.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ from twinphase.weights.progress import Progress, progress_bar
 from twinphase.weights.source import Source
 from twinphase.weights.storage import abandoned
 
-__all__ = ["make_tensors"]
+__all__ = ["MADE", "make_tensors"]
 
 _Bytes = NDArray[np.uint8]
-_KEY = "twinphase.made_from"
+MADE = "tensors-"  # what the files' names begin with
+_KEY, _MODEL = "twinphase.made_from", "twinphase.made_for"
 _SMALL_BYTES = 8 << 20  # made again at each start: milliseconds, against a file to look after
 _Made = tuple[dict[str, TensorInfo], list[_Bytes]]
 
 
-def make_tensors(sources: Mapping[str, Source], path: Path | None, key: str, progress: Progress | None) -> _Made:
+def make_tensors(
+    sources: Mapping[str, Source], path: Path | None, model: Path, key: str, progress: Progress | None
+) -> _Made:
     """Makes the tensors, or maps the file where they already are.
 
     Args:
         sources: what to make, by name.
         path: the file to keep them in; None keeps them in memory.
+        model: the folder of the model that they are part of.
         key: names everything they are made from; a file with another key is made anew.
         progress: told of bytes made; None shows a bar on a terminal.
 
@@ -55,9 +60,10 @@ def make_tensors(sources: Mapping[str, Source], path: Path | None, key: str, pro
         steps = _steps(sources, total, progress or stack.enter_context(progress_bar()))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_orphans(path.parent.parent)
             if shutil.disk_usage(path.parent).free < 1.05 * total:
                 return _in_memory(sources, steps)
-            _write(sources, path, key, steps)
+            _write(sources, path, model, key, steps)
         except OSError:
             return _in_memory(sources, _steps(sources, total, lambda what, done, total: None))
     return _kept(sources, path, key) or _in_memory(sources, steps)
@@ -100,7 +106,19 @@ def _kept(sources: Mapping[str, Source], path: Path, key: str) -> _Made | None:
     return dict(header.tensors), [np.frombuffer(buffer, dtype=np.uint8)]
 
 
-def _write(sources: Mapping[str, Source], path: Path, key: str, steps: Callable[[], Iterator[_Bytes]]) -> None:
+def _remove_orphans(caches: Path) -> None:
+    """Files that were made from folders that are not there any more."""
+    for path in caches.glob(f"*/{MADE}*.gguf"):
+        with contextlib.suppress(OSError, ValueError, TwinphaseError):
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
+                model = read_header(buffer, str(path)).metadata.get(_MODEL)
+            if isinstance(model, str) and not os.path.exists(model):
+                path.unlink()
+
+
+def _write(
+    sources: Mapping[str, Source], path: Path, model: Path, key: str, steps: Callable[[], Iterator[_Bytes]]
+) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
 
     prefix = f".{path.name}-"
@@ -111,6 +129,7 @@ def _write(sources: Mapping[str, Source], path: Path, key: str, steps: Callable[
     try:
         with contextlib.closing(GGUFWriter(name, "twinphase")) as writer:
             writer.add_string(_KEY, key)
+            writer.add_string(_MODEL, str(model.absolute()))
             for tensor, source in sources.items():
                 type = GGMLQuantizationType[source.type]
                 writer.add_tensor_info(tensor, source.shape, np.dtype(np.float32), source.nbytes, raw_dtype=type)

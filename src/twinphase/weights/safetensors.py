@@ -22,7 +22,7 @@ from twinphase.errors import CheckpointError, ModelNotFoundError, UnsupportedMod
 from twinphase.weights.canonical import canonical_tensors
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.experts import stack_experts
-from twinphase.weights.made import make_tensors
+from twinphase.weights.made import MADE, make_tensors
 from twinphase.weights.packed import unpacked_tensors
 from twinphase.weights.progress import Progress
 from twinphase.weights.quant import FORMATS
@@ -125,8 +125,8 @@ def open_safetensors(
         with contextlib.suppress(OSError):
             (model_cache(folder) / "used").touch()
     to_make = {name: source for name, source in sources.items() if source.stored is None and not header_only}
-    made_file = cache_dir / f"tensors-{quantization}.gguf" if cache_dir else None
-    made, arrays = make_tensors(to_make, made_file, f"{quantization} {key}", progress)
+    made_file = cache_dir / f"{MADE}{quantization}.gguf" if cache_dir else None
+    made, arrays = make_tensors(to_make, made_file, folder, f"{quantization} {key}", progress)
     return Checkpoint(
         path=folder,
         architecture=architecture,
