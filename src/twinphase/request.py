@@ -155,6 +155,8 @@ class RequestCounts:
         num_recomputed_tokens: tokens computed once more after that.
         error: one line, when it failed.
         sampling_params: what it asked for; None where that is not known.
+        num_draft_tokens: guesses at its next tokens that were computed; `num_accepted_draft_tokens` were right.
+        num_accepted_prediction_tokens, num_rejected_prediction_tokens: those of them from its user's prediction.
     """
 
     request_id: str
@@ -166,6 +168,10 @@ class RequestCounts:
     num_recomputed_tokens: int = 0
     error: str | None = None
     sampling_params: SamplingParams | None = None
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0
+    num_rejected_prediction_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -195,7 +201,7 @@ class Request:
         block_hashes: of its leading full blocks, as far as they were needed.
         constraint: what its tokens must obey; never shared with another request.
         prediction_token_ids: what its user expects it to say.
-        num_draft_tokens: guesses that were verified for it; `num_accepted_draft_tokens` of them were right.
+        num_draft_tokens: as in `RequestCounts`, with the three that follow it.
     """
 
     request_id: str
@@ -223,6 +229,8 @@ class Request:
     prediction_token_ids: list[int] = field(default_factory=list, repr=False)
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0
+    num_rejected_prediction_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_priority_and_salt(self.priority, self.cache_salt)
@@ -233,6 +241,8 @@ class Request:
         return RequestCounts(
             self.request_id, len(self.prompt_token_ids), len(self.output_token_ids), self.num_cached_tokens,
             self.prefix_miss, self.num_preemptions, self.num_recomputed_tokens, self.error, self.sampling_params,
+            self.num_draft_tokens, self.num_accepted_draft_tokens, self.num_accepted_prediction_tokens,
+            self.num_rejected_prediction_tokens,
         )  # fmt: skip
 
     @property

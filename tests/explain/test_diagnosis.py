@@ -276,3 +276,14 @@ def test_the_page_lists_every_cause_and_tests_that_exist():
     named = re.findall(r"`(test_\w+)`", page)
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert named and all(f"def {name}(" in tests for name in named)
+
+
+def test_guesses():
+    pieces = [(IntervalKind.PREFILL, 1.0), (IntervalKind.DRAFTING, 0.5), (IntervalKind.DECODE, 2.0),
+              (IntervalKind.REJECTED, 1.0)]  # fmt: skip
+    found = evidence(pieces, first=1.0)
+    counts = replace(found.request, num_draft_tokens=30, num_accepted_draft_tokens=18)
+    explained = explain_evidence(replace(found, request=counts))
+    shares = {one.cause: one.share for one in explained.diagnoses if one.phase == "decode"}
+    assert shares["drafting"] == pytest.approx(0.5 / 3.5) and shares["rejected_drafts"] == pytest.approx(1 / 3.5)
+    assert "Computing 12 wrong guesses took 1.00 s." in str(explained)

@@ -6,6 +6,7 @@ import pytest
 
 from schedules import SHAPE, Machine, engine_request, machine_engine
 from twinphase.phases.cost import features, starting_prices
+from twinphase.phases.report import DECODE_KINDS
 from twinphase.phases.timeline import IntervalKind
 from twinphase.phases.work import rows_cost
 
@@ -175,3 +176,60 @@ def test_alone_nothing_is_other_tenants_work():
     timelines = [add(engine, name, 12, max_tokens=5) for name in "abc"]
     run(engine)
     assert all(not one.other_tenants for timeline in timelines for one in timeline.intervals)
+
+
+class Guesser:
+    """Guesses that the same tokens follow, and takes half a second for it."""
+
+    def __init__(self, machine, **drafts):
+        self.machine, self.drafts = machine, drafts
+
+    def draft(self, requests):
+        self.machine.now += 0.5
+        return {r.request_id: self.drafts[r.request_id] for r in requests if r.request_id in self.drafts}
+
+    def observe(self, batch, output):
+        pass
+
+    def forget(self, request):
+        pass
+
+
+def test_guesses_and_the_wrong_ones_among_them_are_told_apart():
+    machine = Machine()
+    engine = machine_engine(machine)
+    engine.drafter = Guesser(machine, a=[7, 7, 8, 8])
+    timeline = add(engine, "a", 4, max_tokens=6)
+    run(engine)
+    # Five rows take 1.5 s, two of them for wrong guesses; then two rows take 1.2 s, and the guess is right.
+    assert named(timeline) == {"prefill": 1.4, "drafting": 1.0, "decode": 1.3 + 1.2, "rejected": 0.2}
+    assert (timeline.decode.steps, timeline.decode.tokens) == (2, 5)
+    assert [step.drafting for step in engine.ledger.records] == pytest.approx([0.0, 0.5, 0.5])
+
+
+def test_others_guesses_are_batching():
+    machine = Machine()
+    engine = machine_engine(machine)
+    engine.drafter = Guesser(machine, a=[8, 8, 8])
+    first, second = (add(engine, name, 4, max_tokens=2) for name in "ab")
+    run(engine)
+    # No guess: the last token needs none. Half of the time for asking is each one's own.
+    assert named(first) == named(second)
+    assert named(first)["drafting"] == 0.25
+    first, second = (add(engine, name, 4, max_tokens=9) for name in "ab")
+    engine.step()
+    engine.step()
+    # Together 0.5 s of guessing and 1.5 s for five rows; alone a's four rows take 1.4 s, three of them for nothing.
+    assert {k: v for k, v in named(first).items() if k in DECODE_KINDS} == {
+        "drafting": 0.25, "decode": 1.1, "rejected": 0.3, "batching": 0.35}  # fmt: skip
+    assert {k: v for k, v in named(second).items() if k in DECODE_KINDS} == {
+        "drafting": 0.25, "decode": 1.1, "batching": 0.65}  # fmt: skip
+
+
+def test_the_cost_model_learns_steps_without_the_guessing():
+    machine = Machine()
+    engine = machine_engine(machine)
+    engine.drafter = Guesser(machine, a=[7, 8])
+    add(engine, "a", 4, max_tokens=60)
+    run(engine)
+    assert engine.cost_model.error().p95 < 1e-6

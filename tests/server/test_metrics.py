@@ -139,7 +139,7 @@ def test_tokens_are_observed_as_they_are_handed_over():
 def test_vllm_names_carry_the_same_samples():
     metrics = Metrics("some/model", vllm_aliases=True)
     timeline, _ = make_timeline()
-    metrics.step(make_stats())
+    metrics.step(make_stats(num_drafts=3, num_draft_tokens=9, accepted=[3, 1]))
     metrics.first_token(0.5)
     finish(metrics, timeline)
     ours, aliases = {}, {}
@@ -215,3 +215,14 @@ def test_the_table_of_metrics_is_complete():
     }
     assert dict(rows) == families
     assert len(rows) == len(families)
+
+
+def test_guesses_are_counted_by_position():
+    metrics = Metrics("some/model")
+    for accepted in ([3, 1], [], [2, 2, 1]):
+        metrics.step(make_stats(num_drafts=3, num_draft_tokens=9, accepted=accepted))
+    values = read(metrics)
+    name = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert (values["spec_decode_num_drafts_total",], values["spec_decode_num_draft_tokens_total",]) == (9, 27)
+    assert values["spec_decode_num_accepted_tokens_total",] == 9
+    assert [values[name, str(position)] for position in range(3)] == [5, 3, 1]

@@ -362,3 +362,22 @@ def test_the_urgent_go_first_where_priorities_count(limited):
 
     asyncio.run(run())
     assert done == ["urgent", "late"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_prediction_changes_nothing_but_the_speed(client, model, words, temperature):
+    asked = dict(model=model, messages=USER, max_tokens=48, seed=5, temperature=temperature, logit_bias=words,
+                 logprobs=True, top_logprobs=2, n=2, presence_penalty=0.1)  # fmt: skip
+    plain = client.chat.completions.create(**asked)
+    answers = [(one.message.content, one.logprobs) for one in plain.choices]
+    (first, _), (second, _) = answers
+    for prediction in (first, second[:40] + "no" + second[40:], [{"type": "text", "text": first}], "never said"):
+        told = client.chat.completions.create(**asked, prediction={"type": "content", "content": prediction})
+        assert [(one.message.content, one.logprobs) for one in told.choices] == answers
+        details, timings = told.usage.completion_tokens_details, told.timings
+        drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
+        assert drafted <= 2 * 64
+        assert timings.get("draft_n_accepted", 0) <= timings.get("draft_n", 0)
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    told = client.chat.completions.create(**asked, prediction={"type": "content", "content": first})
+    assert told.usage.completion_tokens_details.accepted_prediction_tokens > 0

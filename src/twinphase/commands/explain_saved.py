@@ -31,7 +31,8 @@ MS = 1e-3
 # Sums say nothing of the order in which they came; this is the usual one.
 ORDER = (IntervalKind.TOKENIZE, IntervalKind.QUEUE, IntervalKind.PREFILL_WAIT, IntervalKind.PREFILL,
          IntervalKind.DETOKENIZE, IntervalKind.SEND, IntervalKind.UNATTRIBUTED, IntervalKind.RECOMPUTE,
-         IntervalKind.DECODE, IntervalKind.BATCHING, IntervalKind.STALL)  # fmt: skip
+         IntervalKind.DRAFTING, IntervalKind.DECODE, IntervalKind.REJECTED, IntervalKind.BATCHING,
+         IntervalKind.STALL)  # fmt: skip
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 Bound = Literal["compute", "memory", "overhead", "contention", "unknown"]

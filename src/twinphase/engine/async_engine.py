@@ -65,6 +65,7 @@ class EncodedPrompt:
         arrival, tokenized: when the request came, and when its tokens were ready, seconds.
         is_plain: the answer goes on in the prompt's text (no chat template between them).
         runs: of a chat's tokens by part of the prompt.
+        prediction_token_ids: what the answer is expected to be; a right prediction makes it faster, never different.
     """
 
     text: str | None
@@ -73,6 +74,7 @@ class EncodedPrompt:
     tokenized: float
     is_plain: bool
     runs: Sequence[Run] = ()
+    prediction_token_ids: Sequence[int] = ()
 
 
 class AsyncEngine:
@@ -193,7 +195,7 @@ class AsyncEngine:
         check_priority_and_salt(priority, cache_salt)
         check_tenant(tenant, weight)
         encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
-        asked = priority, cache_salt, tenant, float(weight)
+        asked = priority, cache_salt, tenant, float(weight), list(encoded.prediction_token_ids)
         add = Add(name, encoded.token_ids, params, encoded.arrival, encoded.tokenized, *asked)
         timeline = RequestTimeline(encoded.arrival)
         timeline.mark(IntervalKind.TOKENIZE, encoded.tokenized)

@@ -146,7 +146,9 @@ class Engine:
         decoding = [request for request in self.scheduler.running if phase_of(request) is Phase.DECODE]
         drafts = self.drafter.draft(decoding) if decoding else {}
         tokens = range(self.vocab_size)
-        return {name: list(takewhile(tokens.__contains__, draft)) for name, draft in drafts.items()}
+        found = {name: list(takewhile(tokens.__contains__, draft)) for name, draft in drafts.items()}
+        self.recorder.drafted()
+        return found
 
     def _forget(self, request: Request) -> None:
         if self.drafter:

@@ -151,7 +151,7 @@ class EngineLoop:
                 add.request_id, add.prompt_token_ids, add.sampling_params, add.arrival, add.priority, add.cache_salt,
                 add.tenant, add.weight,
             )  # fmt: skip
-            request.constraint = queued.constraint
+            request.constraint, request.prediction_token_ids = queued.constraint, add.prediction_token_ids
             if queued.constraint is not None:
                 timeline.mark(IntervalKind.QUEUE, max(timeline.end, engine.clock()), reason="grammar")
             engine.add_request(request, timeline=timeline)
@@ -232,4 +232,13 @@ def _stats(engine: Engine, result: StepResult) -> StepStats:
         record.prefill.bytes, record.decode.bytes, len(scheduler.running), len(scheduler.fair),
         kv_cache.pool.num_held / kv_cache.pool.num_blocks,
         kv_cache.num_queried_tokens, kv_cache.num_hit_tokens, scheduler.num_preemptions, scheduler.step_work,
+        *_drafts(result),
     )  # fmt: skip
+
+
+def _drafts(result: StepResult) -> tuple[int, int, list[int]]:
+    """Requests with guesses, guesses, and how many requests had a right one at each position."""
+    drafted = [share for share in result.batch.decodes if share.num_drafts]
+    right = [len(result.output.token_ids.get(share.request_id, [])) - 1 for share in drafted]
+    accepted = [sum(count > position for count in right) for position in range(max(right, default=0))]
+    return len(drafted), sum(share.num_drafts for share in drafted), accepted

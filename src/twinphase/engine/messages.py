@@ -56,6 +56,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         arrival, tokenized: when the request came, and when its tokens were ready, seconds.
         tenant, weight: whose it is, and that tenant's share beside others.
+        prediction_token_ids: what its user expects the answer to be.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     cache_salt: str | None = None
     tenant: str = ""
     weight: float = 1.0
+    prediction_token_ids: list[int] = []
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
@@ -200,6 +202,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         prefix_queries, prefix_hits: prompt tokens looked up since the engine started, and found.
         num_preemptions: since the engine started.
         work: predicted seconds of the step by tenant.
+        num_drafts: requests of the step that had guesses at their next tokens; `num_draft_tokens` were computed.
+        accepted: how many of these requests had a right guess at each position.
     """
 
     start: float
@@ -220,6 +224,9 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_hits: int
     num_preemptions: int
     work: dict[str, float] = {}
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted: list[int] = []
 
 
 class StepNews(msgspec.Struct, tag=True, frozen=True):

@@ -42,7 +42,7 @@ class StepRecorder:
         self.clock = clock
         self.cpu_wait: Callable[[], float] = thread_cpu_wait
         self.trace = trace
-        self._start = self._executed = self._waited = 0.0
+        self._start = self._executed = self._waited = self._drafting = 0.0
         self._last_end: float | None = None  # of the last step, while requests were running after it
 
     def request_added(self, request: Request, timeline: RequestTimeline) -> None:
@@ -57,7 +57,11 @@ class StepRecorder:
         self.ledger.close(request_id, self.clock())
 
     def step_begins(self) -> None:
-        self._start = self.clock()
+        self._start, self._drafting = self.clock(), 0.0
+
+    def drafted(self) -> None:
+        """The time since the step began went to guessing tokens."""
+        self._drafting = self.clock() - self._start
 
     def execute(
         self, compute: Callable[[Batch], StepOutput], batch: Batch, drafts: Mapping[str, Sequence[int]]
@@ -79,10 +83,11 @@ class StepRecorder:
     ) -> StepRecord:
         """The step is committed: `work` by tenant, predicted; `running` says whether requests go on after it."""
         start, end = self._start, self.clock()
-        record = self.ledger.add_step(batch, start, end, self._executed, output.sampling_seconds, self._waited, work)
+        inside = self._executed, output.sampling_seconds, self._waited
+        record = self.ledger.add_step(batch, start, end, *inside, work, self._drafting, output)
         gap = start - self._last_end if self._last_end is not None else 0.0
         if not output.computed_singly:  # then the step did not take what its work takes
-            self._learn(batch, end - start, gap if gap < LONGEST_GAP else 0.0)
+            self._learn(batch, end - start - self._drafting, gap if gap < LONGEST_GAP else 0.0)
         for request in finished:
             self.ledger.close(request.request_id, end)
         self._last_end = end if running else None

@@ -22,7 +22,13 @@ EITHER_PHASE = {
 }
 KIND_CAUSES = {
     "prefill": {IntervalKind.TOKENIZE: "tokenize", IntervalKind.PREFILL_WAIT: "prefill_batching", **EITHER_PHASE},
-    "decode": {IntervalKind.BATCHING: "decode_batching", IntervalKind.STALL: "stalls", **EITHER_PHASE},
+    "decode": {
+        IntervalKind.BATCHING: "decode_batching",
+        IntervalKind.STALL: "stalls",
+        IntervalKind.DRAFTING: "drafting",
+        IntervalKind.REJECTED: "rejected_drafts",
+        **EITHER_PHASE,
+    },
 }
 Seconds = dict[str, float | None]
 

@@ -17,7 +17,7 @@ from twinphase.phases.timeline import Interval, IntervalKind
 from twinphase.phases.work import weight_bytes_read
 from twinphase.request import MissReason, SamplingParams
 
-__all__ = ["CAUSES", "prefix_sentence"]
+__all__ = ["CAUSES", "prefix_sentence", "speculation_sentence"]
 
 SMALL_CHUNK = 64  # tokens
 NEW_CONTENT = {"question", "tool_result"}  # prompt parts that nobody expects to find cached
@@ -259,6 +259,26 @@ def _stalls(evidence: Evidence, seconds: float) -> About:
     return sentence, Lever("--itl-slo-ms", advice)
 
 
+def _rejected_drafts(evidence: Evidence, seconds: float) -> About:
+    request = evidence.request
+    wrong = request.num_draft_tokens - request.num_accepted_draft_tokens
+    advice = "--speculative-config none guesses nothing; then right guesses save nothing either."
+    return f"Computing {wrong} wrong guesses took {duration(seconds)}.", Lever("--speculative-config", advice)
+
+
+def speculation_sentence(evidence: Evidence) -> str | None:
+    """What guesses brought and cost; None where none was computed."""
+    request, totals = evidence.request, evidence.timeline.decode
+    if not request.num_draft_tokens or not totals.steps:
+        return None
+    spent = [duration(evidence.timeline.seconds(kind)) for kind in (IntervalKind.DRAFTING, IntervalKind.REJECTED)]
+    return (
+        f"Speculation: {request.num_accepted_draft_tokens} of {request.num_draft_tokens} guessed tokens were right, "
+        f"which gave {totals.tokens / totals.steps:.2f} tokens per decode step; guessing took {spent[0]}, and "
+        f"computing wrong guesses {spent[1]}."
+    )
+
+
 def _length(interval: Interval) -> float:
     return interval.end - interval.start
 
@@ -342,6 +362,8 @@ CAUSES: dict[str, Callable[[Evidence, float], About]] = {
     "isa": _isa,
     "decode_batching": _decode_batching,
     "stalls": _stalls,
+    "drafting": partial(_plain, "Guessing its next tokens"),
+    "rejected_drafts": _rejected_drafts,
     "sampling": _sampling,
     "step_overhead": _step_overhead,
     "unknown_bound": _unknown_bound,

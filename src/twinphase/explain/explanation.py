@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from twinphase.explain.alone import Alone, had_it_run_alone
-from twinphase.explain.causes import prefix_sentence
+from twinphase.explain.causes import prefix_sentence, speculation_sentence
 from twinphase.explain.diagnosis import Diagnosis, diagnose
 from twinphase.explain.evidence import Efficiency, Evidence, Machine
 from twinphase.explain.levers import Lever, duration, percent, rank
@@ -101,6 +101,8 @@ def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis,
                 f"{phase.title()}: {totals.tokens} of its tokens in {steps}, which took {duration(totals.seconds)} "
                 f"with everybody in them{'' if bound == 'unknown' else f', bound by {bound}'}."
             )
+    if (guesses := speculation_sentence(evidence)) is not None:
+        lines.append(guesses)
     if all(one.cause != "missed_prefix" for one in diagnoses):
         lines.append(prefix_sentence(evidence))
     error = evidence.model_error

@@ -2,7 +2,9 @@
 
 A step that took T and of which the model expected P is divided as the model would divide P, scaled by T / P:
 
+    drafting      its part of the time that guessing the next tokens took
     decode        what the step would have taken with this request alone
+    rejected      what its wrong guesses add to that
     batching      what the other decodes add to that
     stall         what the prefill chunks add to all decodes
     prefill       what the step would have taken with this chunk alone; the rest of it is `prefill_wait`
@@ -15,9 +17,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from twinphase.batch import Batch, StepWork
+from twinphase.batch import Batch, ScheduledRequest, StepOutput, StepWork
 from twinphase.phases.cost import CostModel
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost, ModelShape, step_cost, weight_bytes_read
@@ -86,10 +88,13 @@ class Ledger:
         sampling: float = 0.0,
         cpu_wait: float = 0.0,
         work: Mapping[str, float] | None = None,
+        drafting: float = 0.0,
+        output: StepOutput | None = None,
     ) -> StepRecord:
         """Write a step into the timelines of all who run.
 
-        The times are those of `StepRecord`, seconds; `work` is how the step divides among tenants, in any unit.
+        The times are those of `StepRecord`, seconds; `work` is how the step divides among tenants, in any unit. The
+        `output` tells which drafts were right.
         """
         settled = min(self._settled, start)
         for timeline in self._running.values():
@@ -98,7 +103,7 @@ class Ledger:
         for request_id in batch.preempted:
             if self._running.pop(request_id, None) is not None:
                 self._begins_to_wait(request_id)
-        record = self._record(batch, start, end, executed, sampling, cpu_wait)
+        record = self._record(batch, start, end, executed, sampling, cpu_wait, drafting)
         self.records.append(record)
         self.num_steps += 1
         if batch.held_back:
@@ -107,7 +112,7 @@ class Ledger:
         whole = sum((work or {}).values()) or 1.0
         for tenant, part in (work or {}).items():
             self._work[tenant] += record.seconds * part / whole
-        self._divide(batch, record)
+        self._divide(batch, record, output or StepOutput())
         if len(self._running) > len(batch.decodes) + len(batch.prefills):
             for timeline in self._running.values():
                 timeline.skip_step(record)  # no more than a look where the step was written already
@@ -159,23 +164,34 @@ class Ledger:
         own = self._work[self._tenants[request_id]] - wait.own_work
         return reason if waited.get(reason, 0.0) > 0 else "", sum(self._work.values()) - wait.work - own
 
-    def _divide(self, batch: Batch, record: StepRecord) -> None:
+    def _divide(self, batch: Batch, record: StepRecord, output: StepOutput) -> None:
         seconds, alone_in_step = record.seconds, len(batch.decodes) + len(batch.prefills) == 1
         predict, window = self._cost_model.seconds, self.shape.window
-        scale = seconds / record.predicted if record.predicted > 0 else 0.0
-        decodes = seconds if not batch.prefills else min(seconds, predict(batch.decode_work) * scale)
+        scale = (seconds - record.drafting) / record.predicted if record.predicted > 0 else 0.0
+        decodes = seconds
+        if batch.prefills:
+            decodes = min(seconds, record.drafting + predict(batch.decode_work) * scale)
         none = predict(StepWork.of_decodes(1, 0)) * scale  # a lone decode with no context ...
         attended = predict(StepWork.of_decodes(1, 1, window)) * scale - none  # ... and what each token of it adds
         rows: Counter[str] = Counter()
         for share in batch.prefills:
             rows[share.tenant] += len(share.token_ids)
+        drafting = record.drafting / max(1, len(batch.decodes))
         for share in batch.decodes:
             context = self.shape.mean_attended(share.num_computed_tokens + 1)
-            own = seconds if alone_in_step else min(decodes, none + context * attended)
+            own, wrong, rejected = drafting + none + context * attended, 0, 0.0
+            if share.num_drafts:
+                accepted = max(0, len(output.token_ids.get(share.request_id, [])) - 1)
+                wrong = share.num_drafts - min(share.num_drafts, accepted)
+                whole, right = (predict(self._rows_of(share, count)) * scale for count in (0, wrong))
+                own, rejected = drafting + whole, max(0.0, whole - right)
+            if alone_in_step or own > decodes:
+                known = seconds if alone_in_step else decodes
+                own, rejected = known, rejected * known / own if own > 0 else 0.0
             timeline = self.timelines.get(share.request_id)
             if timeline is not None:
                 others = 1 - rows[share.tenant] / rows.total() if rows else 0.0
-                timeline.add_decode(record, len(share.token_ids), own, decodes, others)
+                timeline.add_decode(record, len(share.token_ids) - wrong, own, decodes, others, drafting, rejected)
         for share in batch.prefills:
             timeline = self.timelines.get(share.request_id)
             if timeline is None:
@@ -185,6 +201,11 @@ class Ledger:
             own = seconds if alone_in_step else min(seconds, predict(work) * scale)
             again = min(count, max(0, share.most_computed_tokens - share.num_computed_tokens))
             timeline.add_prefill(record, count, own, own * again / count)
+
+    def _rows_of(self, share: ScheduledRequest, without: int) -> StepWork:
+        """The work of a decode by itself, without so many of its last rows."""
+        kept = share.token_ids[: len(share.token_ids) - without]
+        return Batch([replace(share, token_ids=kept)], [], window=self.shape.window).decode_work
 
     def _record(self, batch: Batch, start: float, end: float, *inside: float) -> StepRecord:
         work = batch.work

@@ -22,7 +22,8 @@ FORMULAS = {
 
 # A phase's row is the wall time of its steps, whoever they were shared with; `ledger.py` divides them.
 PREFILL_KINDS = (IntervalKind.PREFILL, IntervalKind.RECOMPUTE, IntervalKind.PREFILL_WAIT)
-DECODE_KINDS = (IntervalKind.DECODE, IntervalKind.BATCHING, IntervalKind.STALL)
+DECODE_KINDS = (IntervalKind.DRAFTING, IntervalKind.DECODE, IntervalKind.REJECTED, IntervalKind.BATCHING,
+                IntervalKind.STALL)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ class IntervalKind(enum.StrEnum):
     PREFILL = "prefill"  # its own share of the steps that computed its prompt
     PREFILL_WAIT = "prefill_wait"  # the rest of those steps, and the steps between its chunks
     RECOMPUTE = "recompute"  # its own share of prefill that a preemption made necessary once more
+    DRAFTING = "drafting"  # its own share of guessing its next tokens
     DECODE = "decode"  # its own share of the steps that produced its tokens
+    REJECTED = "rejected"  # what computing wrong guesses added to it
     BATCHING = "batching"  # what other requests' decodes added to them
     STALL = "stall"  # what other requests' prefill chunks added to them
     DETOKENIZE = "detokenize"
@@ -33,8 +35,8 @@ class IntervalKind(enum.StrEnum):
 
 
 # What every decode step brings.
-ALTERNATING = {IntervalKind.DECODE, IntervalKind.BATCHING, IntervalKind.DETOKENIZE, IntervalKind.SEND,
-               IntervalKind.UNATTRIBUTED}  # fmt: skip
+ALTERNATING = {IntervalKind.DRAFTING, IntervalKind.DECODE, IntervalKind.REJECTED, IntervalKind.BATCHING,
+               IntervalKind.DETOKENIZE, IntervalKind.SEND, IntervalKind.UNATTRIBUTED}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class StepRecord:
         predicted: what the cost model expected, seconds.
         executed: seconds of it that the executor took; the rest is scheduling and bookkeeping.
         sampling: seconds of `executed` that choosing tokens took.
+        drafting: seconds of it that guessing the next tokens took.
         cpu_wait: seconds of it in which a thread of the engine's could run and had no processor; 0 where not known.
     """
 
@@ -66,6 +69,7 @@ class StepRecord:
     executed: float = 0.0
     sampling: float = 0.0
     cpu_wait: float = 0.0
+    drafting: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -210,15 +214,30 @@ class RequestTimeline:
             self.mark(kind, min(record.end, max(self.end, record.start + share)), record.index)
         self.mark(IntervalKind.PREFILL_WAIT, record.end, record.index)
 
-    def add_decode(self, record: StepRecord, num_tokens: int, own: float, decodes: float, others: float = 0.0) -> None:
+    def add_decode(
+        self,
+        record: StepRecord,
+        num_tokens: int,
+        own: float,
+        decodes: float,
+        others: float = 0.0,
+        drafting: float = 0.0,
+        rejected: float = 0.0,
+    ) -> None:
         """A step computed `num_tokens` of this request in its decode phase, to which `own` seconds of it went.
 
-        Without the prefill chunks in it the step would have taken `decodes` seconds; the fraction `others` of their
-        tokens is other tenants'.
+        Of these, `drafting` seconds went to guesses, and `rejected` ones to computing those that were wrong. Without
+        the prefill chunks in it the step would have taken `decodes` seconds; the fraction `others` of their tokens is
+        other tenants'.
         """
         self._begin(record, self.decode, num_tokens)
-        self.mark(IntervalKind.DECODE, min(record.end, max(self.end, record.start + own)), record.index)
-        self.mark(IntervalKind.BATCHING, min(record.end, max(self.end, record.start + decodes)), record.index)
+        for kind, seconds in (
+            (IntervalKind.DRAFTING, drafting),
+            (IntervalKind.DECODE, own - rejected),
+            (IntervalKind.REJECTED, own),
+            (IntervalKind.BATCHING, decodes),
+        ):
+            self.mark(kind, min(record.end, max(self.end, record.start + seconds)), record.index)
         if record.end > self.end:
             stall = Interval(IntervalKind.STALL, self.end, record.end, record.index, record.prefill_tokens,
                              record.prefill_ids, other_tenants=others * (record.end - self.end))  # fmt: skip

@@ -10,9 +10,10 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
-from twinphase.engine.async_engine import AsyncEngine, EncodedPrompt
+from twinphase.engine.async_engine import ENCODED_AT_ONCE, AsyncEngine, EncodedPrompt
 from twinphase.engine.text import ModelText
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.request import SamplingParams, StructuredOutputsParams, plain_json
@@ -133,6 +134,8 @@ async def chat_job(
 
     tools, inputs = read() if _is_short(body) else await asyncio.to_thread(read)
     prompt = await engine.encode_chat(*inputs, arrival)
+    if body.prediction is not None:
+        prompt = await _with_prediction(engine, prompt, body.prediction.text)
     source = template.tool_source if tools else template.source
     format = tool_format(source) if tools else None
     tags = think_tags(source)
@@ -241,6 +244,14 @@ def _prompt_list(prompt: Any) -> list[Any]:
 
 def _plain_tools(body: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+
+
+async def _with_prediction(engine: AsyncEngine, prompt: EncodedPrompt, text: str) -> EncodedPrompt:
+    """The prompt, and as much of the expected answer as the context could hold."""
+    encode = partial(engine.text.tokenizer.encode, text, add_special_tokens=False)
+    token_ids = encode() if len(text) <= ENCODED_AT_ONCE else await asyncio.to_thread(encode)
+    limit = engine.facts.config.max_model_len if engine.facts else None
+    return replace(prompt, prediction_token_ids=token_ids[:limit], tokenized=engine.clock())
 
 
 def _is_short(body: ChatCompletionRequest) -> bool:

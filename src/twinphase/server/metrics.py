@@ -32,7 +32,8 @@ VLLM_NAMES = {
     "num_preemptions", "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success",
     "request_prompt_tokens", "request_generation_tokens", "time_to_first_token_seconds", "inter_token_latency_seconds",
     "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-    "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
 }  # fmt: skip
 
 
@@ -120,6 +121,12 @@ class Metrics:
             "num_preemptions": of.counter("num_preemptions", "Times that a request lost its KV to others."),
         }
         self._seen = dict.fromkeys(self._since_start, 0)
+        text = "Requests of steps that had guesses at their next tokens."
+        self._drafts = of.counter("spec_decode_num_drafts", text)
+        self._draft_tokens = of.counter("spec_decode_num_draft_tokens", "Guesses that were computed.")
+        self._accepted_tokens = of.counter("spec_decode_num_accepted_tokens", "Those of them that were right.")
+        text = "The same by their position among the guesses of a step."
+        self._accepted_at = of.counter_by("spec_decode_num_accepted_tokens_per_pos", text, "position")
         by = "phase", PHASES
         self._step_tokens = of.counters("step_tokens", "Tokens computed in steps.", *by)
         self._step_seconds = of.counters("step_seconds", "Time of steps, divided by the cost model.", *by)
@@ -153,7 +160,7 @@ class Metrics:
         self._queue_time = of.histogram("request_queue_time_seconds", text, REQUEST_BUCKETS)
         text = "prefill + prefill_wait + recompute, of requests that had any."
         self._prefill_time = of.histogram("request_prefill_time_seconds", text, REQUEST_BUCKETS)
-        text = "decode + batching + stall, of requests that had any."
+        text = "drafting + decode + rejected + batching + stall, of requests that had any."
         self._decode_time = of.histogram("request_decode_time_seconds", text, REQUEST_BUCKETS)
 
         text = "Time of ended requests, by what it was spent on."
@@ -185,6 +192,12 @@ class Metrics:
         ):
             counters["prefill"].inc(prefill)
             counters["decode"].inc(decode)
+
+        self._drafts.inc(stats.num_drafts)
+        self._draft_tokens.inc(stats.num_draft_tokens)
+        self._accepted_tokens.inc(sum(stats.accepted))
+        for position, count in enumerate(stats.accepted):
+            self._accepted_at.labels(self._families.model_name, position).inc(count)
 
     def engine_up(self, is_up: bool) -> None:
         """Whether the engine takes requests; what it held died with it."""

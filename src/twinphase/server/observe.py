@@ -53,6 +53,11 @@ def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any
         "predicted_ms": _ms(decode),
         "predicted_per_token_ms": _ms(decode / timeline.decode.tokens) if timeline.decode.tokens else None,
         "predicted_per_second": round(timeline.decode.tokens / decode, 3) if decode else None,
+        **(
+            {"draft_n": request.num_draft_tokens, "draft_n_accepted": request.num_accepted_draft_tokens}
+            if request.num_draft_tokens
+            else {}
+        ),
         **_latencies(timeline),
         "ledger_ms": {kind: _ms(seconds) for kind, seconds in totals.items()},
         "num_preemptions": request.num_preemptions,

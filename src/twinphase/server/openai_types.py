@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_STOPS, MAX_BIASES = 128, 4096, 4096, 128, 16, 1024
+MAX_PREDICTION = 1 << 20  # characters
 MAX_TEXTS = 65536
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON's keys are texts
@@ -166,6 +167,26 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None  # OpenAI pads its chunks against eavesdroppers; there is nothing to pad
 
 
+class Prediction(_Strict):
+    """What the answer is expected to be, such as a file of which a line changes: guesses, which change no answer."""
+
+    type: Literal["content"]
+    content: (
+        Annotated[str, Field(max_length=MAX_PREDICTION)]
+        | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+    )
+
+    @model_validator(mode="after")
+    def _short_enough(self) -> Prediction:
+        if len(self.text) > MAX_PREDICTION:
+            raise ValueError(f"`content` has more than {MAX_PREDICTION} characters")
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class GenerationRequest(_Strict):
     """What chats and completions have in common."""
 
@@ -233,11 +254,11 @@ class ChatCompletionRequest(GenerationRequest):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    prediction: Prediction | None = None
     # OpenAI's others are not supported. Some clients send null for whatever was not set.
     audio: None = None
     function_call: None = None
     functions: None = None
-    prediction: None = None
     reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None

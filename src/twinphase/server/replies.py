@@ -30,6 +30,7 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
     """Tokens of a reply; each prompt counts once, however many answers it has."""
     prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
     completion_tokens = sum(len(choice.token_ids) for choice in choices)
+    counts = [choice.stream.transcript.counts() for choice in choices]
     cached = sum(choice.stream.transcript.num_cached_tokens for choice in choices[:: job.n])
     return {
         "prompt_tokens": prompt_tokens,
@@ -38,8 +39,8 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices),
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": sum(one.num_accepted_prediction_tokens for one in counts),
+            "rejected_prediction_tokens": sum(one.num_rejected_prediction_tokens for one in counts),
         },
     }
 

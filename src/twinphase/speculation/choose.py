@@ -22,7 +22,8 @@ PAYS = 1.15  # of what a row costs: it has to bring more than that, since both a
 ROW_SECONDS = 3e-5  # beside the model: what drafting, and drawing a token, take for a row
 FADE, OWN_FADE = 0.99, 0.9  # of a count, by one more observation
 OWN_WEIGHT = 3.0  # observations of the request itself that outweigh half of what all taught
-PRIOR_RIGHT, PRIOR_WRONG = 0.5, 1.0  # before anything was seen
+PRIOR = (0.5, 1.0)  # guesses right and wrong, before anything was seen
+PRIORS = {"prediction": (4.0, 1.0)}  # a user who predicts an answer knows something
 CERTAIN = 0.999
 LONG_MATCH = 8
 
@@ -56,7 +57,8 @@ class Acceptance:
             return CERTAIN
         match = draft.match + position
         right, seen = self._all.get((draft.source, _bucket(match)), (0.0, 0.0))
-        usual = (right + PRIOR_RIGHT) / (seen + PRIOR_RIGHT + PRIOR_WRONG)
+        prior = PRIORS.get(draft.source, PRIOR)
+        usual = (right + prior[0]) / (seen + sum(prior))
         own_right, own_seen = self._own.get(request_id, {}).get((draft.source, match >= LONG_MATCH), (0.0, 0.0))
         return (own_right + OWN_WEIGHT * usual) / (own_seen + OWN_WEIGHT)
 

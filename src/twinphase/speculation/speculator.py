@@ -118,8 +118,11 @@ class Speculator:
             state.guess = None
 
     def forget(self, request: Request) -> None:
-        """See `Drafter`."""
-        self._states.pop(request.request_id, None)
+        """See `Drafter`; the request learns what its prediction was worth."""
+        state = self._states.pop(request.request_id, None)
+        if state is not None and (counts := state.sources.get("prediction")):
+            request.num_accepted_prediction_tokens = counts.accepted
+            request.num_rejected_prediction_tokens = counts.drafted - counts.accepted
         self.acceptance.forget(request.request_id)
         for proposer in self._proposers:
             proposer.forget(request)
