@@ -75,7 +75,7 @@ def test_gpt_oss_as_its_model_card_counts(layers: int, experts: int, total: floa
 
 
 MODEL_TYPES = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
-               "olmo2", "olmoe", "granite", "smollm3", "exaone4", "gpt_oss"]  # fmt: skip
+               "olmo2", "olmoe", "granite", "smollm3", "exaone4", "glm4", "gpt_oss"]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -67,6 +67,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3},
     ),  # fmt: skip
+    "glm4": ("Glm4", {"head_dim": 32}),
+    "glm4-0414": ("Glm4", {"head_dim": 32, "attention_bias": False}),
     "granite": (
         "Granite",
         {

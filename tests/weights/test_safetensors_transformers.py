@@ -33,6 +33,7 @@ MODELS = {
     "gemma3": ("Gemma3", {}, LAYER + BEHIND + Q_K_NORM),
     "olmo2": ("Olmo2", {}, (*LAYER[:4], *LAYER[6:], *BEHIND, *Q_K_NORM)),
     "exaone4": ("Exaone4", {}, (*LAYER[:4], *LAYER[6:], *BEHIND, *Q_K_NORM)),
+    "glm4": ("Glm4", {}, (*LAYER[:6], *BIASED, *BEHIND, "ffn_up", "ffn_down")),
     "granite": ("Granite", {}, LAYER),
     "smollm3": ("SmolLM3", {}, LAYER),
     "qwen3moe": ("Qwen3Moe", {**MOE, "moe_intermediate_size": 32}, EXPERTS + Q_K_NORM),

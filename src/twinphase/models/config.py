@@ -89,6 +89,7 @@ class Config:
             return cls(fields, arch, name, max_positions=max_positions)
         fields = _gguf_fields(checkpoint)
         fields |= {"vocab_size": embedding[0], "tie_word_embeddings": "output.weight" not in shapes}
+        fields["qkv_bias"] = "blk.0.attn_q.bias" in shapes  # GGUF says it by the tensors alone
         tensors = {key: _values(checkpoint, key) for key in checkpoint.tensors if key.startswith("rope_")}
         return cls(fields, arch, name, is_gguf=True, tensors=tensors, max_positions=max_positions)
 

@@ -52,6 +52,8 @@ def llama_like(
         raise CheckpointError(f"{config.name}: {heads} heads do not divide by {kv_heads} KV heads ({field}).", FIX)
     if "ropes" not in differences:
         differences["ropes"] = (make_rope(config, size, permuted_in_gguf=permuted_in_gguf),) * layers
+    usual: dict[str, Any] = {"windows": windows(config, windowed, window)}
+    usual["norm_eps"] = config.real("rms_norm_eps", 1e-5)
     _check_activation(config, differences.get("activation", "silu"))
     mixture = differences.get("experts")
     if mixture is None and config.integer("num_experts", 0, least=0):
@@ -66,9 +68,8 @@ def llama_like(
         ffn_size=mixture.ffn_size if mixture else config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
         context_length=config.integer("max_position_embeddings"),
-        norm_eps=config.real("rms_norm_eps", 1e-5),
         tied=config.flag("tie_word_embeddings", tied),
-        **{"windows": windows(config, windowed, window)} | differences,
+        **usual | differences,
     )
 
 

@@ -26,6 +26,7 @@ def make_rope(
     theta_field: str = "rope_theta",
     layer_type: str | None = None,
     permuted_in_gguf: bool = False,
+    interleaved: bool = False,
     **defaults: Any,
 ) -> Rope:
     """The rotation that a configuration asks for.
@@ -38,6 +39,7 @@ def make_rope(
         layer_type: for models with several, such as "sliding_attention": whose entry in `rope_parameters` counts.
             Scaling that is not given by layer type holds for "full_attention" alone.
         permuted_in_gguf: whether GGUF's converter reorders queries and keys so that pairs lie side by side.
+        interleaved: whether the pairs of this architecture lie side by side in both formats.
         defaults: for missing fields of the scaling.
 
     Raises:
@@ -60,7 +62,7 @@ def make_rope(
             f"{config.name} has RoPE scaling of type {kind!r}, which is not supported.",
             f"Known are: {', '.join(SCALINGS)}.",
         )
-    interleaved, magnitude, frequencies = config.is_gguf and permuted_in_gguf, 1.0, plain
+    magnitude, frequencies = 1.0, plain
     if divisors := config.tensors.get("rope_freqs.weight"):  # Llama 3's scaling, worked out by the converter
         frequencies = [f / d for f, d in zip(plain, _fitting(divisors, len(plain), config), strict=True)]
     elif kind == "linear":  # position interpolation (Chen et al., 2023, arXiv:2306.15595)
@@ -71,7 +73,7 @@ def make_rope(
         frequencies, magnitude = _yarn(plain, theta, scaling, config)
     elif kind == "longrope":
         frequencies, magnitude = _longrope(plain, scaling, config)
-    return Rope(tuple(frequencies), interleaved, magnitude)
+    return Rope(tuple(frequencies), interleaved or (config.is_gguf and permuted_in_gguf), magnitude)
 
 
 def _scaling(config: Config, theta: float, theta_field: str, layer_type: str | None) -> tuple[Mapping[str, Any], float]:

@@ -99,6 +99,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "falcon-h1": _LLAMA3,
     "dbrx": _DBRX,
     "smaug-bpe": _DBRX,
+    "glm4": _DBRX,
+    "chatglm-bpe": _DBRX,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,

@@ -14,6 +14,7 @@ from twinphase.models.architectures import (
     gemma,
     gemma2,
     gemma3,
+    glm4,
     gpt_oss,
     granite,
     llama,
@@ -46,6 +47,7 @@ _MODULES = (
     smollm3,
     gpt_oss,
     exaone4,
+    glm4,
 )
 _MODEL_TYPES: dict[str, str] = {model_type: name for module in _MODULES for model_type, name in module.HF.items()}
 _DESCRIBE: dict[str, Callable[[Config], Blueprint]] = {}
