@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from tiny_families import FAMILIES, make_model
 from steps import Piece, Steps, compile_together, own_cache, step_inputs
 from twinphase.backends.base import Array, Backend
 from twinphase.backends.cpu.backend import CpuBackend
-from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.cpu.isa import available_isas, choose_isa
+from twinphase.backends.cpu.kv_layout import KV_CACHE_DTYPES
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.errors import InvalidRequestError
 from twinphase.models.decoder import Decoder
@@ -45,8 +47,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield path
 
 
-def on_cpu(path: Path, threads: int = 2) -> Steps:
-    return Steps(path, CpuBackend(threads=threads, max_num_batched_tokens=512, max_num_seqs=32))
+def on_cpu(path: Path, threads: int = 2, **options: Any) -> Steps:
+    return Steps(path, CpuBackend(threads=threads, max_num_batched_tokens=512, max_num_seqs=32, **options))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,6 +69,20 @@ def test_bits_depend_on_the_tokens_alone(folder: Path, family: str) -> None:
     for sizes in ([1, 2, 7], [64], [130, 1, 1]):
         _same_bits(steps.chunked(TOKENS, sizes), expected)
     _same_bits(on_cpu(folder / family, threads=1).chunked(TOKENS, [77]), expected)
+    _few_rows_have_the_same_bits(steps, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", available_isas()[1:])
+@pytest.mark.parametrize("family", ("gemma2", "gpt-oss"))
+def test_bits_of_other_paths_with_caps_and_sinks(folder: Path, family: str, isa: str) -> None:
+    for dtype in KV_CACHE_DTYPES:
+        steps = on_cpu(folder / family, isa=isa, kv_cache_dtype=dtype)
+        _few_rows_have_the_same_bits(steps, steps.chunked(TOKENS, [LENGTH]))
+
+
+def _few_rows_have_the_same_bits(steps: Steps, expected: F32) -> None:
+    """Decodes of one row each, and of several as where drafts are verified; the KV cache holds `TOKENS`."""
     rng = np.random.default_rng(1)
     for most in (1, 8):  # rows of a sequence
         starts, sizes = rng.integers(1, LENGTH - most, 24), rng.integers(1, most + 1, 24)

@@ -142,6 +142,24 @@ def test_both_phases_in_a_step(folder: Path, isa: str) -> None:
     assert_close(cpu(inputs), reference(inputs))
 
 
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
+@per_isa
+@per_shape
+def test_few_rows_of_a_sequence(folder: Path, heads: Heads, isa: str, dtype: str) -> None:
+    """As verifying drafts has them: beside the reference, which says the same of each row alone."""
+    cpu, reference = pair(folder, heads, isa, dtype)
+    pieces = [piece for piece in sequences(2) if len(piece.tokens) >= 127]
+    for piece in pieces:
+        for backend in (cpu, reference):
+            backend(step_inputs([piece]))
+    rows = [np.arange(len(p.tokens) - n, len(p.tokens)) for p, n in zip(pieces, (8, 1, 5, 2), strict=True)]
+    inputs = step_inputs([Piece(p.tokens[at], int(at[0]), p.blocks) for p, at in zip(pieces, rows, strict=True)])
+    alone = [[Piece(p.tokens[i : i + 1], i, p.blocks)] for p, at in zip(pieces, rows, strict=True) for i in at.tolist()]
+    expected = np.concatenate([reference(step_inputs(piece)) for piece in alone])
+    assert_close(cpu(inputs), expected)
+    np.testing.assert_allclose(reference(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_bytes_of_a_token(folder: Path) -> None:
     for dtype, expected in (("auto", 32 + 4 + 64), ("int8", 32 + 4 + 32 + 4)):
         cpu, _ = pair(folder, SHAPES[0], "generic", dtype)

@@ -100,20 +100,22 @@ class StepMemory:
         sequences still feed all threads; its pieces leave partial results. Either way gives the same bits.
         """
         first = inputs.query_start[:-1]
-        rows = np.diff(inputs.query_start)
+        rows = inputs.query_start[1:] - first
         tiles = -(-inputs.context_lens // TILE)
-        plan = np.stack([first, rows, inputs.positions[first], tiles], axis=1)
+        plan = np.empty((len(rows), 4), np.int32)
+        plan[:, 0], plan[:, 1], plan[:, 2], plan[:, 3] = first, rows, inputs.positions[first], tiles
         few = rows <= self._few
         work = rows * tiles
-        share = max(1, int(work[few].sum()) * self._blueprint.num_kv_heads // (UNITS_PER_THREAD * self._threads))
+        share = max(1, int(work @ few) * self._blueprint.num_kv_heads // (UNITS_PER_THREAD * self._threads))
         cut = few & (work > share) & (tiles > 1)
-        counts: dict[str, int] = {}
+        counts = {"decode": 0, "prefill": 0}
         merges: list[tuple[int, ...]] = []
         self._partials_used = 0
         short = rows <= self._short
         for phase, ours in (("decode", short), ("prefill", few & ~short)):
-            counts[phase] = self._whole_units(self.units[phase], np.flatnonzero(ours & ~cut), plan)
-            for sequence in np.flatnonzero(ours & cut).tolist():
+            whole, pieces = np.flatnonzero(ours & ~cut), np.flatnonzero(ours & cut)
+            counts[phase] = self._whole_units(self.units[phase], whole, plan)
+            for sequence in pieces.tolist():
                 counts[phase] += self._pieces(phase, counts[phase], sequence, plan, share, merges)
         for sequence in np.flatnonzero(~few).tolist():
             counts["prefill"] += self._query_tiles(counts["prefill"], sequence, plan)
