@@ -52,6 +52,7 @@ class Speculator:
     """A `Drafter` made of proposers and a choice among their guesses.
 
     Attributes:
+        proposers: asked in this order.
         acceptance: how often guesses were right.
         num_failures: requests whose proposer raised, which it was not asked about again.
     """
@@ -69,7 +70,7 @@ class Speculator:
         """`most` tokens are drafted at a time; `always` drafts as many, worth it or not, for comparison."""
         self.acceptance = Acceptance()
         self.num_failures = 0
-        self._proposers, self._times, self._most = tuple(proposers), times, most
+        self.proposers, self._times, self._most = tuple(proposers), times, most
         self._slo_seconds, self._window, self._always = slo_seconds, window, always
         self._states: dict[str, _State] = {}
         self._num_steps = 0
@@ -124,7 +125,7 @@ class Speculator:
             request.num_accepted_prediction_tokens = counts.accepted
             request.num_rejected_prediction_tokens = counts.drafted - counts.accepted
         self.acceptance.forget(request.request_id)
-        for proposer in self._proposers:
+        for proposer in self.proposers:
             proposer.forget(request)
 
     def sources(self, request_id: str) -> dict[str, SourceCounts]:
@@ -142,7 +143,7 @@ class Speculator:
         """The guess that is expected to bring most; remembered until it is known what came."""
         state = self._states.get(request.request_id)
         if state is None:
-            state = self._states[request.request_id] = _State(list(self._proposers))
+            state = self._states[request.request_id] = _State(list(self.proposers))
         found: list[Draft] = []
         for proposer in state.proposers[:]:
             try:
