@@ -35,6 +35,7 @@ class StepWork(NamedTuple):
         sequences: scheduled requests.
         kv_tokens: sum over the requests of the tokens whose keys and values are read or written.
         windowed_prefill_contexts, windowed_decode_contexts, windowed_kv_tokens: the same three within a window.
+        draft_contexts: those of `decode_contexts` that are drafted rows', for which the KV is read anyway.
     """
 
     rows: int = 0
@@ -46,6 +47,7 @@ class StepWork(NamedTuple):
     windowed_prefill_contexts: int = 0
     windowed_decode_contexts: int = 0
     windowed_kv_tokens: int = 0
+    draft_contexts: int = 0
 
     def plus(self, other: StepWork) -> StepWork:
         return StepWork(*map(sum, zip(self, other, strict=True)))
@@ -153,12 +155,14 @@ class Batch:
 
     @cached_property
     def decode_work(self) -> StepWork:
-        rows, sums = 0, (0, 0, 0, 0)
+        rows, drafted, sums = 0, 0, (0, 0, 0, 0)
         for share in self.decodes:
             rows += len(share.token_ids)
+            if share.num_drafts:
+                drafted += _attended(share.num_computed_tokens + 1, share.num_drafts, None)[0]
             own = _attended(share.num_computed_tokens, len(share.token_ids), self.window)
             sums = (sums[0] + own[0], sums[1] + own[1], sums[2] + own[2], sums[3] + own[3])
-        return StepWork(rows, 0, sums[0], rows, len(self.decodes), sums[1], 0, sums[2], sums[3])
+        return StepWork(rows, 0, sums[0], rows, len(self.decodes), sums[1], 0, sums[2], sums[3], drafted)
 
     @cached_property
     def prefill_work(self) -> StepWork:

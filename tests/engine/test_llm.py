@@ -397,3 +397,15 @@ def test_a_long_answers_timeline_is_short(llm):
     assert len(timeline.intervals) < 12
     assert timeline.intervals[0].start == timeline.arrival and timeline.intervals[-1].end == timeline.end
     assert all(a.end == b.start for a, b in zip(timeline.intervals, timeline.intervals[1:], strict=False))
+
+
+def test_a_prediction_changes_no_answer(make_llm, shared_llm):
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, logprobs=1, ignore_eos=True)
+    (plain,) = shared_llm.generate("hello world", params)
+    llm = make_llm(speculative_config="auto")
+    for prediction in (plain.outputs[0].text, ["something else"]):
+        (told,) = llm.generate("hello world", params, prediction=prediction)
+        assert told.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert len(told.metrics.token_times) == 40
+    with pytest.raises(InvalidRequestError, match="2 predictions"):
+        llm.generate("hello world", params, prediction=["a", "b"])

@@ -2,14 +2,17 @@ import random
 
 import pytest
 
-from twinphase.batch import StepWork
+from twinphase.batch import Batch, Phase, StepWork
+from twinphase.batch import ScheduledRequest as Share
 from twinphase.phases.cost import FEATURES, CostError, CostModel, features, starting_prices
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.work import ModelShape
+from twinphase.request import SamplingParams
+from twinphase.speculation.choose import drafted_row
 
 SHAPE = ModelShape(10**8, 3 * 10**7, 6 * 10**7, 3 * 10**7, 30, 9, 3, 64)
 # A machine that is not what the model starts from: seconds for one of each feature.
-TRUE = (2.5e-3, 1e-4, 3e-4, 1.3e-4, 2e-7, 1e-6, 3e-5)
+TRUE = (2.5e-3, 1e-4, 3e-4, 1.3e-4, 2e-7, 1e-6, 3e-5, 3e-7)
 
 
 def true_seconds(work):
@@ -62,7 +65,20 @@ def test_features_are_the_counts_that_prices_multiply():
         "prefill_contexts": 4 * 20 + 210,
         "decode_contexts": 30,
         "sequences": 4,
+        "draft_contexts": 0,
     }
+
+
+def test_drafted_rows_do_not_read_the_cache_again():
+    share = Share("a", Phase.DECODE, [5, 6, 7], 10, [0], True, SamplingParams(), num_drafts=2)
+    work = Batch([share], []).work
+    found = dict(zip(FEATURES, features(work), strict=True))
+    assert (found["decode_contexts"], found["draft_contexts"]) == (11, 12 + 13)
+    assert (found["few_rows"], found["logits"], found["sequences"]) == (3, 3, 1)
+    plain = StepWork.of_decodes(1, 11)
+    drafted = plain.plus(drafted_row(12, None)).plus(drafted_row(13, None))
+    assert features(drafted) == features(work)
+    assert 0 < fresh().seconds(work) - fresh().seconds(plain) < 2 * fresh().seconds(plain)
 
 
 @pytest.mark.parametrize("work", MIXES)

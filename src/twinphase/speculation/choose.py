@@ -79,7 +79,7 @@ class Acceptance:
 
 def drafted_row(context: int, window: int | None) -> StepWork:
     """What a drafted row that attends to `context` tokens adds to a step."""
-    return StepWork.of_decodes(1, context, window)._replace(sequences=0)
+    return StepWork.of_decodes(1, context, window)._replace(sequences=0, draft_contexts=context)
 
 
 def choose_lengths(
