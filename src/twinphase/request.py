@@ -157,6 +157,7 @@ class RequestCounts:
         sampling_params: what it asked for; None where that is not known.
         num_draft_tokens: guesses at its next tokens that were computed; `num_accepted_draft_tokens` were right.
         num_accepted_prediction_tokens, num_rejected_prediction_tokens: those of them from its user's prediction.
+        draft_steps: of each step with guesses, how many were computed and how many were right.
     """
 
     request_id: str
@@ -172,6 +173,7 @@ class RequestCounts:
     num_accepted_draft_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
     num_rejected_prediction_tokens: int = 0
+    draft_steps: Sequence[tuple[int, int]] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -201,7 +203,7 @@ class Request:
         block_hashes: of its leading full blocks, as far as they were needed.
         constraint: what its tokens must obey; never shared with another request.
         prediction_token_ids: what its user expects it to say.
-        num_draft_tokens: as in `RequestCounts`, with the three that follow it.
+        num_draft_tokens: as in `RequestCounts`, with what follows it.
     """
 
     request_id: str
@@ -231,6 +233,7 @@ class Request:
     num_accepted_draft_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
     num_rejected_prediction_tokens: int = 0
+    draft_steps: list[tuple[int, int]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         check_priority_and_salt(self.priority, self.cache_salt)
@@ -242,7 +245,7 @@ class Request:
             self.request_id, len(self.prompt_token_ids), len(self.output_token_ids), self.num_cached_tokens,
             self.prefix_miss, self.num_preemptions, self.num_recomputed_tokens, self.error, self.sampling_params,
             self.num_draft_tokens, self.num_accepted_draft_tokens, self.num_accepted_prediction_tokens,
-            self.num_rejected_prediction_tokens,
+            self.num_rejected_prediction_tokens, self.draft_steps,
         )  # fmt: skip
 
     @property

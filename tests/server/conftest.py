@@ -45,6 +45,7 @@ def limited(start):
     limits = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--max-queued-tokens", "100", "--max-n", "2")
     limits += ("--max-prompts", "3", "--max-body-bytes", "60000", "--kept-timelines", "3")
     order = ("--max-num-batched-tokens", "16", "--scheduling-policy", "priority")
+    order += ("--per-request-spec-decode-metrics", "detailed")
     with start(*names, *keys, *limits, *order, "--vllm-metrics", "--allowed-origins", PAGE) as running:
         yield running
 

@@ -10,7 +10,8 @@ import pytest
 from pydantic import BaseModel
 
 from twinphase import LLM, SamplingParams
-from twinphase.request import StructuredOutputsParams
+from twinphase.request import RequestCounts, StructuredOutputsParams
+from twinphase.server.observe import spec_decode_metrics
 from twinphase.server.tools import HERMES, tool_grammar
 
 USER = [{"role": "user", "content": "hello world"}]
@@ -381,3 +382,28 @@ def test_a_prediction_changes_nothing_but_the_speed(client, model, words, temper
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
     told = client.chat.completions.create(**asked, prediction={"type": "content", "content": first})
     assert told.usage.completion_tokens_details.accepted_prediction_tokens > 0
+
+
+def test_an_answer_tells_of_its_drafted_tokens_where_the_server_is_told_to(limited, client, model):
+    asked = dict(messages=USER, max_tokens=32, temperature=0, logit_bias={"40": 100}, stream=True)
+    with limited.client(api_key="one") as own:
+        last = [chunk for chunk in own.chat.completions.create(model="a", **asked) if chunk.choices][-1]
+    told, timings = last.metrics["speculative_decoding"], last.timings
+    assert sum(told["per_step_drafted"]) == told["num_draft_tokens"] == timings["draft_n"] > 0
+    assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"] == timings["draft_n_accepted"] > 0
+    assert sum(told["acceptance_histogram"]) == told["num_spec_steps"] == len(told["per_step_drafted"])
+    assert sum(n * count for n, count in enumerate(told["acceptance_histogram"])) == told["num_accepted_draft_tokens"]
+    assert told["mean_acceptance_length"] == 1 + told["num_accepted_draft_tokens"] / told["num_spec_steps"]
+    plain = [chunk for chunk in client.chat.completions.create(model=model, **asked) if chunk.choices][-1]
+    assert not hasattr(plain, "metrics")
+
+
+def test_drafted_tokens_as_histograms():
+    counts = RequestCounts("a", 4, 20, draft_steps=[(4, 2), (4, 0), (2, 2)])
+    told = spec_decode_metrics(counts, "summary")["metrics"]["speculative_decoding"]
+    assert told == {
+        "mean_acceptance_length": 1 + 4 / 3, "draft_acceptance_rate": 0.4, "acceptance_histogram": [1, 0, 2],
+        "acceptance_histogram_by_draft_length": {"2": [0, 0, 1], "4": [1, 0, 1]}, "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 4, "num_draft_tokens": 10,
+    }  # fmt: skip
+    assert spec_decode_metrics(counts, "none") == {}

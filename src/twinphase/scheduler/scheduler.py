@@ -183,8 +183,10 @@ class Scheduler:
             # Behind the first draft that was wrong, other tokens than the request's were computed.
             wrong = share.num_drafts - min(share.num_drafts, max(0, request.num_tokens - known - 1))
             request.num_computed_tokens += len(share.token_ids) - wrong
-            request.num_draft_tokens += share.num_drafts
-            request.num_accepted_draft_tokens += share.num_drafts - wrong
+            if share.num_drafts:
+                request.num_draft_tokens += share.num_drafts
+                request.num_accepted_draft_tokens += share.num_drafts - wrong
+                request.draft_steps.append((share.num_drafts, share.num_drafts - wrong))
             if request.num_preemptions:
                 again = max(0, min(request.num_computed_tokens, request.most_computed_tokens) - before)
                 request.num_recomputed_tokens += again

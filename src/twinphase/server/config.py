@@ -62,6 +62,11 @@ class ServerConfig:
     kept_timelines: int = setting(
         1024, "Finished requests whose timelines are kept, for `twinphase explain`.", minimum=1
     )
+    per_request_spec_decode_metrics: str = setting(
+        "none",
+        "What an answer tells of its drafted tokens under `metrics.speculative_decoding`: none, summary or detailed.",
+        choices=("none", "summary", "detailed"),
+    )
     tool_prompt: bool = setting(
         True, "Describe tools in a system message if the model's chat template has no place for them."
     )

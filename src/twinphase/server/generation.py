@@ -62,7 +62,8 @@ class Generation(Exchange):
         for choice in choices:
             service.timelines.begin(self._tenant, choice)
         shape = service.facts.shape if service.facts else None
-        replies = self._make_replies(job, choices, engine.text.tokenizer, shape)
+        told = service.config.per_request_spec_decode_metrics
+        replies = self._make_replies(job, choices, engine.text.tokenizer, shape, told)
         try:
             if self._stream:
                 await self._send_events(job, choices, replies, on_update)

@@ -25,7 +25,7 @@ from twinphase.server.answers import Choice
 from twinphase.server.jobs import Job
 from twinphase.tokenizer.prompt_parts import PromptPart
 
-__all__ = ["Timelines", "server_timing", "timeline_json", "timings"]
+__all__ = ["Timelines", "server_timing", "spec_decode_metrics", "timeline_json", "timings"]
 
 LISTED = 100  # finished requests
 
@@ -91,6 +91,39 @@ def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any
     return found
 
 
+def spec_decode_metrics(request: RequestCounts, level: str) -> dict[str, Any]:
+    """What became of one answer's drafted tokens, under vLLM's names; empty at the level "none".
+
+    Histograms count steps: the n-th number is that of steps in which n drafted tokens were accepted.
+    """
+    if level == "none":
+        return {}
+    steps = request.draft_steps
+    drafted, accepted = (sum(step[part] for step in steps) for part in (0, 1))
+    lengths = sorted({length for length, _ in steps})
+    found: dict[str, Any] = {
+        "mean_acceptance_length": 1 + accepted / len(steps) if steps else None,
+        "draft_acceptance_rate": accepted / drafted if drafted else None,
+        "acceptance_histogram": _histogram([right for _, right in steps]),
+        "acceptance_histogram_by_draft_length": {
+            str(length): _histogram([right for count, right in steps if count == length]) for length in lengths
+        },
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+    }
+    if level == "detailed":
+        found["per_step_drafted"], found["per_step_accepted"] = ([step[part] for step in steps] for part in (0, 1))
+    return {"metrics": {"speculative_decoding": found}}
+
+
+def _histogram(counts: Sequence[int]) -> list[int]:
+    found = [0] * (max(counts, default=-1) + 1)
+    for count in counts:
+        found[count] += 1
+    return found
+
+
 def server_timing(timeline: RequestTimeline) -> str:
     """The header of that name (https://www.w3.org/TR/server-timing): the intervals that took time."""
     return ", ".join(f"{kind};dur={_ms(seconds)}" for kind, seconds in timeline.totals().items() if seconds > 0)
@@ -116,7 +149,7 @@ class Kept:
             **_latencies(timeline),
             "dominant": max(totals, key=lambda kind: totals[kind]),
         }
-        counts = replace(counts, sampling_params=None)  # may hold a large grammar
+        counts = replace(counts, sampling_params=None, draft_steps=())  # these may be large
         return cls(tenant, counts, msgspec.msgpack.encode(timeline), summary)
 
     def timeline(self) -> RequestTimeline:
@@ -198,7 +231,7 @@ def timeline_json(request: RequestCounts, timeline: RequestTimeline, finished: b
         "request": {
             name: value
             for name, value in msgspec.to_builtins(request).items()
-            if name not in ("request_id", "sampling_params")
+            if name not in ("request_id", "sampling_params", "draft_steps")
         },
         **_latencies(timeline),
         "ledger_ms": {kind: _ms(seconds) for kind, seconds in timeline.totals().items()},

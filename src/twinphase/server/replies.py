@@ -11,7 +11,7 @@ from twinphase.batch import TokenLogprobs
 from twinphase.phases.work import ModelShape
 from twinphase.server.answers import Choice, Delta
 from twinphase.server.jobs import Job
-from twinphase.server.observe import timings
+from twinphase.server.observe import spec_decode_metrics, timings
 from twinphase.server.tool_calls import ToolCallDelta
 from twinphase.tokenizer.tokenizer import Tokenizer
 
@@ -51,9 +51,15 @@ class Replies:
     chunk_object = body_object = ""
 
     def __init__(
-        self, job: Job, choices: Sequence[Choice], tokenizer: Tokenizer, shape: ModelShape | None = None
+        self,
+        job: Job,
+        choices: Sequence[Choice],
+        tokenizer: Tokenizer,
+        shape: ModelShape | None = None,
+        spec_metrics: str = "none",
     ) -> None:
-        """`shape` is the model's, for the report of prompt parts."""
+        """`shape` is the model's, for the report of prompt parts; `spec_metrics` as in `ServerConfig`."""
+        self._spec_metrics = spec_metrics
         self.job, self.choices, self.tokenizer, self.shape = job, choices, tokenizer, shape
         head = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
         self._head = head
@@ -75,7 +81,7 @@ class Replies:
         extra: dict[str, Any] = {"choices": [choice]}
         if delta.finished:
             choice["stop_reason"] = delta.choice.stop_reason
-            extra["timings"] = timings(self.job, delta.choice, self.shape)
+            extra |= self._told(delta.choice)
             if self.job.return_token_ids:
                 choice["prompt_token_ids"] = self.job.prompt_of(delta.choice.index).token_ids
         if self.job.include_usage:
@@ -97,7 +103,7 @@ class Replies:
                 shown["token_ids"] = choice.token_ids
                 shown["prompt_token_ids"] = self.job.prompt_of(choice.index).token_ids
             if len(self.choices) > 1:
-                shown["timings"] = timings(self.job, choice, self.shape)
+                shown |= self._told(choice)
             choices.append(shown)
         last = max(self.choices, key=lambda choice: choice.stream.transcript.timeline.end)
         return {
@@ -105,8 +111,13 @@ class Replies:
             "object": self.body_object,
             "choices": choices,
             "usage": usage(self.job, self.choices),
-            "timings": timings(self.job, last, self.shape),
+            **self._told(last),
         }
+
+    def _told(self, choice: Choice) -> dict[str, Any]:
+        """Where the time of an answer went, and what became of its drafted tokens."""
+        counts = choice.stream.transcript.counts()
+        return {"timings": timings(self.job, choice, self.shape), **spec_decode_metrics(counts, self._spec_metrics)}
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
@@ -181,8 +192,9 @@ class CompletionReplies(Replies):
 
     chunk_object = body_object = "text_completion"
 
-    def __init__(self, job: Job, choices: Sequence[Choice], tokenizer: Tokenizer, shape: ModelShape | None) -> None:
-        super().__init__(job, choices, tokenizer, shape)
+    def __init__(self, job: Job, choices: Sequence[Choice], *known: Any) -> None:
+        """`known` as in `Replies`."""
+        super().__init__(job, choices, *known)
         self._offsets = [0] * len(choices)  # characters of the tokens whose log probabilities were given
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
