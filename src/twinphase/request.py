@@ -173,7 +173,7 @@ class RequestCounts:
     num_accepted_draft_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
     num_rejected_prediction_tokens: int = 0
-    draft_steps: Sequence[tuple[int, int]] = ()
+    draft_steps: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -245,7 +245,7 @@ class Request:
             self.request_id, len(self.prompt_token_ids), len(self.output_token_ids), self.num_cached_tokens,
             self.prefix_miss, self.num_preemptions, self.num_recomputed_tokens, self.error, self.sampling_params,
             self.num_draft_tokens, self.num_accepted_draft_tokens, self.num_accepted_prediction_tokens,
-            self.num_rejected_prediction_tokens, self.draft_steps,
+            self.num_rejected_prediction_tokens, tuple(self.draft_steps),
         )  # fmt: skip
 
     @property

@@ -399,7 +399,7 @@ def test_an_answer_tells_of_its_drafted_tokens_where_the_server_is_told_to(limit
 
 
 def test_drafted_tokens_as_histograms():
-    counts = RequestCounts("a", 4, 20, draft_steps=[(4, 2), (4, 0), (2, 2)])
+    counts = RequestCounts("a", 4, 20, draft_steps=((4, 2), (4, 0), (2, 2)))
     told = spec_decode_metrics(counts, "summary")["metrics"]["speculative_decoding"]
     assert told == {
         "mean_acceptance_length": 1 + 4 / 3, "draft_acceptance_rate": 0.4, "acceptance_histogram": [1, 0, 2],
