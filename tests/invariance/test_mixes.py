@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
-from twinphase.batch import Batch, StepOutput, TokenLogprobs
+from twinphase.batch import Batch, ScheduledRequest, StepOutput, TokenLogprobs
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.executor import Executor
@@ -35,6 +35,7 @@ from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, SamplingParams, StructuredOutputsParams
 from twinphase.scheduler.scheduler import Scheduler
+from twinphase.speculation import verify
 from twinphase.speculation.drafter import Drafter
 from twinphase.speculation.forced import ForcedProposer
 from twinphase.speculation.lookup import NgramProposer, PredictionProposer, SuffixProposer
@@ -408,6 +409,30 @@ def test_mixes(folder: Path, num_mixes: int, model: str, kv_cache_dtype: str, le
     assert all(tally[name] >= number for name, number in least.items()), tally
     if least is LONG:
         assert median(unattributed) < 0.01
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", ["blind", "forgetful"])
+def test_a_wrong_verification_is_found(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes the first draft unseen, and one that draws without regard to the drafts before."""
+    real = verify.sample_row
+
+    def blind(logits: Any, share: ScheduledRequest, eos_token_ids: Collection[int], accepted: Sequence[int]) -> int:
+        if share.num_drafts and not accepted:
+            return share.token_ids[-share.num_drafts]
+        return real(logits, share, eos_token_ids, accepted)
+
+    def forgetful(logits: Any, share: ScheduledRequest, eos_token_ids: Collection[int], accepted: Sequence[int]) -> int:
+        return real(logits, share, eos_token_ids)
+
+    path = write_tiny_gguf(folder / "dense.gguf", vocab=VOCAB)
+    config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512}
+    alone = Alone(LoadedEngine(path, threads=1, **config))
+    machine = partial(Mixes, LoadedEngine(path, threads=2, **config), alone, Counter(), [], "mixed")
+    run(machine, 3)
+    monkeypatch.setattr(verify, "sample_row", {"blind": blind, "forgetful": forgetful}[fault])
+    with pytest.raises(AssertionError):
+        run(machine, 3)
 
 
 @pytest.mark.slow
