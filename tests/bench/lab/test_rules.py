@@ -119,6 +119,10 @@ def bursts(ttft, tpot):  # alone, seated, together
     return lambda _, number: (*[10] * len(LEDGER), *((ttft, tpot) if number else (100, 4)))
 
 
+def drafts(right, wrong, other=0):
+    return lambda _, number: ((100, 63, 0), (right, 8, other), (wrong, 63, 0))[number]
+
+
 def threads(prefill, decode):
     return first_then({PREFILL: 100, DECODE: 10}, {PREFILL: 100 / prefill, DECODE: 10 / decode})
 
@@ -191,6 +195,11 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     ("static-batching", 32, first_then((100, 100), (100, 180)), FAILS),
     ("static-batching", 32, first_then((150, 100), (100, 100)), FAILS),
     ("static-batching", 8, first_then((100, 100), (100, 100)), UNDECIDED),
+    ("speculation", 64, drafts(400, 60), HOLDS),
+    ("speculation", 64, drafts(150, 60), FAILS),
+    ("speculation", 64, drafts(400, 110), FAILS),
+    ("speculation", 64, drafts(400, 60, other=1), FAILS),
+    ("speculation", 32, drafts(150, 60), UNDECIDED),
 ]  # fmt: skip
 
 

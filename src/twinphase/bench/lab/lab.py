@@ -31,6 +31,7 @@ from twinphase.bench.lab.experiments.queue import queue
 from twinphase.bench.lab.experiments.request_shapes import request_shapes
 from twinphase.bench.lab.experiments.same_tokens import same_tokens
 from twinphase.bench.lab.experiments.short_prompts import short_prompts
+from twinphase.bench.lab.experiments.speculation import speculation
 from twinphase.bench.lab.experiments.static_batching import static_batching
 from twinphase.bench.lab.workbench import ROUNDS, Workbench
 from twinphase.bench.progress import Progress
@@ -59,6 +60,7 @@ EXPERIMENTS = (
     same_tokens,
     no_kv_cache,
     static_batching,
+    speculation,
 )
 USUAL_ROUNDS = 8  # from here on one disturbed repetition on either side does not count
 OTHER_BLOCKS = 256  # KV cache of a model that is loaded beside the first
