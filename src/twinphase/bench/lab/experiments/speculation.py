@@ -45,10 +45,9 @@ class _Drafts:
     meaning="Drafts pay where they are mostly right, such as when text is repeated or edited, and cost time elsewhere.",
     figure=Figure("Tokens per second with and without drafts", "", (RATE,)),
     also=(STEPS_TAKEN, OTHER),
-    seconds=8,
+    seconds=4,
     sizes=(64, 32),
     sized_in="tokens of the answer",
-    quick=True,
 )
 def speculation(bench: Workbench) -> Trial:
     engine, prompt = bench.engine(enable_prefix_caching=True), bench.workshop.prompt(PROMPT)
