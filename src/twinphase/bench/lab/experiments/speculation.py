@@ -43,7 +43,7 @@ class _Drafts:
         Rule("answers with other tokens", 0, 0, ""),
     ),
     meaning="Drafts pay where they are mostly right, such as when text is repeated or edited, and cost time elsewhere.",
-    figure=Figure("Tokens per second with and without drafts", "", (RATE,)),
+    figure=Figure("Tokens per second with and without drafts", "drafts", (RATE,)),
     also=(STEPS_TAKEN, OTHER),
     seconds=4,
     sizes=(64, 32),
