@@ -33,7 +33,8 @@ from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.recorder import StepRecorder
 from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, Request, SamplingParams, StructuredOutputsParams
+from twinphase.request import Constraint, FinishReason, Request, SamplingParams, StructuredOutputsParams
+from twinphase.sampling.thinking import ThinkingTags, make_constraint
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation import verify
 from twinphase.speculation.drafter import Drafter
@@ -47,6 +48,9 @@ MOST_SEQS = 8
 PREFIX = [(7 * i + i * i) % 250 + 10 for i in range(96)]
 # The same blocks stand behind others in the second, and behind themselves in the third: that is not the same KV.
 PREFIXES = [PREFIX, PREFIX[80:] + PREFIX[16:], 6 * PREFIX[:16]]
+
+
+TAGS = ThinkingTags((50,), (51, 52, 53))
 
 
 class Clock:
@@ -144,6 +148,11 @@ def make_engine(
     return Engine(scheduler, executor, recorder, **sizes, drafter=drafter)
 
 
+def constraint_of(loaded: LoadedEngine, params: SamplingParams, prompt: Sequence[int]) -> Constraint | None:
+    """As `ModelText.constraint`, for a model that thinks."""
+    return make_constraint(params, prompt, loaded.text.grammar_compiler, TAGS) if params.constrained else None
+
+
 class Alone:
     """What each request gets by itself, from a model loaded once more, with another number of threads."""
 
@@ -156,7 +165,7 @@ class Alone:
         if key not in self._known:
             engine = make_engine(self._loaded, MOST_BLOCKS, time.perf_counter)
             request, logprobs = Request("alone", list(prompt), params), []
-            request.constraint = self._loaded.text.constraint(params, prompt)
+            request.constraint = constraint_of(self._loaded, params, prompt)
             engine.add_request(request)
             while engine.has_work:
                 logprobs += engine.step().output.logprobs.get("alone", [])
@@ -190,6 +199,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         logprobs=draw(st.sampled_from([None, 0, 3])),
         max_tokens=max_tokens,
         stop_token_ids=draw(st.sampled_from([None, None, [30, 31, 32, 33]])),
+        thinking_token_budget=draw(st.sampled_from([None, None, None, 0, 6])),
         **(free if form is None else {"structured_outputs": StructuredOutputsParams(**form)}),
     )
 
@@ -198,9 +208,11 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 def new_requests(draw: st.DrawFn) -> dict[str, Any]:
     """Prompts share beginnings with others; what differs comes early or late."""
     prefix, cut = draw(st.sampled_from(PREFIXES)), draw(st.sampled_from([0, 15, 16, 33, 64, 90, 96]))
+    params = draw(sampling_params())
+    thinking = [] if params.thinking_token_budget is None else TAGS.start  # is what the prompt ends with
     return {
-        "prompt_token_ids": prefix[:cut] + draw(st.lists(st.integers(10, 14), min_size=1, max_size=12)),
-        "sampling_params": draw(sampling_params()),
+        "prompt_token_ids": [*prefix[:cut], *draw(st.lists(st.integers(10, 14), min_size=1, max_size=12)), *thinking],
+        "sampling_params": params,
         "priority": draw(st.integers(-1, 2)),
         "cache_salt": draw(st.sampled_from([None, None, None, "a", "b"])),
         "tenant": draw(st.sampled_from(["", "a", "b"])),
@@ -257,7 +269,7 @@ class Mixes(RuleBasedStateMachine):
     def add(self, prompt_token_ids: list[int], sampling_params: SamplingParams, **wanted: Any) -> None:
         name = str(len(self.requests))
         request = Request(name, prompt_token_ids, sampling_params, arrival_time=self.clock(), **wanted)
-        request.constraint = self.mixed.text.constraint(sampling_params, prompt_token_ids)
+        request.constraint = constraint_of(self.mixed, sampling_params, prompt_token_ids)
         self.timelines[name] = self.engine.add_request(request)
         self.requests[name], self.logprobs[name] = request, []
         right = self.right(request)  # now, so that it is not in the middle of a step
@@ -361,6 +373,9 @@ class Mixes(RuleBasedStateMachine):
         assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
         assert repr(self.logprobs[name]) == logprobs
         self.tally["compared"] += 1
+        self.tally["compared with a grammar"] += request.sampling_params.structured_outputs is not None
+        thoughts = request.sampling_params.thinking_token_budget is not None
+        self.tally["compared with an end of thinking"] += thoughts and list(TAGS.end) in (tokens[:3], tokens[6:9])
         self.tally["compared after a hit"] += request.num_cached_tokens > 0
         self.tally["compared after preemption"] += request.num_preemptions > 0
 
@@ -382,6 +397,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 COMPARED = {"compared": 101}
 QUICK = {"compared": 50, "compared after a hit": 5, "mixed steps": 50, "forced preemptions": 1}
 QUICK |= {"accepted drafts": 500, "rejected drafts": 500}
+QUICK |= {"compared with a grammar": 10, "compared with an end of thinking": 10}
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {"compared": 1000, "compared after a hit": 300, "compared after preemption": 50, "mixed steps": 1000}
 LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5, "failures": 5}
