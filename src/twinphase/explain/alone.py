@@ -51,7 +51,9 @@ def had_it_run_alone(evidence: Evidence) -> Alone | None:
         return None
     num_decoded = max(0, evidence.request.num_output_tokens - 1)
     # A step's time is linear in its context, so that the mean context gives the mean time.
-    decode = num_decoded * (evidence.decode_step(1, evidence.num_prompt + (num_decoded + 1) / 2) or 0.0)
+    # With drafts, alone it would have taken about as many steps, since what is drafted is its own text.
+    steps = evidence.timeline.decode.steps if evidence.request.num_draft_tokens else num_decoded
+    decode = steps * (evidence.decode_step(1, evidence.num_prompt + (num_decoded + 1) / 2) or 0.0)
     own_prefill, own_decode = (evidence.timeline.seconds(kind) for kind in (IntervalKind.PREFILL, IntervalKind.DECODE))
     own = own_prefill + own_decode
     left_out = {*NOT_ITS_OWN, IntervalKind.PREFILL, IntervalKind.DECODE}
