@@ -34,6 +34,9 @@ class Times:
     def step_limit(self, slo_seconds: float) -> float:
         return slo_seconds
 
+    def slo_seconds(self, step_seconds: float) -> float:
+        return step_seconds
+
 
 def make_scheduler(num_blocks=64, block_size=4, max_model_len=100, times=None, caching=True, **settings) -> Scheduler:
     manager = KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching)

@@ -140,6 +140,14 @@ def parse_logit_bias(pairs: list[str]) -> dict[int, float]:
         raise InvalidRequestError(f"--logit-bias is {' '.join(pairs)!r}.", "Use ID=BIAS, such as 42=-5.") from None
 
 
+def parse_number_or_word(text: str) -> float | str:
+    """A number, or the text as it is: what else is allowed, the setting knows."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def parse_json(option: str, text: str) -> dict[str, Any]:
     """The value of an option that takes a JSON object."""
     import json
@@ -177,6 +185,7 @@ OPTION_TYPES: Mapping[str, Any] = {
 PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "logit_bias": parse_logit_bias,
     "structured_outputs": parse_structured_outputs,
+    "itl_slo_ms": parse_number_or_word,
     "override_generation_config": functools.partial(parse_json, "--override-generation-config"),
-    **dict.fromkeys(("served_model_name", "api_keys", "allowed_origins"), tuple),
+    **dict.fromkeys(("served_model_name", "api_keys", "named_keys", "tenant_weights", "allowed_origins"), tuple),
 }

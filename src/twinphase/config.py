@@ -107,12 +107,13 @@ class EngineConfig:
         "with vLLM's keys.",
         default_text="none",
     )
-    itl_slo_ms: float | None = setting(
-        None,
-        "Target for the longest gap between two tokens, in milliseconds; prefill chunks are cut to meet it.",
+    itl_slo_ms: float | str | None = setting(
+        "auto",
+        "Target for the longest gap between two tokens, in milliseconds: prefill chunks are cut to meet it. auto: a "
+        "server chooses it by its own measured steps; off: no target.",
         above=0,
         maximum=1e6,
-        default_text="no target",
+        words=("auto", "off"),
     )
     trace_file: str | None = setting(
         None, "Log every request, decision and step time to this file, for `twinphase replay`.", default_text="no log"
@@ -142,8 +143,13 @@ class EngineConfig:
         check_settings(self)
         speculative_config(self.speculative_config)
 
+    @property
+    def slo_number(self) -> float | None:
+        """The SLO in milliseconds, where it is a number."""
+        return None if isinstance(self.itl_slo_ms, str) else self.itl_slo_ms
+
     def resolve(self, context_length: int, kv_token_bytes: int = 0) -> EngineConfig:
-        """The same configuration with `max_model_len` and `num_kv_blocks` filled in for a model.
+        """The same configuration with `max_model_len` and `num_kv_blocks` filled in for a model; no SLO is None.
 
         `max_num_seqs` is lowered to the token budget: a step must be able to give every running request its token.
 
@@ -165,4 +171,6 @@ class EngineConfig:
         if kv_token_bytes and memory is not None:
             cache_tokens = min(cache_tokens, memory // 4 // kv_token_bytes)
         num_kv_blocks = self.num_kv_blocks or -(-max(max_model_len, cache_tokens) // self.block_size)
-        return replace(self, max_model_len=max_model_len, num_kv_blocks=num_kv_blocks, max_num_seqs=max_num_seqs)
+        slo = None if self.itl_slo_ms == "off" else self.itl_slo_ms
+        resolved = replace(self, max_model_len=max_model_len, num_kv_blocks=num_kv_blocks, max_num_seqs=max_num_seqs)
+        return replace(resolved, itl_slo_ms=slo)

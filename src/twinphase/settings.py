@@ -24,6 +24,7 @@ class ConfigField:
         minimum, maximum: both are allowed themselves.
         above: only values greater than this are allowed.
         choices: the only values allowed, if there are any.
+        words: allowed beside numbers.
         default_text: what a default of None means, for the help.
         option: the option's name, where it is not the field's.
         environment: variable that gives the option's value, too.
@@ -34,6 +35,7 @@ class ConfigField:
     maximum: float | None = None
     above: float | None = None
     choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
     default_text: str = ""
     option: str | None = None
     environment: str | None = None
@@ -46,11 +48,14 @@ class ConfigField:
             return "true or false"
         noun = "an integer" if kind == "int" else "a number"
         bounds = (("above", self.above), ("from", self.minimum), ("up to", self.maximum))
-        return " ".join([noun, *(f"{word} {bound:.15g}" for word, bound in bounds if bound is not None)])
+        number = " ".join([noun, *(f"{word} {bound:.15g}" for word, bound in bounds if bound is not None)])
+        return ", or ".join([number, " or ".join(self.words)]) if self.words else number
 
     def allows(self, value: Any, kind: str) -> bool:
         if self.choices:
             return value in self.choices
+        if self.words and isinstance(value, str):
+            return value in self.words
         if kind == "bool":
             return isinstance(value, bool)
         if kind not in ("int", "float"):
@@ -88,7 +93,7 @@ def check_settings(config: Any) -> None:
     for name, (kind, default, declared) in settings_of(config.__class__).items():
         value = getattr(config, name)
         if value is not default and (value is not None or "None" not in kind):
-            check_value(name, value, kind.removesuffix(" | None"), declared)
+            check_value(name, value, kind.removesuffix(" | None").removesuffix(" | str"), declared)
 
 
 def check_value(name: str, value: Any, kind: str, declared: ConfigField) -> None:

@@ -269,3 +269,33 @@ def test_what_was_cached_is_known_from_the_first_update(serve):
             assert update.output.num_cached_tokens == 48
 
     serve(body)
+
+
+def test_the_gap_that_streams_keep_is_chosen_once_steps_are_known_and_only_where_nobody_said_otherwise(serve, llm):
+    def body_of(chosen):
+        async def body(engine):
+            scheduler = engine.host.loaded.engine.scheduler
+            assert engine.facts.pace is None  # it was not warmed up
+            await asyncio.gather(*[read(await engine.submit(prompt, LONG)) for prompt in PROMPTS])
+            assert (scheduler.slo_seconds, scheduler.prefill_room > 0) == chosen(scheduler.slo_seconds)
+
+        return body
+
+    serve(body_of(lambda slo: (slo if slo and slo > 0 else "chosen", True)))
+    serve(body_of(lambda slo: (None, False)), itl_slo_ms="off")
+    serve(body_of(lambda slo: (0.25, False)), itl_slo_ms=250)
+    llm.generate(PROMPTS, LONG)
+    assert llm.engine.scheduler.slo_seconds is None  # nobody reads these as they come
+
+
+def test_a_tenants_short_request_is_not_behind_all_of_anothers(serve):
+    async def body(engine):
+        flood = [await engine.submit(PROMPTS[3], greedy(60), tenant="a") for _ in range(12)]
+        short = await engine.submit(PROMPTS[1], greedy(2), tenant="b", weight=2)
+        await read(short)
+        assert sum(stream.transcript.finished for stream in flood) == 0
+        with pytest.raises(InvalidRequestError, match="weight is 0"):
+            await engine.submit(PROMPTS[0], tenant="b", weight=0)
+        await asyncio.gather(*map(read, flood))
+
+    serve(body, max_num_seqs=2, max_num_batched_tokens=16, num_kv_blocks=64)

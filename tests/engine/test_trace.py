@@ -12,6 +12,7 @@ from twinphase.errors import InvalidRequestError
 from twinphase.phases.cost import starting_prices
 from twinphase.phases.work import ModelShape
 from twinphase.request import FinishReason
+from twinphase.scheduler.pace import Pace
 
 GUESS = starting_prices(ModelShape(10**8, 3 * 10**7, 6 * 10**7, 3 * 10**7, 30, 9, 3, 64), None)
 
@@ -65,6 +66,8 @@ def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("
         if unfinished and choose.random() < 0.1:
             engine.finish(choose.choice(unfinished).request_id, choose.choice([FinishReason.ABORT, FinishReason.STOP]))
         machine.struck = {choose.choice(unfinished).request_id} if unfinished and choose.random() < 0.05 else set()
+        if choose.random() < 0.05:
+            engine.keep_pace(Pace(choose.choice([None, 9.0, 12.1]), True, choose.choice([0.0, 0.004])))
         machine.now += choose.choice([0.0, 1e-4])  # what the front end takes
         if engine.has_work:
             engine.step()
@@ -94,7 +97,14 @@ def test_a_replay_decides_the_same(log, seed, policy, itl_slo_ms, tenants):
     assert result.difference is None
     assert result.num_steps == engine.ledger.num_steps
     assert engine.scheduler.num_preemptions > 0
-    assert {json.loads(line)["event"] for line in text.splitlines()} == {"header", "add", "finish", "step", "observe"}
+    assert {json.loads(line)["event"] for line in text.splitlines()} == {
+        "header",
+        "add",
+        "finish",
+        "step",
+        "observe",
+        "pace",
+    }
 
 
 @pytest.mark.parametrize("seed", range(6))

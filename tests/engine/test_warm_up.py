@@ -22,7 +22,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedEngine:
 
 
 def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded: LoadedEngine) -> None:
-    assert engine_facts(loaded).ttft is None
+    assert engine_facts(loaded, None).ttft is None
     phases: set[bool] = set()
 
     def seconds(batch: Batch) -> float:
@@ -32,7 +32,7 @@ def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded: Loade
 
     Script(loaded.engine, seconds)
     loaded.warm_up(600, 16)
-    facts = engine_facts(loaded)
+    facts = engine_facts(loaded, loaded.settle_pace())
     assert facts.warm_up_tokens == 600
     # Two chunks: 2 x 2 ms for the weights, 60 ms for the rows, 3.6 ms for what they attend to, one row of logits.
     assert facts.ttft == pytest.approx(0.0677, abs=0.001)

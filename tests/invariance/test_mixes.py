@@ -35,6 +35,7 @@ from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import Constraint, FinishReason, Request, SamplingParams, StructuredOutputsParams
 from twinphase.sampling.thinking import ThinkingTags, make_constraint
+from twinphase.scheduler.pace import Pace, Pacing
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation import verify
 from twinphase.speculation.drafter import Drafter
@@ -327,9 +328,17 @@ class Mixes(RuleBasedStateMachine):
     def change_chunks(self, num_tokens: int) -> None:
         self.scheduler.max_num_batched_tokens = num_tokens
 
-    @rule(milliseconds=st.sampled_from([None, 1e-6, 0.2, 0.5, 1000.0]))
-    def change_slo(self, milliseconds: float | None) -> None:
-        self.scheduler.slo_seconds = None if milliseconds is None else milliseconds / 1e3
+    @rule(milliseconds=st.sampled_from([None, 1e-6, 0.2, 0.5, 1000.0]), room=st.sampled_from([0.0, 0.0, 2e-4]))
+    def change_slo(self, milliseconds: float | None, room: float) -> None:
+        self.engine.keep_pace(Pace(milliseconds, True, room))
+
+    @rule()
+    def choose_slo(self) -> None:
+        """As a server does by default."""
+        if self.engine.cost_model.knows_both_phases:
+            limits = self.scheduler.max_num_batched_tokens, self.scheduler.max_model_len, 16
+            self.engine.keep_pace(Pacing(self.engine.cost_model, *limits).choose())
+            self.tally["default SLOs"] += 1
 
     @rule(which=st.integers(0, 999))
     def strike(self, which: int) -> None:

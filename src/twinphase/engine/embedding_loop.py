@@ -55,4 +55,6 @@ def make_loop(
     """The loop for what a model was loaded for, and what to tell about it."""
     if isinstance(loaded, LoadedEmbedder):
         return EmbeddingLoop(loaded, send), EngineFacts(loaded.config, None, None, 0, None, None, loaded.size)
-    return EngineLoop(loaded, send), engine_facts(loaded)
+    loop = EngineLoop(loaded, send)
+    loop.pace = loaded.settle_pace()
+    return loop, engine_facts(loaded, loop.pace)

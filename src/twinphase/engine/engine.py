@@ -20,6 +20,7 @@ from twinphase.phases.timeline import RequestTimeline, StepRecord
 from twinphase.phases.work import ModelShape
 from twinphase.request import FinishReason, Request
 from twinphase.sampling.rng import derive_seed
+from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.phase import phase_of
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation.drafter import Drafter
@@ -121,6 +122,14 @@ class Engine:
         work, running = self.scheduler.step_work, bool(self.scheduler.running)
         record = self.recorder.step_ends(batch, output, finished, work, running=running)
         return StepResult(batch, output, finished, record)
+
+    def keep_pace(self, pace: Pace) -> None:
+        """From the next step on, chunks leave running requests that gap between their tokens."""
+        scheduler = self.scheduler
+        scheduler.slo_seconds = None if pace.itl_slo_ms is None else pace.itl_slo_ms / 1e3
+        scheduler.prefill_room = pace.prefill_room
+        if self.recorder.trace:
+            self.recorder.trace.pace(scheduler.slo_seconds, scheduler.prefill_room)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request between steps, such as at a stop string; unknown and finished ones are left alone."""

@@ -29,6 +29,7 @@ from twinphase.phases.report import phase_report
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
+from twinphase.scheduler.pace import Pace, Pacing
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation.speculator import make_speculator
 from twinphase.speculative import speculative_config
@@ -36,6 +37,9 @@ from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
 
 __all__ = ["LoadedEngine", "make_backend", "make_engine"]
+
+
+WARM_UP_PARTS = (8, 4, 16, 32)  # of the warm-up's prompt; the first of them finds everything cold
 
 
 class LoadedEngine:
@@ -82,8 +86,12 @@ class LoadedEngine:
         return self.text.encode(prompt, self.config.max_model_len)
 
     def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Compute two made-up requests: one that touches memory, and one whose times `warm_timeline` keeps."""
-        self._compute("touch", num_prompt_tokens // 8, 2)
+        """Compute made-up requests: those that touch memory, and one whose times `warm_timeline` keeps.
+
+        The first are short ones of several lengths, so that the cost model tells a step's own time from its tokens'.
+        """
+        for part in WARM_UP_PARTS:
+            self._compute(f"touch-{part}", num_prompt_tokens // part, 2)
         self.warm_timeline = self._compute("warm-up", num_prompt_tokens, num_output_tokens)
 
     def _compute(self, name: str, num_prompt_tokens: int, num_output_tokens: int) -> RequestTimeline:
@@ -119,10 +127,27 @@ class LoadedEngine:
             with suppress(OSError):
                 save_ceilings(replace(kept, provisional=True))
 
+    def settle_pace(self) -> Pace | None:
+        """What gap running streams keep from now on, and what it costs; None while too few steps are known.
+
+        With the SLO "auto" it is chosen here.
+        """
+        engine, config = self.engine, self.config
+        if not engine.cost_model.knows_both_phases:
+            return None
+        limits = config.max_num_batched_tokens, config.max_model_len or 1, config.block_size
+        pacing = Pacing(engine.cost_model, *limits, engine.shape.window)
+        if config.itl_slo_ms != "auto":
+            return pacing.told(Pace(config.slo_number, False))
+        pace = pacing.choose()
+        engine.keep_pace(pace)
+        return pace
+
     def explain(self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False) -> Explanation:
         """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
+        slo = self.engine.scheduler.slo_seconds
         machine = Machine(
-            self.config,
+            replace(self.config, itl_slo_ms=slo and 1e3 * slo),
             self.engine.shape,
             self.engine.cost_model,
             measured_ceilings(self.config),
@@ -192,7 +217,7 @@ def make_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         policy=config.scheduling_policy,
-        itl_slo_ms=config.itl_slo_ms,
+        itl_slo_ms=config.slo_number,
         window=shape.window,
     )
     runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)

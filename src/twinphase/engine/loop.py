@@ -37,6 +37,7 @@ from twinphase.engine.messages import (
 from twinphase.errors import TwinphaseError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import Request
+from twinphase.scheduler.pace import Pace
 
 if TYPE_CHECKING:
     from twinphase.request import Constraint
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineLoop", "engine_facts", "refusal"]
 
 GRAMMAR_THREADS = 2
+PACE_STEPS = 256  # after which a pace that was chosen is chosen again, by what is known of steps then
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class EngineLoop:
         self._timelines: dict[str, RequestTimeline] = {}  # of unfinished requests that came by message
         self._looks: deque[LookAt] = deque()  # one is answered between two steps: looking must not slow others
         self._stopped = False
+        self.pace: Pace | None = None
 
     def put(self, message: ToEngine) -> None:
         """Hand a message to the loop, from any thread. Grammars are compiled by others first, so that steps go on."""
@@ -96,6 +99,8 @@ class EngineLoop:
                     result = engine.step()
                     self._send(StepNews(self._news(engine, result), _stats(engine, result)))
                     engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
+                    if self.pace is None or (self.pace.chosen and engine.ledger.num_steps % PACE_STEPS == 0):
+                        self.pace = self.loaded.settle_pace()
         finally:
             if self._compilers is not None:
                 self._compilers.shutdown(wait=False, cancel_futures=True)
@@ -213,11 +218,11 @@ def refusal(about: str | int | None, error: TwinphaseError) -> Refused:
     return Refused(about, type(error).__name__, error.cause, error.fix)
 
 
-def engine_facts(loaded: LoadedEngine) -> EngineFacts:
+def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
     """What to tell about a loaded engine."""
     config, warm = loaded.config, loaded.warm_timeline
     prompt, ttft, tpot = (warm.prefill.tokens, warm.ttft, warm.tpot) if warm else (0, None, None)
-    return EngineFacts(config, loaded.engine.shape, measured_ceilings(config), prompt, ttft, tpot)
+    return EngineFacts(config, loaded.engine.shape, measured_ceilings(config), prompt, ttft, tpot, pace=pace)
 
 
 def _stats(engine: Engine, result: StepResult) -> StepStats:

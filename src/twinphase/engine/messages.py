@@ -19,6 +19,7 @@ from twinphase.phases.hardware import Ceilings
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
 from twinphase.request import FinishReason, RequestCounts, SamplingParams
+from twinphase.scheduler.pace import Pace
 
 __all__ = [
     "Accepted",
@@ -121,6 +122,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         warm_up_tokens: of the prompt that the engine computed alone before it was ready; 0 if there was none.
         ttft, tpot: measured with that prompt, seconds.
         embedding_size: of the vectors of a model that embeds; 0 for one that generates.
+        pace: the gap that running streams keep, and its cost; None where the engine was not warmed up.
     """
 
     config: EngineConfig
@@ -130,6 +132,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     ttft: float | None
     tpot: float | None
     embedding_size: int = 0
+    pace: Pace | None = None
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

@@ -9,6 +9,7 @@ changed its mind.
     finish    an abort, or a stop string that the front end found
     step      the drafts there were, the decision (`decision`) and the tokens that came of it
     observe   what the step took, from which the cost model learns
+    pace      the SLO and the room for prefill from here on, where the engine chose them itself
 
 Prompts are in the log: treat it as you treat them.
 """
@@ -97,6 +98,9 @@ class TraceWriter:
     def step(self, drafts: Drafts, batch: Batch, output: StepOutput) -> None:
         self._write("step", _step(drafts, batch, output))
 
+    def pace(self, slo_seconds: float | None, prefill_room: float) -> None:
+        self._write("pace", {"slo_seconds": slo_seconds, "prefill_room": prefill_room})
+
     def observe(self, seconds: float, gap: float) -> None:
         """What the step took, and what went by before it; Python writes floats so that they read back the same."""
         self._write("observe", {"seconds": seconds, "gap": gap})
@@ -170,6 +174,8 @@ class _Replaying:
             scheduler.add(Request(sampling_params=params, arrival_time=0.0, **event))
         elif kind == "finish":
             scheduler.finish(event["request_id"], FinishReason(event["reason"]))
+        elif kind == "pace":
+            scheduler.slo_seconds, scheduler.prefill_room = event["slo_seconds"], event["prefill_room"]
         elif kind == "observe":
             self._cost_model.observe(self._work, event["seconds"], event["gap"])
         elif kind == "step":

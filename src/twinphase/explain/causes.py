@@ -28,6 +28,7 @@ MISS_SENTENCES = {
     MissReason.EVICTED: "what follows token {} was cached once and has been evicted",
     MissReason.NEVER_SEEN: "what follows token {} is new",
 }
+OWN_WEIGHT = "A larger --tenant-weight for its key would give it more of the engine while others ask too."
 About = tuple[str, Lever | None]
 
 
@@ -54,6 +55,10 @@ def _queue(evidence: Evidence, seconds: float) -> About:
     by_reason.pop("grammar", None)
     reason = max(by_reason, key=lambda name: by_reason[name], default="")
     waited = f"It waited {duration(seconds)} to be admitted"
+    others = min(seconds, sum(one.other_tenants for one in evidence.intervals(IntervalKind.QUEUE)))
+    if others >= seconds / 2:
+        sentence = f"{waited}, for {duration(others)} of it while another tenant's requests were computed."
+        return sentence, Lever("--tenant-weight", f"{OWN_WEIGHT} Priority counts within a tenant only.")
     if reason == "seats":
         why, lever = _seats(evidence)
         return f"{waited}: {why}.", lever
@@ -62,7 +67,7 @@ def _queue(evidence: Evidence, seconds: float) -> About:
         instead = f", or --kv-cache-dtype {smaller[0]}, which holds more in the same memory" if smaller else ""
         return f"{waited}: the KV cache was full.", _more_blocks(evidence, f"hold twice as many tokens{instead}.")
     if reason == "budget":
-        slo = " or a longer --itl-slo-ms" if evidence.config and evidence.config.itl_slo_ms else ""
+        slo = " or a longer --itl-slo-ms" if evidence.config and evidence.config.slo_number else ""
         advice = f"A larger --max-num-batched-tokens{slo} would admit prompts sooner, at the price of longer steps."
         return f"{waited}: others' tokens filled each step.", Lever("--max-num-batched-tokens", advice)
     if reason == "prefix":
@@ -97,8 +102,8 @@ def _prefill_batching(evidence: Evidence, seconds: float) -> About:
     config, lever = evidence.config, None
     if evidence.timeline.prefill.steps == 1:
         pass  # nothing was cut
-    elif config and config.itl_slo_ms:
-        advice = f"A longer --itl-slo-ms than {config.itl_slo_ms:g} allows larger chunks, and longer gaps for others."
+    elif config and config.slo_number:
+        advice = f"A longer --itl-slo-ms than {config.slo_number:g} allows larger chunks, and longer gaps for others."
         lever = Lever("--itl-slo-ms", advice)
     elif config and config.scheduling_policy == "priority":
         lever = Lever("priority", "A lower priority number would put this request before others.")
@@ -244,10 +249,13 @@ def _stalls(evidence: Evidence, seconds: float) -> About:
         f"{tokens} prompt tokens of {_others(evidence, stalls)} held up its decode for {duration(seconds)} in "
         f"{len(stalls)} steps, for {duration(_length(worst))} in step {worst.step} alone."
     )
+    foreign = sum(stall.other_tenants for stall in stalls)
+    if foreign > 0:
+        sentence += f" {duration(foreign)} of that were another tenant's prompts."
     model, step = evidence.machine.cost_model, evidence.decode_step(evidence.together) or 0.0
     small = StepWork.of_chunk(worst.prefill_tokens, SMALL_CHUNK, False, evidence.machine.shape.window)
     extra = model.seconds(small) - model.seconds(StepWork())
-    slo, now = 1e3 * model.slo_seconds(step + extra), evidence.machine.config.itl_slo_ms
+    slo, now = 1e3 * model.slo_seconds(step + extra), evidence.machine.config.slo_number
     if now is not None and now <= slo:
         advice = f"--itl-slo-ms {now:g} already cuts chunks small; fewer seats leave more of each step to prefill."
         return sentence, Lever("--max-num-seqs", advice)

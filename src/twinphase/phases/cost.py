@@ -33,6 +33,7 @@ PACE = 0.05  # of a step's error, as a logarithm, that the pace takes over
 PACE_FADE = 0.999  # a pace that lasts becomes prices
 SHORTEST = 1e-9  # seconds
 REFIT_EVERY = 8  # steps
+ENOUGH = 12  # steps
 SWEEPS = 12  # of coordinate descent, from the last prices
 RECENT = 256  # predictions that the error is told of
 QUANTILE = 0.95  # of steps that the SLO's margin is meant to cover
@@ -136,6 +137,12 @@ class CostModel:
             self._fit()
         pace = math.exp(self._pace)
         self.prices = tuple(price * pace for price in self._base)
+
+    @property
+    def knows_both_phases(self) -> bool:
+        """Whether enough steps were learned from, of both phases, to choose by it."""
+        kinds = {has_prefill for has_prefill, _ in self._classes}
+        return len(self._ratios) >= ENOUGH and len(kinds) == 2
 
     def error(self) -> CostError:
         """How far off the last predictions were, each made before its step was learned from."""

@@ -15,6 +15,9 @@ class StepTimes(Protocol):
     def step_limit(self, slo_seconds: float) -> float:
         """Predicted time, seconds, at which a step still meets the SLO: what is between steps, and error, deducted."""
 
+    def slo_seconds(self, step_seconds: float) -> float:
+        """The SLO that a step of that predicted time just meets: the inverse of `step_limit`."""
+
     def seconds(self, work: StepWork) -> float:
         """Predicted time of a step, seconds; does not fall when work is added."""
 
@@ -30,6 +33,7 @@ class ChunkBudget:
         slo_seconds: float | None,
         block_size: int,
         window: int | None = None,
+        room: float = 0.0,
     ) -> None:
         """Begin with the step's decodes.
 
@@ -40,10 +44,13 @@ class ChunkBudget:
             slo_seconds: longest gap between tokens, or None. It limits a step only when something decodes in it.
             block_size: chunks end on block boundaries where they can, so that others can share the blocks.
             window: of the model's layers that have one.
+            room: seconds that prefill may add to the step whatever the SLO.
         """
         self.num_tokens, self._window = num_tokens, window
         self._work, self._times, self._block_size = decodes, times, block_size
-        self._limit = times.step_limit(slo_seconds) if slo_seconds is not None and decodes.rows else None
+        self._limit = None
+        if slo_seconds is not None and decodes.rows:
+            self._limit = max(times.step_limit(slo_seconds), times.seconds(decodes) + room)
         self._given = False
 
     def take(self, start: int, remaining: int) -> int:

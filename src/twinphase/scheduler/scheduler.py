@@ -36,6 +36,8 @@ class Scheduler:
         kv_cache: the blocks.
         fair: requests that hold no blocks, new or preempted, by tenant; and whose turn it is.
         running: requests that hold blocks; in a step, in the order of `fair`.
+        slo_seconds: longest gap between tokens that chunks leave running requests, or None.
+        prefill_room: seconds that prefill may add to a step whatever the SLO.
         seconds: predicted, of all steps so far: the scheduler's clock.
         step_work: seconds of the last step by tenant, predicted.
         num_preemptions: so far.
@@ -71,6 +73,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.policy = policy
         self.slo_seconds = None if itl_slo_ms is None else itl_slo_ms / 1e3
+        self.prefill_room = 0.0
         self.fair = FairQueue(policy_key(policy))
         self.running: list[Request] = []
         self.num_preemptions = self.num_recomputed_tokens = 0
@@ -148,6 +151,7 @@ class Scheduler:
             self.slo_seconds,
             self.kv_cache.block_size,
             self.window,
+            self.prefill_room,
         )
         prefills: list[ScheduledRequest] = []
         computing: set[bytes] = set()

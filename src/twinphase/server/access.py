@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, OverloadedError, TwinphaseError
 from twinphase.server.config import ServerConfig
 
-__all__ = ["Access", "Admission", "AuthenticationError", "Ticket", "salted", "shutting_down"]
+__all__ = ["Access", "Admission", "AuthenticationError", "Tenant", "Ticket", "salted", "shutting_down"]
 
-RECENT = 0.1  # weight of the latest request in the fading mean of their durations
+RECENT = 0.1  # weight of the latest request in the fading mean of their work
+SHARE_SECONDS = 10.0  # of steps, that shares are told of
 LONGEST_RETRY = 60  # seconds
 
 
@@ -24,25 +26,26 @@ class AuthenticationError(TwinphaseError):
 
 
 class Access:
-    """API keys, of which only digests are kept."""
+    """API keys, of which only digests are kept, and whose they are."""
 
-    def __init__(self, api_keys: Sequence[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        """`keys`: the tenant of each key."""
+        self._tenants = [(hashlib.sha256(key.encode()).digest(), tenant) for key, tenant in keys.items()]
 
     def tenant(self, authorization: str | None) -> str:
-        """The tenant of an Authorization header: one name for each key, "" when no keys are asked for.
+        """The tenant of an Authorization header, "" when no keys are asked for.
 
         Every key is compared, each in constant time, so that the delay tells nothing about a near miss.
         """
-        if not self._digests:
+        if not self._tenants:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         digest = hashlib.sha256(key.strip().encode(errors="replace")).digest()
-        known = [hmac.compare_digest(digest, own) for own in self._digests]
-        if scheme.lower() != "bearer" or not any(known):
+        known = [tenant for own, tenant in self._tenants if hmac.compare_digest(digest, own)]
+        if scheme.lower() != "bearer" or not known:
             what = "The API key is not known." if authorization else "No API key was given."
             raise AuthenticationError(what, "Send the header `Authorization: Bearer KEY`.")
-        return digest.hex()[:16]
+        return known[0]
 
 
 def salted(tenant: str, cache_salt: str | None) -> str | None:
@@ -59,71 +62,120 @@ class Ticket:
     """A request's place, counted until it is given back."""
 
     admission: Admission
+    tenant: Tenant
     num_requests: int
     num_tokens: int = 0  # of prompts not yet begun
 
     def queue(self, num_tokens: int) -> None:
-        """The prompts are known and wait, unless too many tokens wait already."""
-        admission, config = self.admission, self.admission.config
-        if admission.queued_tokens and admission.queued_tokens + num_tokens > config.max_queued_tokens:
-            raise admission.overloaded(f"{admission.queued_tokens} prompt tokens wait to be read")
+        """The prompts are known and wait, unless too many tokens of this tenant wait already."""
+        waiting = self.tenant.queued_tokens
+        if waiting and waiting + num_tokens > self.admission.config.max_queued_tokens:
+            raise self.admission.overloaded(self.tenant, f"{waiting} prompt tokens wait to be read")
         self.num_tokens = num_tokens
-        admission.queued_tokens += num_tokens
+        self.tenant.queued_tokens += num_tokens
 
     def begun(self, num_tokens: int) -> None:
         """A prompt of that many tokens is being read."""
-        self.admission.queued_tokens -= min(num_tokens, self.num_tokens)
+        self.tenant.queued_tokens -= min(num_tokens, self.num_tokens)
         self.num_tokens -= min(num_tokens, self.num_tokens)
 
     def leave(self, seconds: float | None = None) -> None:
         """The request is over; `seconds` is how long it took, if it was served."""
+        tenant, count = self.tenant, self.num_requests
         self.begun(self.num_tokens)
-        self.admission.num_requests -= self.num_requests
+        tenant.num_requests -= count
         self.num_requests = 0
         if seconds is not None:
-            usual = self.admission.usual_seconds
-            self.admission.usual_seconds = usual + RECENT * (seconds - usual) if usual else seconds
+            usual, now = tenant.usual_work, tenant.work / max(1, count)
+            tenant.usual_work = usual + RECENT * (now - usual) if usual else now
+            tenant.work = 0.0
+
+
+@dataclass
+class Tenant:
+    """What one tenant has in the server.
+
+    Attributes:
+        weight: its share beside others.
+        num_requests: let in and not over, each answer to each prompt counted.
+        queued_tokens: prompt tokens not yet begun.
+        work: predicted seconds of the engine's steps since its last request was over.
+        usual_work: the same per request, of late.
+    """
+
+    weight: float = 1.0
+    num_requests: int = 0
+    queued_tokens: int = 0
+    work: float = 0.0
+    usual_work: float = 0.0
 
 
 class Admission:
-    """Counts what was let in; refuses at once what would only wait.
+    """Counts what was let in; refuses at once what would only wait, of each tenant by itself.
 
     Attributes:
-        num_requests: let in and not over, each answer to each prompt counted.
-        queued_tokens: prompt tokens not yet begun.
-        usual_seconds: that requests took of late.
+        tenants: by name; "" where there are no keys.
         draining: nothing more is let in.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.num_requests = self.queued_tokens = 0
-        self.usual_seconds = 0.0
+        names = set(config.keys.values()) or {""}
+        self.tenants = {name: Tenant(config.weights.get(name, 1.0)) for name in sorted(names)}
         self.num_seats = 1
         self.draining = False
+        self._recent: deque[tuple[float, dict[str, float]]] = deque()  # ends of steps, and their work by tenant
 
-    def enter(self, num_requests: int) -> Ticket:
-        """Let in a request that becomes `num_requests` for the engine, or refuse it: too many at once, or draining."""
+    @property
+    def num_requests(self) -> int:
+        return sum(tenant.num_requests for tenant in self.tenants.values())
+
+    def enter(self, name: str, num_requests: int) -> Ticket:
+        """Let in a tenant's request that becomes `num_requests` for the engine.
+
+        Raises:
+            EngineUnavailableError: the server is shutting down.
+            InvalidRequestError: nobody may ask for so many at once.
+            OverloadedError: the tenant has too many.
+        """
         if self.draining:
             raise shutting_down()
-        most = self.num_seats + self.config.max_queued_requests
+        tenant, most = self.tenants[name], self.num_seats + self.config.max_queued_requests
         if num_requests > most:
             raise InvalidRequestError(
                 f"The request asks for {num_requests} answers at once; {most} are allowed.", "Split it."
             )
-        if self.num_requests + num_requests > most:
-            raise self.overloaded(f"{self.num_requests} requests run or wait")
-        self.num_requests += num_requests
-        return Ticket(self, num_requests)
+        if tenant.num_requests + num_requests > most:
+            raise self.overloaded(tenant, f"{tenant.num_requests} requests run or wait")
+        tenant.num_requests += num_requests
+        return Ticket(self, tenant, num_requests)
 
-    def overloaded(self, why: str) -> OverloadedError:
-        """The refusal, with the time after which to try again."""
-        error = OverloadedError(f"The server is overloaded: {why}.", f"Try again in {self.retry_after} s.")
-        error.retry_after = self.retry_after
+    def step(self, end: float, work: dict[str, float]) -> None:
+        """A step has ended; `work` of it by tenant, predicted seconds."""
+        for name, seconds in work.items():
+            if name in self.tenants:
+                self.tenants[name].work += seconds
+        self._recent.append((end, work))
+        while self._recent[0][0] < end - SHARE_SECONDS:
+            self._recent.popleft()
+
+    def share(self, name: str) -> dict[str, float | None]:
+        """The part of the last seconds' work that a tenant had, and the part due to it beside those who are here."""
+        had = sum(work.get(name, 0.0) for _, work in self._recent)
+        whole = sum(sum(work.values()) for _, work in self._recent)
+        return {"had": round(had / whole, 4) if whole else None, "due": round(self._due(self.tenants[name]), 4)}
+
+    def overloaded(self, tenant: Tenant | None, why: str) -> OverloadedError:
+        """The refusal, with the time after which to try again: that of the tenant's queue at its share."""
+        seconds = 0.0
+        if tenant is not None:
+            waiting = max(1, tenant.num_requests - self.num_seats)
+            seconds = waiting * tenant.usual_work / self._due(tenant)
+        retry_after = min(LONGEST_RETRY, max(1, math.ceil(seconds)))
+        error = OverloadedError(f"The server is overloaded: {why}.", f"Try again in {retry_after} s.")
+        error.retry_after = retry_after
         return error
 
-    @property
-    def retry_after(self) -> int:
-        """Seconds until about one more request can be let in."""
-        rounds = max(1.0, self.num_requests / self.num_seats)
-        return min(LONGEST_RETRY, max(1, math.ceil(self.usual_seconds * rounds / 2)))
+    def _due(self, tenant: Tenant) -> float:
+        here = [one.weight for one in self.tenants.values() if one.num_requests or one is tenant]
+        return tenant.weight / sum(here)

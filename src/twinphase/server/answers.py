@@ -144,7 +144,9 @@ class Choice:
         return prompt.text if prompt.text is not None else self.stream.transcript.tokenizer.decode(prompt.token_ids)
 
 
-async def submit_all(engine: AsyncEngine, job: Job, cache_salt: str | None, tenant: str = "") -> list[Choice]:
+async def submit_all(
+    engine: AsyncEngine, job: Job, cache_salt: str | None, tenant: str = "", weight: float = 1.0
+) -> list[Choice]:
     """Queue every request of a tenant's job, all or none."""
 
     async def submit(index: int) -> Choice:
@@ -155,6 +157,7 @@ async def submit_all(engine: AsyncEngine, job: Job, cache_salt: str | None, tena
             priority=job.priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            weight=weight,
             keep_special=job.reader.markers,
         )
         return Choice(job, index, stream)

@@ -76,7 +76,7 @@ def make_app(service: Service) -> Gate:
     )
     # Only for the document: the gate asks for the key before a body is read.
     bearer = Depends(HTTPBearer(auto_error=False, description="One of the server's API keys."))
-    api = APIRouter(dependencies=[bearer] if service.config.api_keys else None)
+    api = APIRouter(dependencies=[bearer] if service.config.keys else None)
     _add_generation(api, service)
     _add_embeddings(api, service)
     _add_text(api, service)
@@ -186,8 +186,10 @@ def _add_text(api: APIRouter, service: Service) -> None:
 def _add_requests(api: APIRouter, service: Service) -> None:
     @api.get("/v1/requests", responses=ERRORS)
     async def list_requests(request: Request) -> dict[str, Any]:
-        """The asking key's own requests, running and lately finished, newest first."""
-        return {"object": "list", "data": service.timelines.newest(request.state.tenant)}
+        """The asking key's own requests, running and lately finished, newest first; and its share of the engine."""
+        tenant = request.state.tenant
+        share = {"tenant": tenant, "share": service.admission.share(tenant)} if tenant else {}
+        return {"object": "list", "data": service.timelines.newest(tenant), **share}
 
     @api.get("/v1/requests/{request_id}/timeline", responses=ERRORS)
     async def get_timeline(request_id: str, request: Request) -> dict[str, Any]:
@@ -320,7 +322,7 @@ class Gate:
                 piece = message.get("body", b"")
                 size += len(piece)
                 if self._num_bytes > TOTAL_BODY_LIMITS * limit:
-                    raise self._service.admission.overloaded("too many requests are being sent at once")
+                    raise self._service.admission.overloaded(None, "too many requests are being sent at once")
                 if size <= limit:
                     body.extend(piece)
                     self._num_bytes += len(piece)

@@ -5,15 +5,17 @@ Not for the engine's settings (`twinphase.config`).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from twinphase.errors import InvalidRequestError
-from twinphase.request import SamplingParams
+from twinphase.request import SamplingParams, check_tenant
 from twinphase.settings import check_settings, setting
 
 __all__ = ["ServerConfig"]
 
+TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
@@ -32,9 +34,16 @@ class ServerConfig:
     )
     api_keys: tuple[str, ...] = setting(
         (),
-        "Key that clients must send; repeatable. Each key is a tenant: cached prefixes are not shared between keys.",
+        "Key that clients must send; repeatable. Each is a tenant, key1, key2, ... in this order: tenants share the "
+        "engine's time by their weights, and no cached prefixes.",
         option="api-key",
         environment="TWINPHASE_API_KEY",
+    )
+    named_keys: tuple[str, ...] = setting(
+        (), "Key of a tenant by name, as NAME=KEY; repeatable, also for several keys of one tenant.", option="tenant"
+    )
+    tenant_weights: tuple[str, ...] = setting(
+        (), "Share of a tenant beside others, as NAME=WEIGHT; repeatable. Those without have 1.", option="tenant-weight"
     )
     allowed_origins: tuple[str, ...] = setting(
         (), "Origin of browser pages that may call the server (CORS); repeatable."
@@ -43,11 +52,11 @@ class ServerConfig:
     max_n: int = setting(16, "Maximum answers per prompt.", minimum=1)
     max_prompts: int = setting(256, "Maximum prompts per request.", minimum=1)
     max_queued_requests: int = setting(
-        256, "Maximum requests that wait beside those that run; beyond that, 429.", minimum=1
+        256, "Maximum requests of a tenant that wait beside those that run; beyond that, 429.", minimum=1
     )
     max_queued_tokens: int = setting(
         262_144,
-        "Maximum prompt tokens that wait, over all requests; beyond that, 429. One request is always let in.",
+        "Maximum prompt tokens of a tenant that wait; beyond that, 429. One request is always let in.",
         minimum=1,
     )
     request_timeout: float = setting(600.0, "Seconds from a request's arrival to its last byte.", above=0)
@@ -89,6 +98,50 @@ class ServerConfig:
                     f"Use numbers for {', '.join(SAMPLING_DEFAULTS)}.",
                 )
         SamplingParams(**(self.override_generation_config or {}))  # refuses what is out of range
-        for key in self.api_keys:
+        for key in self.keys:
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
                 raise InvalidRequestError("An API key is empty or not plain ASCII.", "Use letters, digits and - _ .")
+        names = sorted(set(self.keys.values()))
+        for name in self.weights:
+            if name not in names:
+                known = f"Use one of: {', '.join(names)}." if names else "Give keys with --api-key or --tenant."
+                raise InvalidRequestError(f"--tenant-weight names {name!r}, which is no tenant here.", known)
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The tenant of each key.
+
+        Raises:
+            InvalidRequestError: a name is missing or odd, or one key is two tenants'.
+        """
+        found = {key: f"key{number}" for number, key in enumerate(self.api_keys, start=1)}
+        numbered = set(found.values())
+        for text in self.named_keys:
+            name, _, key = text.partition("=")
+            if not TENANT_NAME.fullmatch(name) or not key or name in numbered:
+                raise InvalidRequestError(
+                    "A --tenant is not of the form NAME=KEY, or has the name of an --api-key.",
+                    "Use letters, digits and - _ . for the name; key1, key2, ... are those of --api-key.",
+                )
+            if found.setdefault(key, name) != name:
+                raise InvalidRequestError(f"{found[key]} and {name} have the same API key.", "Give each its own.")
+        return found
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights that were given, by tenant.
+
+        Raises:
+            InvalidRequestError: not a number from 0.001 to 1,000.
+        """
+        found = {}
+        for text in self.tenant_weights:
+            name, _, weight = text.partition("=")
+            try:
+                found[name] = float(weight)
+                check_tenant(name, found[name])
+            except (ValueError, InvalidRequestError):
+                raise InvalidRequestError(
+                    f"--tenant-weight is {text!r}.", "Use NAME=WEIGHT with a weight from 0.001 to 1,000."
+                ) from None
+        return found

@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from twinphase.errors import EngineUnavailableError, TwinphaseError
+from twinphase.errors import EngineUnavailableError, OverloadedError, TwinphaseError
 from twinphase.server import problems
 from twinphase.server.access import Ticket
 from twinphase.server.problems import FAILED, RequestTimeoutError
@@ -91,7 +91,7 @@ class Exchange(Response):
     async def _serve(self) -> None:
         ticket: Ticket | None = None
         try:
-            ticket = self._service.admit(self._num_requests)
+            ticket = self._service.admit(self._tenant, self._num_requests)
             await self._answer(ticket)
             ticket.leave(perf_counter() - self._arrival)
         except TwinphaseError as error:
@@ -110,7 +110,8 @@ class Exchange(Response):
 
     async def _refuse(self, error: TwinphaseError) -> None:
         status = error.http_status
-        self._service.metrics.refused(status, type(error).__name__)
+        tenant = self._tenant if isinstance(error, OverloadedError) else ""
+        self._service.metrics.refused(status, type(error).__name__, tenant)
         if self._started:
             await self._end_with(error)
             return

@@ -50,7 +50,8 @@ class Generation(Exchange):
         engine = service.require_engine()
         job = await self._make_job(engine, self._arrival)
         ticket.queue(sum(len(prompt.token_ids) for prompt in job.prompts))
-        choices = await submit_all(engine, job, salted(self._tenant, job.cache_salt), self._tenant)
+        salt = salted(self._tenant, job.cache_salt)
+        choices = await submit_all(engine, job, salt, self._tenant, ticket.tenant.weight)
         waiting = set(range(len(job.prompts)))
 
         def on_update(choice: Choice, update: StreamUpdate) -> None:

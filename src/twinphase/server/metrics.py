@@ -6,7 +6,7 @@ and not for one request's story: that is its timeline's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
@@ -70,9 +70,12 @@ class _Families:
         return {value: counter.labels(self.model_name, value) for value in values}
 
     def gauge(self, name: str, text: str) -> Gauge:
-        gauge = Gauge(PREFIX + name, text, ("model_name",), registry=None)
+        return self.gauge_by(name, text).labels(self.model_name)
+
+    def gauge_by(self, name: str, text: str, *labels: str) -> Gauge:
+        gauge = Gauge(PREFIX + name, text, ("model_name", *labels), registry=None)
         self._made.append(gauge)
-        return gauge.labels(self.model_name)
+        return gauge
 
     def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(PREFIX + name, text, ("model_name",), registry=None, buckets=buckets)
@@ -102,12 +105,16 @@ def _alias(family: Metric) -> Metric:
 class Metrics:
     """Counts what it is told; from any thread."""
 
-    def __init__(self, model_name: str, *, vllm_aliases: bool = False) -> None:
+    def __init__(
+        self, model_name: str, *, vllm_aliases: bool = False, tenants: Mapping[str, float] | None = None
+    ) -> None:
+        """`tenants`: weights by name; without any there are no metrics by tenant."""
         self.registry = CollectorRegistry()
         self._families = families = _Families(model_name, vllm_aliases)
         self.registry.register(families)
         self._make_step_metrics(families)
         self._make_request_metrics(families)
+        self._make_tenant_metrics(families, tenants or {})
 
     def _make_step_metrics(self, of: _Families) -> None:
         self._up = of.gauge("engine_up", "1 while the engine takes requests.")
@@ -176,10 +183,24 @@ class Metrics:
         text = "Last byte handed over - arrival, of answered embedding requests."
         self._embedding_seconds = of.histogram("embedding_request_seconds", text, REQUEST_BUCKETS)
 
+    def _make_tenant_metrics(self, of: _Families, tenants: Mapping[str, float]) -> None:
+        names, by = list(tenants), "tenant"
+        if not names:
+            self._tenant_work = self._tenant_refused = dict[str, Counter]()
+            return
+        self._tenant_work = of.counters("tenant_work_seconds", "Predicted time of steps, by tenant.", by, names)
+        self._tenant_refused = of.counters("tenant_requests_refused", "Requests that met a full queue.", by, names)
+        weights = of.gauge_by("tenant_weight", "Share of a tenant beside others.", by)
+        for name, weight in tenants.items():
+            weights.labels(of.model_name, name).set(weight)
+
     def step(self, stats: StepStats) -> None:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_cache_usage)
+        for tenant, seconds in stats.work.items():
+            if tenant in self._tenant_work:
+                self._tenant_work[tenant].inc(seconds)
         for name, counter in self._since_start.items():
             total = getattr(stats, name)
             counter.inc(total - self._seen[name] if total >= self._seen[name] else total)
@@ -269,11 +290,13 @@ class Metrics:
         """A request was given up before its end; only the engine knew where its time went."""
         self._success[FinishReason.ABORT.value].inc()
 
-    def refused(self, status: int, reason: str) -> None:
-        """A request was answered with an error before it was queued.
+    def refused(self, status: int, reason: str, tenant: str = "") -> None:
+        """A request was answered with an error before it was queued; `tenant` is whose queue was full.
 
         `reason` is one of the server's few words, never text from a request: each makes a series for good.
         """
+        if tenant in self._tenant_refused:
+            self._tenant_refused[tenant].inc()
         self._refused.labels(self._families.model_name, str(status), reason).inc()
 
     def expose(self, accept: str | None) -> tuple[bytes, str]:

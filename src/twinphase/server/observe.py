@@ -224,6 +224,8 @@ def timeline_json(request: RequestCounts, timeline: RequestTimeline, finished: b
             entry["prefill_tokens"] = interval.prefill_tokens
         if interval.reason:
             entry["reason"] = interval.reason
+        if interval.other_tenants > 0:
+            entry["other_tenants_ms"] = _ms(interval.other_tenants)
         intervals.append(entry)
     return {
         "id": request.request_id,

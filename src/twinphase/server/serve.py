@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -68,6 +69,7 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
             f"measured   TTFT {1e3 * facts.ttft:,.0f} ms for a prompt of {facts.warm_up_tokens:,} tokens, "
             f"TPOT {1e3 * facts.tpot:.1f} ms, one request alone"
         ]
+    measured += [*pace_lines(facts)]
     return [
         name,
         f"KV cache   {capacity:,} tokens: {capacity / length:.1f} requests of the full {length:,}, "
@@ -75,6 +77,25 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
         *measured,
         address,
     ]
+
+
+def pace_lines(facts: EngineFacts) -> Iterator[str]:
+    """What gap running answers keep while prompts are read, and what that costs the prompts."""
+    pace = facts.pace
+    if pace is None:
+        return
+    cost = f"a prompt of {pace.prompt:,} tokens beside one answer takes {pace.prompt_seconds:.1f} s"
+    instead = f"{cost} instead of {pace.whole_seconds:.1f} s"
+    if pace.itl_slo_ms is None:
+        yield f"pace       running answers may wait {pace.gap_ms:,.0f} ms for a token (--itl-slo-ms off); {cost}"
+    elif pace.gap_ms > pace.itl_slo_ms:
+        yield (
+            f"pace       --itl-slo-ms {pace.itl_slo_ms:g} is less than this machine reaches, which is about "
+            f"{pace.gap_ms:,.0f} ms while a long prompt is read; {instead}"
+        )
+    else:
+        why = ", chosen by measured steps" if pace.chosen else ""
+        yield f"pace       --itl-slo-ms {pace.itl_slo_ms:.0f}{why}: what running answers keep; {instead}"
 
 
 def _listen(config: ServerConfig) -> socket.socket:

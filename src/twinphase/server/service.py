@@ -84,8 +84,9 @@ class Service:
         self.config, self.host = config, host
         self.model, self.model_names = model, list(config.served_model_name) or [model]
         self.engine: AsyncEngine | None = None
-        self.access, self.admission = Access(config.api_keys), Admission(config)
-        self.metrics = Metrics(self.model_names[0], vllm_aliases=config.vllm_metrics)
+        self.access, self.admission = Access(config.keys), Admission(config)
+        weights = {name: tenant.weight for name, tenant in self.admission.tenants.items() if name}
+        self.metrics = Metrics(self.model_names[0], vllm_aliases=config.vllm_metrics, tenants=weights)
         self.tracer: RequestTracer | None = make_tracer(config.otlp_endpoint) if config.otlp_endpoint else None
         self.timelines = Timelines(config.kept_timelines)
         self.in_flight: set[InFlight] = set()
@@ -152,12 +153,12 @@ class Service:
             raise self.engine.unavailable()
         return self.engine
 
-    def admit(self, num_requests: int) -> Ticket:
+    def admit(self, tenant: str, num_requests: int) -> Ticket:
         """Let in a request that becomes `num_requests` for the engine; refuses as `Admission.enter` does."""
         facts = self.require_engine().facts
         assert facts is not None, "the engine is running"
         self.admission.num_seats = facts.config.max_num_seqs
-        return self.admission.enter(num_requests)
+        return self.admission.enter(tenant, num_requests)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; a request that names none is served."""
@@ -205,6 +206,7 @@ class Service:
             )
 
     def _on_step(self, stats: StepStats) -> None:
+        self.admission.step(stats.end, stats.work)
         self.metrics.step(stats)
         if self.config.log_stats:
             self._log.add(stats)

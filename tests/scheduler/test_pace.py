@@ -1,0 +1,98 @@
+from dataclasses import dataclass
+
+import pytest
+
+from schedules import Times, ids, make_request, make_scheduler, run_step
+from twinphase.batch import StepWork
+from twinphase.scheduler.pace import FULL_RATE, Pace, Pacing
+
+ROW, STEP = 1e-3, 5e-3
+
+
+@dataclass
+class Noisy(Times):
+    margin: float = 1.2
+
+    def step_limit(self, slo_seconds):
+        return slo_seconds / self.margin
+
+    def slo_seconds(self, step_seconds):
+        return step_seconds * self.margin
+
+
+def make_pacing(times=None, **limits):
+    limits = {"max_num_batched_tokens": 512, "max_model_len": 8192, "block_size": 16} | limits
+    return Pacing(times or Noisy(ROW, STEP), **limits)
+
+
+def test_the_chunk_is_the_smallest_that_is_read_nearly_as_fast_as_a_full_one():
+    pace = make_pacing().choose()
+    chunk = round(pace.prefill_room / ROW)
+
+    def rate(tokens):
+        return tokens / (STEP + tokens * ROW)
+
+    assert rate(chunk - 1) < FULL_RATE * rate(512) <= rate(chunk + 1)
+    assert pace.itl_slo_ms == pytest.approx(1.2e3 * (STEP + ROW * (chunk + 1)), rel=0.02)
+
+
+def test_what_a_pace_brings_and_costs_is_what_the_scheduler_then_does():
+    pacing = make_pacing()
+    for pace in (pacing.choose(), pacing.told(Pace(50.0, False)), pacing.told(Pace(None, False))):
+        slo = pace.itl_slo_ms
+        scheduler = make_scheduler(
+            1000, 16, 8192, pacing.times, max_num_batched_tokens=512, itl_slo_ms=slo, max_num_seqs=2
+        )
+        scheduler.prefill_room = pace.prefill_room
+        scheduler.add(make_request("stream", 256, max_tokens=1000))
+        run_step(scheduler)
+        prompt, seconds, gap = make_request("prompt", pace.prompt, max_tokens=1), 0.0, 0.0
+        scheduler.add(prompt)
+        while prompt.finish_reason is None:
+            batch, _ = run_step(scheduler)
+            assert ids(batch.decodes) == ["stream"]
+            step = pacing.times.seconds(batch.work)
+            seconds, gap = seconds + step, max(gap, step)
+        assert seconds == pytest.approx(pace.prompt_seconds, rel=0.01)
+        assert 1e3 * gap == pytest.approx(pace.gap_ms, rel=0.01)
+        assert slo is None or gap * 1.2e3 <= slo
+
+
+def test_a_target_out_of_reach_is_told_as_what_it_will_be():
+    pace = make_pacing().told(Pace(1.0, False))
+    assert pace.gap_ms == pytest.approx(1e3 * (STEP + 17 * ROW))  # a block beside one stream
+
+
+def test_between_many_streams_prompts_go_on_at_nearly_their_rate():
+    pacing = make_pacing()
+    pace = pacing.choose()
+    scheduler = make_scheduler(
+        4000, 16, 8192, pacing.times, max_num_batched_tokens=512, itl_slo_ms=pace.itl_slo_ms, max_num_seqs=300
+    )
+    scheduler.prefill_room = pace.prefill_room
+    for number in range(250):
+        scheduler.add(make_request(f"s{number}", 1, max_tokens=1000))
+    run_step(scheduler)
+    scheduler.add(make_request("prompt", 2000, max_tokens=1))
+    batch, _ = run_step(scheduler)
+    chunk = StepWork.of_chunk(0, batch.prefills[0].num_scheduled_tokens, False)
+    assert pacing.times.seconds(chunk) - STEP > 0.8 * pace.prefill_room
+    scheduler.prefill_room = 0.0
+    assert run_step(scheduler)[0].prefills[0].num_scheduled_tokens == 16
+
+
+def test_a_lone_prompt_is_read_in_whole_chunks():
+    pace = make_pacing().choose()
+    scheduler = make_scheduler(
+        1000, 16, 8192, Noisy(ROW, STEP), max_num_batched_tokens=512, itl_slo_ms=pace.itl_slo_ms, max_num_seqs=2
+    )
+    scheduler.prefill_room = pace.prefill_room
+    scheduler.add(make_request("a", 1024, max_tokens=2))
+    assert [run_step(scheduler)[0].prefills[0].num_scheduled_tokens for _ in range(2)] == [512, 512]
+
+
+@pytest.mark.parametrize("limits", [{"max_model_len": 2}, {"max_num_batched_tokens": 1}, {"block_size": 1}])
+def test_small_limits_are_paced_too(limits):
+    pace = make_pacing(**limits).choose()
+    assert pace.prompt == min(3000, limits.get("max_model_len", 8192) - 1)
+    assert 0 < pace.whole_seconds <= pace.prompt_seconds
