@@ -92,7 +92,7 @@ def test_a_wrong_key_is_refused_before_anything_else(limited, key):
 
 def test_overload_is_a_rate_limit_that_says_when_to_come_back_and_what_waits_is_served(limited):
     refused_before = limited.metric("requests_refused_total", status="429")
-    with surviving(limited, **ONE), ExitStack() as stack, limited.client("two") as other:
+    with surviving(limited, **ONE), ExitStack() as stack, limited.client("one") as other:
         with limited.paused():  # the refusals wait for no answer
             accepted = [stack.enter_context(send(limited, PATH, {**PROBE, "max_tokens": 50}, **ONE)) for _ in range(3)]
             until(lambda: limited.get("/health")[1]["running"] == 3)
