@@ -5,6 +5,7 @@
     python benchmarks/server.py overload     # four times what it can do: refusals at once, the accepted undisturbed
     python benchmarks/server.py drain        # SIGTERM under load: nothing accepted is lost
     python benchmarks/server.py kill         # the engine's process killed under load: errors, and back again
+    python benchmarks/server.py tenants      # one key's flood and another's requests; streams beside long prompts
 
 Prints Markdown and saves every value as JSON. Engine, server and client share this machine's cores. It needs the
 extras `bench` and `test`.
@@ -20,7 +21,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # the server that tests start
-from serving import drain, kill, overhead, overload, soak  # noqa: E402
+from serving import drain, kill, overhead, overload, soak, tenants  # noqa: E402
 
 from twinphase.bench.conditions import Bystanders, conditions  # noqa: E402
 from twinphase.bench.report.markdown import markdown  # noqa: E402
@@ -28,7 +29,7 @@ from twinphase.bench.report.report import Report  # noqa: E402
 from twinphase.bench.report.result import result_json  # noqa: E402
 from twinphase.weights.hub import resolve_model  # noqa: E402
 
-SUBJECTS = {"overhead": overhead, "soak": soak, "overload": overload, "drain": drain, "kill": kill}
+SUBJECTS = {"overhead": overhead, "soak": soak, "overload": overload, "drain": drain, "kill": kill, "tenants": tenants}
 RESULTS = Path(__file__).resolve().parent / "results"
 
 

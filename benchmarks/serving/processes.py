@@ -26,20 +26,22 @@ VOCABULARY = (1000, 40000)  # ordinary tokens of the model
 
 
 @contextmanager
-def serving(args: argparse.Namespace, **options: Any) -> Iterator[RunningServer]:
+def serving(args: argparse.Namespace, *flags: str, **options: Any) -> Iterator[RunningServer]:
     """A server of the model; options are flags of `twinphase serve`."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    flags += tuple(f"--{name.replace('_', '-')}={value}" for name, value in options.items())
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with RunningServer(args.model, log, f"--threads={args.threads}", *flags) as server:
             yield server
 
 
-async def ask(server: RunningServer, path: str, body: dict[str, Any], **options: Any) -> Reply:
+async def ask(
+    server: RunningServer, path: str, body: dict[str, Any], headers: dict[str, str] | None = None, **options: Any
+) -> Reply:
     """Send a request now and take its whole reply, to the end of its HTTP message; options of `exchange`."""
     address = Address.parse(server.url)
     data = msgspec.json.encode(body)
-    request = address.head("POST", path, {}, len(data)) + data
+    request = address.head("POST", path, headers or {}, len(data)) + data
     return await exchange(address, request, intended=SEND_NOW, to_the_end=True, **options)
 
 
