@@ -13,20 +13,23 @@ from typing import Any, NoReturn
 from twinphase.errors import InvalidRequestError
 from twinphase.settings import ConfigField, check_value
 
-__all__ = ["METHODS", "SpeculativeConfig", "speculative_config"]
+__all__ = ["HEADS", "METHODS", "SpeculativeConfig", "speculative_config"]
 
 MOST_DRAFTED = 64  # tokens; a step has 512 rows for all
 USUAL_DRAFTED = 16
+USUAL_BY_HEADS = 3
 DRAFTED = ConfigField("Tokens.", minimum=1, maximum=MOST_DRAFTED)
 USUAL_NGRAM = 5  # as in vLLM, where neither bound is given
-METHODS = ("auto", "ngram", "suffix", "none")
-ELSEWHERE = ("draft_model", "self", "heads", "eagle", "eagle3", "medusa", "mtp", "mlp_speculator", "dflash", "dspark",
+HEADS = ("medusa", "eagle3")
+METHODS = ("auto", "ngram", "suffix", *HEADS, "none")
+ELSEWHERE = ("draft_model", "self", "heads", "eagle", "mtp", "mlp_speculator", "dflash", "dspark",
              "custom_class")  # fmt: skip
 OFF = ("none", "off")
 KEYS = {
     "auto": ("num_speculative_tokens",),
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("num_speculative_tokens",),
+    **dict.fromkeys(HEADS, ("num_speculative_tokens", "model")),
     "none": (),
 }
 
@@ -36,15 +39,17 @@ class SpeculativeConfig:
     """Where drafts come from.
 
     Attributes:
-        method: "auto" (prediction, forced tokens, suffixes), "ngram", "suffix" or "none".
+        method: "auto" (prediction, forced tokens, suffixes), "ngram", "suffix", "medusa", "eagle3" or "none".
         num_speculative_tokens: tokens to draft for a request in one step, at most; fewer where fewer pay.
         prompt_lookup_min, prompt_lookup_max: of `ngram`, tokens that have to agree, and that count.
+        model: folder of the heads of `medusa` and `eagle3`; empty otherwise.
     """
 
     method: str = "auto"
     num_speculative_tokens: int = USUAL_DRAFTED
     prompt_lookup_min: int = USUAL_NGRAM
     prompt_lookup_max: int = USUAL_NGRAM
+    model: str = ""
 
 
 def speculative_config(given: str | Mapping[str, Any] | None) -> SpeculativeConfig:
@@ -68,8 +73,12 @@ def speculative_config(given: str | Mapping[str, Any] | None) -> SpeculativeConf
         if key != "method" and key not in KEYS[method]:
             allowed = ", ".join(KEYS[method]) or "no other key"
             _refuse(f"has {key!r}, which the method {method!r} does not take.", f"It takes {allowed}.")
+    if method in HEADS:
+        values.setdefault("num_speculative_tokens", USUAL_BY_HEADS)
+        if not isinstance(values.get("model"), str) or not values["model"]:
+            _refuse(f"has the method {method!r} without a model.", "Give the folder of the heads as its model.")
     for key, value in values.items():
-        if key != "method":
+        if key not in ("method", "model"):
             check_value(f"speculative_config.{key}", value, "int", DRAFTED)
     if method == "ngram":
         if "num_speculative_tokens" not in values:

@@ -145,7 +145,13 @@ class Backend(Protocol):
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
         """Run `forward` on `inputs`; float32 logits [num_logits, vocab_size], valid until the next call."""
 
+    def kept(self) -> list[NDArray[np.float32]]:
+        """What the model kept in the last step, float32 [num_tokens or num_logits, width]; valid until the next."""
+
     # Operations, called by models inside `execute`.
+    def keep(self, x: Array) -> None:
+        """Leave these rows readable behind the step (`kept`); changes no bit of anything else."""
+
     def embed(self, table: Array, scale: float = 1.0) -> Array:
         """Embedding rows of the step's tokens times `scale`, [num_tokens, hidden_size]."""
 

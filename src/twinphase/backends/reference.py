@@ -96,9 +96,17 @@ class ReferenceBackend:
 
     def execute(self, forward: Forward, inputs: StepInputs) -> F32:
         """Run the forward pass operation by operation."""
-        self.inputs = inputs
+        self.inputs, self._kept = inputs, list[F32]()
         logits: F32 = forward(self)
         return logits
+
+    def kept(self) -> list[F32]:
+        """See `Backend`."""
+        return self._kept
+
+    def keep(self, x: F32) -> None:
+        """No operation writes into an array that it reads."""
+        self._kept.append(x)
 
     def embed(self, table: F32, scale: float = 1.0) -> F32:
         """Rows of the table, scaled."""

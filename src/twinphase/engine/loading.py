@@ -31,8 +31,10 @@ from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
 from twinphase.scheduler.pace import Pace, Pacing
 from twinphase.scheduler.scheduler import Scheduler
+from twinphase.speculation.heads import open_heads
+from twinphase.speculation.hidden import HiddenProposer
 from twinphase.speculation.speculator import make_speculator
-from twinphase.speculative import speculative_config
+from twinphase.speculative import HEADS, speculative_config
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
 
@@ -77,9 +79,14 @@ class LoadedEngine:
         self.config = wanted.resolve(b.context_length, about)
         self.text = ModelText(self.checkpoint)
         self.backend = backend = make_backend(self.config, compile_progress)
+        speculation = speculative_config(self.config.speculative_config)
+        heads = None
+        if speculation.method in HEADS:
+            folder, most = Path(speculation.model), speculation.num_speculative_tokens
+            heads = open_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
         loaded = load_model(self.checkpoint, backend, self.config.max_model_len, load_progress, b)
         costs, eos = model_shape(self.checkpoint, b), self.text.tokenizer.eos_token_ids
-        self.engine = make_engine(self.config, loaded, backend, costs, eos)
+        self.engine = make_engine(self.config, loaded, backend, costs, eos, heads)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """As `ModelText.encode`, for the longest prompt of this engine."""
@@ -106,6 +113,8 @@ class LoadedEngine:
         while engine.has_work:
             result = engine.step()
             timeline.hand_over_tokens(len(result.output.token_ids.get(name, ())), engine.clock())
+        if drafter is not None:
+            drafter.forget(request)
         engine.drafter, kv_cache = drafter, engine.scheduler.kv_cache
         kv_cache.num_queried_tokens = kv_cache.num_hit_tokens = 0
         return timeline
@@ -190,6 +199,7 @@ def make_engine(
     backend: Backend,
     shape: ModelShape,
     eos_token_ids: frozenset[int],
+    heads: HiddenProposer | None = None,
 ) -> Engine:
     """Allocate the KV cache of a `backend` that has `model`, and put an engine together. `config` is resolved."""
     if config.max_model_len is None or config.num_kv_blocks is None:
@@ -221,9 +231,11 @@ def make_engine(
         window=shape.window,
     )
     runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
+    if heads is not None:
+        runner.show_hidden(heads)
     recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
     wanted = speculative_config(config.speculative_config)
-    drafter = make_speculator(wanted, cost_model, scheduler.slo_seconds, shape.window)
+    drafter = make_speculator(wanted, cost_model, scheduler.slo_seconds, shape.window, heads)
     sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
     return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
 

@@ -9,6 +9,7 @@ from twinphase.backends.base import Backend
 from twinphase.batch import Batch, StepOutput
 from twinphase.engine.inputs import build
 from twinphase.models.decoder import Decoder
+from twinphase.speculation.drafter import HiddenReader
 from twinphase.speculation.verify import sample
 
 __all__ = ["Runner"]
@@ -22,10 +23,17 @@ class Runner:
         self.backend = backend
         self.block_size = block_size
         self.eos_token_ids = tuple(eos_token_ids)
+        self.reader: HiddenReader | None = None
+
+    def show_hidden(self, reader: HiddenReader) -> None:
+        """Show `reader` the hidden states of every step from the first on; call it before that."""
+        self.reader, self.model.kept = reader, reader.layers
 
     def execute(self, batch: Batch) -> StepOutput:
         logits = self.backend.execute(self.model.forward, build(batch, self.block_size))
         start = perf_counter()
         output = sample(logits, batch, self.eos_token_ids)
         output.sampling_seconds = perf_counter() - start
+        if self.reader is not None:
+            self.reader.read(batch, output, self.backend.kept())
         return output

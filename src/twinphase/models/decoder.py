@@ -41,7 +41,14 @@ class Layer:
 
 
 class Decoder:
-    """Weights on one backend, and the forward pass of a step."""
+    """Weights on one backend, and the forward pass of a step.
+
+    Attributes:
+        kept: whose inputs the backend keeps for readers outside (`Backend.kept`), ascending: layers by their index, and
+            `num_layers` for what the head reads. Set before the first step.
+    """
+
+    kept: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -77,13 +84,18 @@ class Decoder:
         blueprint = self.blueprint
         x = backend.embed(self.embedding, blueprint.embedding_scale)  # [num_tokens, hidden_size]
         for index, layer in enumerate(self.layers):
+            if index in self.kept:
+                backend.keep(x)
             h = self._attention(backend, x, index, layer)
             if index == blueprint.num_layers - 1:
                 # Behind the last attention no row looks at another: only those whose logits are wanted go on.
                 h, x = backend.logit_rows(h), backend.logit_rows(x)
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
             x = self._feed_forward(backend, x, layer)
-        return backend.rms_norm(x, self.norm, blueprint.norm_eps)
+        x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
+        if blueprint.num_layers in self.kept:
+            backend.keep(x)
+        return x
 
     def _attention(self, backend: Backend, x: Array, index: int, layer: Layer) -> Array:
         h = backend.rms_norm(x, layer.attn_norm, self.blueprint.norm_eps) if layer.attn_norm is not None else x

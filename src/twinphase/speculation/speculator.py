@@ -175,9 +175,13 @@ class Speculator:
 
 
 def make_speculator(
-    config: SpeculativeConfig, times: StepTimes, slo_seconds: float | None, window: int | None
+    config: SpeculativeConfig,
+    times: StepTimes,
+    slo_seconds: float | None,
+    window: int | None,
+    heads: Proposer | None = None,
 ) -> Speculator | None:
-    """What a configuration asks for; None for no speculation.
+    """What a configuration asks for; None for no speculation. `heads` are those that it names.
 
     What a user predicts and what a grammar forces is drafted by every method.
     """
@@ -186,5 +190,5 @@ def make_speculator(
     text: Proposer = SuffixProposer()
     if config.method == "ngram":
         text = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    proposers: list[Proposer] = [ForcedProposer(), PredictionProposer(), text]
+    proposers: list[Proposer] = [ForcedProposer(), PredictionProposer(), heads or text]
     return Speculator(proposers, times, most=config.num_speculative_tokens, slo_seconds=slo_seconds, window=window)

@@ -25,7 +25,7 @@ from twinphase.weights.experts import stack_experts
 from twinphase.weights.made import MADE, make_tensors
 from twinphase.weights.packed import unpacked_tensors
 from twinphase.weights.progress import Progress
-from twinphase.weights.quant import FORMATS
+from twinphase.weights.quant import FORMATS, dequantize
 from twinphase.weights.quantize import quantized_tensors
 from twinphase.weights.safetensors_header import Entry, read_safetensors_header, strict_json
 from twinphase.weights.source import Source
@@ -38,6 +38,7 @@ __all__ = [
     "folder_weights",
     "is_model_folder",
     "open_safetensors",
+    "read_arrays",
     "read_folder_config",
     "read_index",
 ]
@@ -47,6 +48,7 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 _MAX_JSON_BYTES = 64 << 20
 _MAX_LAYERS = 10_000
 _SAMPLE_BYTES = 1024
+_INTEGERS: dict[str, type[np.generic]] = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 _FETCH = "The folder is damaged or incomplete: fetch it again."
 
 
@@ -137,6 +139,30 @@ def open_safetensors(
         cache_dir=cache_dir,
         config=config,
     )
+
+
+def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
+    """All tensors of a folder by the files' own names: floats as float32, integers and booleans as they are.
+
+    For small models that nothing of ours maps, such as the heads of speculative decoding.
+
+    Raises:
+        TwinphaseError: as `open_safetensors` for the files, or a type that is none of those.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    for shard in _open_shards(folder):
+        for name, entry in shard.tensors.items():
+            raw = shard.data[entry.offset : entry.offset + entry.nbytes]
+            if entry.dtype in _INTEGERS:
+                arrays[name] = raw.view(_INTEGERS[entry.dtype]).reshape(entry.shape)
+            elif entry.dtype in ("F32", "F16", "BF16"):
+                arrays[name] = dequantize(raw, entry.shape, entry.dtype)
+            else:
+                raise UnsupportedModelError(
+                    f"Tensor {name[:100]!r} of {folder} has type {entry.dtype}, which is not supported.",
+                    "Use F32, F16 or BF16.",
+                )
+    return arrays
 
 
 def _check_types(sources: Mapping[str, Source], folder: Path) -> None:

@@ -93,6 +93,7 @@ class CpuBackend(ExpertOperations):
         self._unpacked: list[tuple[Checkpoint, str]] = []
         self._pool: ThreadPool | None = None
         self._routings = {}
+        self._kept: list[Buffer] = []
         self._stamped: StampedProgram | None = None
 
     # Preparation and weights
@@ -252,7 +253,7 @@ class CpuBackend(ExpertOperations):
         if self._pool is None:
             self._capture(forward)
         assert self._pool is not None
-        counts = self._step.fill(inputs)
+        counts = self._counts = self._step.fill(inputs)
         self._program.cells.update(counts)
         self._pool.run()
         logits: F32 = self._logits[: len(inputs.logit_rows), : self._outputs]
@@ -266,10 +267,15 @@ class CpuBackend(ExpertOperations):
             self._capture(forward)
         if self._stamped is None:
             self._stamped = StampedProgram(self._program, self.threads, self._scratch_bytes())
-        counts = self._step.fill(inputs)
+        counts = self._counts = self._step.fill(inputs)
         self._program.cells.update(counts)
         seconds = self._stamped.run()
         return self._logits[: len(inputs.logit_rows), : self._outputs], seconds
+
+    def kept(self) -> list[F32]:
+        """See `Backend`."""
+        views = [(x.rows, x.floats.arrays[0].view(np.float32).reshape(-1, x.width)) for x in self._kept]
+        return [view[: self._counts[rows], : self.blueprint.hidden_size] for rows, view in views]
 
     def _scratch_bytes(self) -> int:
         b = self.blueprint

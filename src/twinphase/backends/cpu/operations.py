@@ -53,6 +53,7 @@ class Operations:
     _layers: list[list[int]]  # addresses of each layer's keys, scales and values
     _per_chunk: int
     _keep: list[NDArray[np.generic]]
+    _kept: list[Buffer]
 
     def embed(self, table: Embedding, scale: float = 1.0) -> Buffer:
         """Embedding rows of the step's tokens."""
@@ -61,6 +62,11 @@ class Operations:
         args += [out.floats.data, out.floats.stride, float_bits(scale)]
         program.add(f"embed:{table.type}", program.count("tokens"), args, [], [(out.floats.data, 0)])
         return out
+
+    def keep(self, x: Buffer) -> None:
+        """Hold the buffer, so that no later command of the program gets its memory."""
+        self._kept.append(x)
+        x.memory(quantized=False)
 
     def logit_rows(self, x: Buffer) -> Buffer:
         """The rows whose logits are wanted, side by side."""
