@@ -328,17 +328,15 @@ class Mixes(RuleBasedStateMachine):
     def change_chunks(self, num_tokens: int) -> None:
         self.scheduler.max_num_batched_tokens = num_tokens
 
-    @rule(milliseconds=st.sampled_from([None, 1e-6, 0.2, 0.5, 1000.0]), room=st.sampled_from([0.0, 0.0, 2e-4]))
-    def change_slo(self, milliseconds: float | None, room: float) -> None:
-        self.engine.keep_pace(Pace(milliseconds, True, room))
-
-    @rule()
-    def choose_slo(self) -> None:
-        """As a server does by default."""
-        if self.engine.cost_model.knows_both_phases:
+    @rule(milliseconds=st.sampled_from([None, 1e-6, 0.2, 0.5, 1000.0, "auto"]))
+    def change_slo(self, milliseconds: float | str | None) -> None:
+        """To a number, to none, or as a server does by default."""
+        if isinstance(milliseconds, str):
             limits = self.scheduler.max_num_batched_tokens, self.scheduler.max_model_len, 16
             self.engine.keep_pace(Pacing(self.engine.cost_model, *limits).choose())
             self.tally["default SLOs"] += 1
+        else:
+            self.engine.keep_pace(Pace(milliseconds, True))
 
     @rule(which=st.integers(0, 999))
     def strike(self, which: int) -> None:
