@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "models": {"backends.base", "weights"},
     "scheduler": {"cache"},
     "sampling": {"backends.base"},
-    "speculation": {"sampling", "phases.cost", "weights"},
+    "speculation": {"cache", "weights", "scheduler", "sampling", "phases.cost"},
     "phases": {"cache", "weights", "models", "backends.base"},
     # Takes values and reads no files: what `run --json` or a server wrote is read by `commands/explain_saved.py`, a
     # load's result.json by `bench/load/results.py`, and `commands/explain_source.py` chooses between them.

@@ -21,14 +21,15 @@ USUAL_BY_HEADS = 3
 DRAFTED = ConfigField("Tokens.", minimum=1, maximum=MOST_DRAFTED)
 USUAL_NGRAM = 5  # as in vLLM, where neither bound is given
 HEADS = ("medusa", "eagle3")
-METHODS = ("auto", "ngram", "suffix", *HEADS, "none")
-ELSEWHERE = ("draft_model", "self", "heads", "eagle", "mtp", "mlp_speculator", "dflash", "dspark",
+METHODS = ("auto", "ngram", "suffix", "draft_model", *HEADS, "none")
+ELSEWHERE = ("self", "heads", "eagle", "mtp", "mlp_speculator", "dflash", "dspark",
              "custom_class")  # fmt: skip
 OFF = ("none", "off")
 KEYS = {
     "auto": ("num_speculative_tokens",),
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("num_speculative_tokens",),
+    "draft_model": ("num_speculative_tokens", "model"),
     **dict.fromkeys(HEADS, ("num_speculative_tokens", "model")),
     "none": (),
 }
@@ -39,10 +40,10 @@ class SpeculativeConfig:
     """Where drafts come from.
 
     Attributes:
-        method: "auto" (prediction, forced tokens, suffixes), "ngram", "suffix", "medusa", "eagle3" or "none".
+        method: "auto" (prediction, forced tokens, suffixes) or another of `METHODS`.
         num_speculative_tokens: tokens to draft for a request in one step, at most; fewer where fewer pay.
         prompt_lookup_min, prompt_lookup_max: of `ngram`, tokens that have to agree, and that count.
-        model: folder of the heads of `medusa` and `eagle3`; empty otherwise.
+        model: of `draft_model`, its name or path; of `medusa` and `eagle3`, the folder of the heads; empty otherwise.
     """
 
     method: str = "auto"
@@ -63,7 +64,7 @@ def speculative_config(given: str | Mapping[str, Any] | None) -> SpeculativeConf
     if isinstance(given, str) and given in METHODS:
         given = {"method": given, **({"num_speculative_tokens": USUAL_DRAFTED} if given == "ngram" else {})}
     values = _object(given)
-    method = values.get("method", "auto")
+    method = values.get("method", "draft_model" if "model" in values else "auto")
     if method in OFF:
         method = "none"
     if method not in METHODS:
@@ -80,9 +81,11 @@ def speculative_config(given: str | Mapping[str, Any] | None) -> SpeculativeConf
     for key, value in values.items():
         if key not in ("method", "model"):
             check_value(f"speculative_config.{key}", value, "int", DRAFTED)
+    if method in ("ngram", "draft_model") and "num_speculative_tokens" not in values:
+        _refuse(f"has the method {method!r} without num_speculative_tokens.", "Say how many tokens to draft at most.")
+    if method == "draft_model" and (not isinstance(values.get("model"), str) or not values["model"]):
+        _refuse("has the method 'draft_model' without a model.", "Add the name or path of a small model as `model`.")
     if method == "ngram":
-        if "num_speculative_tokens" not in values:
-            _refuse("has the method 'ngram' without num_speculative_tokens.", "Say how many tokens to draft at most.")
         least, most = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
         values["prompt_lookup_min"] = least or most or USUAL_NGRAM
         values["prompt_lookup_max"] = most or least or USUAL_NGRAM

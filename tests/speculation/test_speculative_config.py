@@ -21,6 +21,8 @@ from twinphase.speculative import speculative_config
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2}, "ngram", 3, (2, 2)),
         ({"method": "suffix", "num_speculative_tokens": 24}, "suffix", 24, (5, 5)),
         ({"num_speculative_tokens": 4}, "auto", 4, (5, 5)),
+        ({"method": "draft_model", "model": "x", "num_speculative_tokens": 2}, "draft_model", 2, (5, 5)),
+        ({"model": "x", "num_speculative_tokens": 2}, "draft_model", 2, (5, 5)),
     ],
 )
 def test_what_is_taken(given, method, most, lookup):
@@ -44,6 +46,10 @@ def test_what_is_taken(given, method, most, lookup):
         ('{"method": "ngram", "num_speculative_tokens": 65}', "num_speculative_tokens is 65"),
         ('{"method": "ngram", "num_speculative_tokens": 2.5}', "num_speculative_tokens is 2.5"),
         ('{"method": "suffix", "prompt_lookup_max": 3}', "'prompt_lookup_max', which the method 'suffix'"),
+        ('{"method": "draft_model", "num_speculative_tokens": 3}', "'draft_model' without a model"),
+        ('{"method": "draft_model", "num_speculative_tokens": 3, "model": 3}', "'draft_model' without a model"),
+        ('{"model": "x"}', "'draft_model' without num_speculative_tokens"),
+        ("draft_model", "'draft_model' without num_speculative_tokens"),
         ('{"method": "auto", "model": "x"}', "'model', which the method 'auto'"),
         (
             '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 5, "prompt_lookup_max": 2}',

@@ -87,6 +87,10 @@ class LoadedEngine:
         loaded = load_model(self.checkpoint, backend, self.config.max_model_len, load_progress, b)
         costs, eos = model_shape(self.checkpoint, b), self.text.tokenizer.eos_token_ids
         self.engine = make_engine(self.config, loaded, backend, costs, eos, heads)
+        if speculation.method == "draft_model":
+            from twinphase.engine.drafting import add_draft_model
+
+            add_draft_model(self, speculation.model, speculation.num_speculative_tokens)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """As `ModelText.encode`, for the longest prompt of this engine."""

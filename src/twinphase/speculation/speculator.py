@@ -14,6 +14,7 @@ from twinphase.speculation.choose import Acceptance, choose_lengths, drafted_row
 from twinphase.speculation.forced import ForcedProposer
 from twinphase.speculation.lookup import NgramProposer, PredictionProposer, SuffixProposer
 from twinphase.speculation.proposer import Draft, Proposer
+from twinphase.speculation.writing import Writing
 from twinphase.speculative import SpeculativeConfig
 
 __all__ = ["Speculator", "StepTimes", "make_speculator"]
@@ -54,8 +55,11 @@ class Speculator:
     Attributes:
         proposers: asked in this order.
         acceptance: how often guesses were right.
-        num_failures: requests whose proposer raised, which it was not asked about again.
+        num_failures: requests whose proposer raised, which it was not asked about again; see `writing` for its own.
+        writing: a draft model, asked about requests for which no proposer has a guess; None without one.
     """
+
+    writing: Writing | None = None
 
     def __init__(
         self,
@@ -88,6 +92,8 @@ class Speculator:
             draft = self._best(request, self._most if asked else 0)
             if draft is not None:
                 drafts[request.request_id] = draft
+        if self.writing is not None:
+            drafts |= self._written([request for request in requests if request.request_id not in drafts])
         if self._always:
             lengths = {name: len(draft.token_ids) for name, draft in drafts.items()}
         elif drafts:
@@ -102,6 +108,8 @@ class Speculator:
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
         """See `Drafter`: what was said shows which guesses were right, those that were not verified too."""
+        if self.writing is not None:
+            self.writing.observe(batch, output)
         for share in batch.decodes:
             state = self._states.get(share.request_id)
             if state is None or state.guess is None:
@@ -127,6 +135,8 @@ class Speculator:
         self.acceptance.forget(request.request_id)
         for proposer in self.proposers:
             proposer.forget(request)
+        if self.writing is not None:
+            self.writing.forget(request)
 
     def sources(self, request_id: str) -> dict[str, SourceCounts]:
         """What each source brought to an unfinished request."""
@@ -163,6 +173,14 @@ class Speculator:
         state.guess = best if best.token_ids else None
         return best if best.token_ids else None
 
+    def _written(self, requests: Sequence[Request]) -> dict[str, Draft]:
+        """What the draft model writes, which obeys the requests' constraints."""
+        assert self.writing is not None
+        drafts = self.writing.drafts(requests, self.acceptance, self._always)
+        for name, draft in drafts.items():
+            self._states[name].guess = draft
+        return drafts
+
     def _admitted(self, request: Request, draft: Draft) -> Draft:
         """The draft up to what is no token, or what the request's constraint forbids."""
         token_ids = list(takewhile(lambda token_id: token_id >= 0, draft.token_ids))
@@ -183,12 +201,15 @@ def make_speculator(
 ) -> Speculator | None:
     """What a configuration asks for; None for no speculation. `heads` are those that it names.
 
-    What a user predicts and what a grammar forces is drafted by every method.
+    What a user predicts and what a grammar forces is drafted by every method; a draft model is added when it is loaded.
     """
     if config.method == "none":
         return None
-    text: Proposer = SuffixProposer()
+    proposers: list[Proposer] = [ForcedProposer(), PredictionProposer()]
     if config.method == "ngram":
-        text = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    proposers: list[Proposer] = [ForcedProposer(), PredictionProposer(), heads or text]
+        proposers.append(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
+    elif heads is not None:
+        proposers.append(heads)
+    elif config.method != "draft_model":
+        proposers.append(SuffixProposer())
     return Speculator(proposers, times, most=config.num_speculative_tokens, slo_seconds=slo_seconds, window=window)

@@ -209,6 +209,10 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
+    def names(self) -> dict[int, str]:
+        """Every token as its vocabulary spells it, by its id."""
+        return {token_id: name for name, token_id in self._backend.get_vocab(with_added_tokens=True).items()}
+
     def _append(self, text: str, at: int, ids: list[int], starts: list[int]) -> None:
         """Adds the tokens of a part of a text that begins at character `at`, and where they begin."""
         encoding = self._run(text, False, begins=at == 0)

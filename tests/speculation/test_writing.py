@@ -1,0 +1,124 @@
+"""How far a draft model writes, and that its failures are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, StepWork
+from twinphase.phases.cost import FEATURES, CostModel
+from twinphase.request import Request, SamplingParams
+from twinphase.speculation.choose import drafted_row
+from twinphase.speculation.speculator import Speculator
+from twinphase.speculation.writing import SELDOM, TRIED, Writing, tokens_to_write
+
+
+@pytest.mark.parametrize(
+    ("chance", "writing", "row", "requests", "expected"),
+    [
+        (0.0, 0.1, 0.1, 1, 0),
+        (1.0, 0.1, 0.1, 1, 4),
+        (1.0, 1.1, 0.0, 1, 0),
+        # Tokens per second: 1, 1.8 / 1.5, 2.44 / 2, 2.95 / 2.5.
+        (0.8, 0.4, 0.1, 1, 2),
+        # Of two requests: 2, 3.6 / 1.6, 4.88 / 2.2.
+        (0.8, 0.4, 0.1, 2, 1),
+        (0.8, 0.4, 0.9, 2, 0),
+    ],
+)
+def test_as_far_as_the_next_token_brings_more_than_it_costs(
+    chance: float, writing: float, row: float, requests: int, expected: int
+) -> None:
+    decodes, more = StepWork.of_decodes(requests, 10), drafted_row(10, None)
+
+    def seconds(work: StepWork) -> float:
+        return 1.0 + row * (work.rows - requests)
+
+    assert tokens_to_write(lambda position: [chance] * requests, writing, decodes, more, seconds, 4) == expected
+
+
+class Model:
+    """Writes 7, 7, 7 ...; notes what it was asked for."""
+
+    num_speculative_tokens = 3
+
+    def __init__(self) -> None:
+        self.times = CostModel([1e-3] * len(FEATURES))
+        self.limits: list[dict[str, int]] = []
+        self.forgotten: list[str] = []
+        self.fails = False
+
+    def draft(self, requests: Sequence[Request], limits: Mapping[str, int]) -> dict[str, list[int]]:
+        if self.fails:
+            raise RuntimeError("struck by the test")
+        self.limits.append(dict(limits))
+        return {name: [7] * limit for name, limit in limits.items() if limit}
+
+    def observe(self, batch: Batch, output: StepOutput) -> None:
+        """Nothing is kept."""
+
+    def forget(self, request: Request) -> None:
+        self.forgotten.append(request.request_id)
+
+
+def speculator(seconds_per_step: float = 1.0) -> tuple[Speculator, Any]:
+    model: Any = Model()
+    times = CostModel([seconds_per_step, *[1e-9] * (len(FEATURES) - 1)])
+    made = Speculator([], times, most=3)
+    made.writing = Writing(model, times.seconds)
+    return made, model
+
+
+def request(name: str) -> Request:
+    return Request(name, [1, 2, 3], SamplingParams(max_tokens=10_000), output_token_ids=[4])
+
+
+def one_step(made: Speculator, requests: Sequence[Request], token_id: int) -> dict[str, list[int]]:
+    """A step in which every request says `token_id` as often as it may."""
+    drafts = made.draft(requests)
+    shares = [
+        ScheduledRequest(one.request_id, Phase.DECODE, [4, *drafts.get(one.request_id, [])], 3, [0], True,
+                         one.sampling_params, num_drafts=len(drafts.get(one.request_id, [])))
+        for one in requests
+    ]  # fmt: skip
+    said = {name: [token_id] * (len(draft) + 1 if token_id == 7 else 1) for name, draft in drafts.items()}
+    made.observe(Batch(shares, []), StepOutput(said | {one.request_id: [9] for one in requests if not said}))
+    return drafts
+
+
+def test_a_model_that_is_right_goes_on_writing() -> None:
+    made, _ = speculator()
+    for _ in range(2 * TRIED):
+        drafts = one_step(made, [request("a")], 7)
+    assert drafts == {"a": [7, 7, 7]}
+
+
+def test_one_that_is_wrong_is_asked_seldom_and_comes_back_when_it_is_right() -> None:
+    made, model = speculator(seconds_per_step=0.02)
+    both = [request("a"), request("b")]
+    for _ in range(TRIED + 2 * SELDOM):
+        one_step(made, both, 5)
+    asked = [sum(limits.values()) for limits in model.limits]
+    assert asked[:TRIED] == [6] * TRIED
+    assert asked[TRIED:].count(0) == 2 * SELDOM - 2
+    assert asked[TRIED:].count(1) == 2
+    for _ in range(60 * SELDOM):
+        one_step(made, both, 7)
+    assert sum(model.limits[-1].values()) > 1
+
+
+def test_a_model_that_fails_is_switched_off_for_those_requests(caplog: pytest.LogCaptureFixture) -> None:
+    made, model = speculator()
+    model.fails = True
+    assert made.draft([request("a")]) == {}
+    assert "switched off" in caplog.text
+    assert made.writing is not None
+    assert (made.writing.num_failures, model.forgotten) == (1, ["a"])
+    model.fails = False
+    assert set(made.draft([request("a"), request("b")])) <= {"b"}
+    assert set(model.limits[-1]) == {"b"}
+    made.forget(request("a"))
+    made.draft([request("a")])
+    assert set(model.limits[-1]) == {"a"}, "another request of that name"
