@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from twinphase.sampling.thinking import ThinkingTags, make_constraint
 from twinphase.scheduler.pace import Pace, Pacing
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation import verify
+from twinphase.speculation.draft_model import DraftModel
 from twinphase.speculation.drafter import Drafter
 from twinphase.speculation.forced import ForcedProposer
 from twinphase.speculation.lookup import NgramProposer, PredictionProposer, SuffixProposer
@@ -110,6 +112,29 @@ class Guesser:
 
 
 GUESSERS = ("adversary", "oracle", "mixed", "ngram", "suffix", "auto")
+
+
+class Checked(DraftModel):
+    """A draft model whose blocks are counted before each step."""
+
+    def draft(self, requests: Sequence[Request], limits: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
+        self.check_integrity()
+        return dict(super().draft(requests, limits))
+
+
+def make_writer(loaded: LoadedEngine, num_blocks: int) -> Checked:
+    """A draft model on a fresh cache; the blocks are as few as the engine's."""
+    whole = loaded.engine
+    return Checked(
+        whole.executor.execute,
+        KVCacheManager(num_blocks, 16),
+        CostModel(starting_prices(whole.shape, None)),
+        num_speculative_tokens=4,
+        vocab_size=whole.vocab_size,
+        max_model_len=512,
+        max_num_batched_tokens=64,
+        eos_token_ids=loaded.text.tokenizer.eos_token_ids,
+    )
 
 
 def make_drafter(kind: str, engine: Engine, right: Callable[[Request], Sequence[int]]) -> Drafter | None:
@@ -232,8 +257,10 @@ class Mixes(RuleBasedStateMachine):
         tally: Counter[str],
         unattributed: list[float],
         kind: str | None = None,
+        writer: LoadedEngine | None = None,
     ) -> None:
         super().__init__()
+        self.written_by, self.writer = writer, None
         self.mixed, self.alone, self.tally, self.unattributed, self.kind = mixed, alone, tally, unattributed, kind
         self.clock = Clock()
         self.requests: dict[str, Request] = {}
@@ -250,6 +277,8 @@ class Mixes(RuleBasedStateMachine):
         options = {"policy": policy, "max_num_batched_tokens": 64}
         self.engine = make_engine(self.mixed, num_blocks, self.clock, **options)
         self.engine.drafter = make_drafter(self.kind or kind, self.engine, self.right)
+        if self.written_by is not None:
+            self.engine.drafter = self.writer = make_writer(self.written_by, num_blocks)
         self.scheduler = self.engine.scheduler
         if num_blocks == 12:
             # Room for all at first, and for two at their ends: whatever a step takes, somebody has to go.
@@ -352,6 +381,7 @@ class Mixes(RuleBasedStateMachine):
             self.one_step()
         assert self.scheduler.kv_cache.pool.num_held == 0
         assert not self.engine.timelines
+        assert self.writer is None or self.writer.kv_cache.pool.num_held == 0
         for request in self.requests.values():
             self.tally["accepted drafts"] += request.num_accepted_draft_tokens
             self.tally["rejected drafts"] += request.num_draft_tokens - request.num_accepted_draft_tokens
@@ -473,6 +503,22 @@ def test_every_guesser(folder: Path, kind: str) -> None:
     assert tally["compared"] > 50
     assert kind == "oracle" or tally["rejected drafts"] > 50
     assert kind == "adversary" or tally["accepted drafts"] > 50
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_mixes", (6, pytest.param(200, marks=pytest.mark.slow)))
+def test_a_draft_model(folder: Path, num_mixes: int) -> None:
+    """It has the same weights in 32 bits, so that it is often right, and not always."""
+    path = write_tiny_gguf(folder / "eight.gguf", vocab=VOCAB, tensor_type="Q8_0")
+    writer = write_tiny_gguf(folder / "writer.gguf", vocab=VOCAB, tensor_type="F32")
+    config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512}
+    tally, unattributed = Counter(), []
+    alone = Alone(LoadedEngine(path, threads=1, **config))
+    mixed, writer = LoadedEngine(path, threads=2, **config), LoadedEngine(writer, threads=2, **config)
+    run(partial(Mixes, mixed, alone, tally, unattributed, writer=writer), num_mixes)
+    print(dict(tally))
+    least = {"compared": 8, "accepted drafts": 100, "rejected drafts": 100} if num_mixes < 100 else LONG
+    assert all(tally[name] >= number for name, number in least.items()), tally
 
 
 def run(machine: Callable[[], Mixes], num_mixes: int) -> None:
