@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from twinphase.engine.drafting import load_draft_model
+from twinphase.engine.drafting import load_draft_model, open_draft_model
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.runner import Runner
 from twinphase.request import Request, SamplingParams
@@ -68,7 +68,7 @@ def answer(loaded: LoadedEngine, variant: Variant, prompt: str, params: Sampling
 
 def first_layers(loaded: LoadedEngine, model: str, count: int, k: int) -> Writing:
     """The model itself, cut behind its first layers."""
-    drafts = load_draft_model(model, k, loaded)
+    drafts = load_draft_model(open_draft_model(model, loaded), k, loaded)
     runner = drafts._execute.__self__  # type: ignore[attr-defined]
     assert isinstance(runner, Runner)
     whole = runner.model.blueprint
@@ -104,7 +104,7 @@ def main() -> None:
         compared += variants(loaded, lambda k, made=made: made, f"{count} layers, ", args.k)
     if not args.first_layers:
         seconds, window = loaded.engine.cost_model.seconds, loaded.engine.shape.window
-        draft = Writing(load_draft_model(args.draft, max(args.k), loaded), seconds, window)
+        draft = Writing(load_draft_model(open_draft_model(args.draft, loaded), max(args.k), loaded), seconds, window)
         compared += variants(loaded, lambda k: draft, "", args.k)
     for variant in compared:
         answer(loaded, variant, "Hello!", replace(params, max_tokens=12))

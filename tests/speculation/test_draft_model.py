@@ -14,7 +14,7 @@ from steps import own_cache
 from tiny_gguf import tiny_vocabulary, write_tiny_gguf
 from twinphase.batch import Batch, StepOutput
 from twinphase.cache.kv_cache_manager import KVCacheManager
-from twinphase.engine.drafting import load_draft_model
+from twinphase.engine.drafting import load_draft_model, open_draft_model
 from twinphase.engine.loading import LoadedEngine
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.cost import FEATURES, CostModel
@@ -229,7 +229,7 @@ def pair(folder: Path) -> tuple[LoadedEngine, DraftModel]:
     target = write_tiny_gguf(folder / "target.gguf", vocab=320, tensor_type="Q8_0")
     draft = write_tiny_gguf(folder / "draft.gguf", vocab=320, tensor_type="F32")
     loaded = LoadedEngine(target, num_kv_blocks=100, max_num_batched_tokens=64, threads=2)
-    return loaded, load_draft_model(str(draft), 3, loaded)
+    return loaded, load_draft_model(open_draft_model(str(draft), loaded), 3, loaded)
 
 
 def answers(loaded: LoadedEngine, drafter: Any, **params: Any) -> tuple[list[list[int]], float]:
@@ -308,9 +308,9 @@ def test_another_vocabulary_is_refused_by_its_first_token_that_differs(
 ) -> None:
     loaded, _ = pair
     other = write_tiny_gguf(folder / "other.gguf", vocab=320, pre="gpt-2")
-    load_draft_model(str(other), 3, loaded)  # how texts are cut does not matter: ids are what is drafted
+    open_draft_model(str(other), loaded)  # how texts are cut does not matter: ids are what is drafted
     longer = write_tiny_gguf(folder / "longer.gguf", vocab=336)
-    load_draft_model(str(longer), 3, loaded)
+    open_draft_model(str(longer), loaded)
     tokens, types, merges = tiny_vocabulary(320)
     control = [CONTROL if i == 310 else kind for i, kind in enumerate(types)]
     renamed = [f"<|other_{i}|>" if i in (305, 311) else token for i, token in enumerate(tokens)]
@@ -321,4 +321,6 @@ def test_another_vocabulary_is_refused_by_its_first_token_that_differs(
         monkeypatch.setattr("tiny_gguf.tiny_vocabulary", lambda size, made=made: made)
         swapped = write_tiny_gguf(folder / f"{name}.gguf", vocab=320)
         with pytest.raises(InvalidRequestError, match=f"{name}.gguf cannot draft for target.gguf.*: {difference}"):
-            load_draft_model(str(swapped), 3, loaded)
+            LoadedEngine(
+                loaded.checkpoint.path, speculative_config={"model": str(swapped), "num_speculative_tokens": 2}
+            )

@@ -13,27 +13,18 @@ from twinphase.speculation.speculator import Speculator
 from twinphase.speculation.writing import Writing
 from twinphase.tokenizer.agreement import first_difference
 from twinphase.tokenizer.tokenizer import Tokenizer
+from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
 
-__all__ = ["add_draft_model", "load_draft_model"]
+__all__ = ["add_draft_model", "load_draft_model", "open_draft_model"]
 
 
-def add_draft_model(target: LoadedEngine, model: str, num_speculative_tokens: int) -> None:
-    """Have `model` draft for `target`, whose engine speculates already; see `load_draft_model`."""
-    drafter, engine = target.engine.drafter, target.engine
-    if not isinstance(drafter, Speculator):
-        raise TypeError("the engine has nobody to ask a draft model")
-    loaded = load_draft_model(model, num_speculative_tokens, target)
-    drafter.writing = Writing(loaded, engine.cost_model.seconds, engine.shape.window)
-
-
-def load_draft_model(model: str, num_speculative_tokens: int, target: LoadedEngine) -> DraftModel:
-    """A model that drafts for `target`, with as many KV blocks as that has.
+def open_draft_model(model: str, target: LoadedEngine) -> Checkpoint:
+    """A model that can draft for `target`, of which the weights need not be loaded yet.
 
     Args:
         model: a name or path, as of any model; a folder is quantized as the target is.
-        num_speculative_tokens: most drafts of a request in a step.
-        target: loaded.
+        target: with its checkpoint, configuration and tokenizer.
 
     Raises:
         InvalidRequestError: its vocabulary is another one; the message names the first token that differs.
@@ -41,18 +32,36 @@ def load_draft_model(model: str, num_speculative_tokens: int, target: LoadedEngi
     """
     path = resolve_model(model)
     checkpoint = open_model(path, quantization=target.config.quantization if path.is_dir() else "none")
-    blueprint, tokenizer = read_blueprint(checkpoint), target.text.tokenizer
-    difference = first_difference(tokenizer, Tokenizer.from_checkpoint(checkpoint))
+    read_blueprint(checkpoint)  # refuses what cannot write
+    difference = first_difference(target.text.tokenizer, Tokenizer.from_checkpoint(checkpoint))
     if difference is not None:
         raise InvalidRequestError(
             f"{path.name} cannot draft for {target.checkpoint.path.name}, their vocabularies differ: {difference}.",
             "Use a draft model of the same family.",
         )
-    length = min(target.config.max_model_len or blueprint.context_length, blueprint.context_length)
+    return checkpoint
+
+
+def add_draft_model(target: LoadedEngine, checkpoint: Checkpoint, num_speculative_tokens: int) -> None:
+    """Have an opened model draft for `target`, whose engine speculates already."""
+    drafter, engine = target.engine.drafter, target.engine
+    if not isinstance(drafter, Speculator):
+        raise TypeError("the engine has nobody to ask a draft model")
+    loaded = load_draft_model(checkpoint, num_speculative_tokens, target)
+    drafter.writing = Writing(loaded, engine.cost_model.seconds, engine.shape.window)
+
+
+def load_draft_model(model: Checkpoint, num_speculative_tokens: int, target: LoadedEngine) -> DraftModel:
+    """The model that `open_draft_model` opened, with as many KV blocks as `target` has.
+
+    It drafts up to `num_speculative_tokens` tokens of a request in a step.
+    """
+    context, eos_token_ids = read_blueprint(model).context_length, target.text.tokenizer.eos_token_ids
+    length = min(target.config.max_model_len or context, context)
     config = replace(target.config, max_model_len=length, trace_file=None, speculative_config=None, itl_slo_ms=None)
-    engine = LoadedEngine(checkpoint, **asdict(config)).engine
+    engine = LoadedEngine(model, **asdict(config)).engine
     if isinstance(engine.executor, Runner):
-        engine.executor.eos_token_ids = tuple(tokenizer.eos_token_ids)  # what ends an output, the target says
+        engine.executor.eos_token_ids = tuple(eos_token_ids)  # what ends an output, the target says
     return DraftModel(
         engine.executor.execute,
         engine.scheduler.kv_cache,
@@ -61,6 +70,6 @@ def load_draft_model(model: str, num_speculative_tokens: int, target: LoadedEngi
         vocab_size=engine.vocab_size,
         max_model_len=length,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        eos_token_ids=tokenizer.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         itl_slo_ms=target.config.slo_number,
     )

@@ -84,13 +84,16 @@ class LoadedEngine:
         if speculation.method in HEADS:
             folder, most = Path(speculation.model), speculation.num_speculative_tokens
             heads = open_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
+        drafts = None
+        if speculation.method == "draft_model":
+            from twinphase.engine.drafting import add_draft_model, open_draft_model
+
+            drafts = open_draft_model(speculation.model, self)
         loaded = load_model(self.checkpoint, backend, self.config.max_model_len, load_progress, b)
         costs, eos = model_shape(self.checkpoint, b), self.text.tokenizer.eos_token_ids
         self.engine = make_engine(self.config, loaded, backend, costs, eos, heads)
-        if speculation.method == "draft_model":
-            from twinphase.engine.drafting import add_draft_model
-
-            add_draft_model(self, speculation.model, speculation.num_speculative_tokens)
+        if drafts is not None:
+            add_draft_model(self, drafts, speculation.num_speculative_tokens)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """As `ModelText.encode`, for the longest prompt of this engine."""
