@@ -21,7 +21,6 @@ from importlib import metadata
 from pathlib import Path
 
 from twinphase import __version__
-from twinphase.bench.client.client import without_secrets
 from twinphase.bench.targets.target import TargetFacts
 from twinphase.config import available_cores
 from twinphase.phases.hardware import processor_name
@@ -129,6 +128,8 @@ def _is_secret(name: str) -> bool:
 
 def public(text: str) -> str:
     """Text without what a URL may keep secret (user, password, query, fragment), and without the home folder."""
+    from twinphase.bench.client.client import without_secrets  # its parser is not in a peer engine's environment
+
     text = URL.sub(lambda found: without_secrets(found[0]), text)
     home = os.path.expanduser("~")
     return re.sub(rf"(?<!\w){re.escape(home)}(?=/|$)", "~", text) if len(home) > 1 else text
