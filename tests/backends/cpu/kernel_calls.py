@@ -28,6 +28,7 @@ SPECS = (
 )
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
 _RESULT = ctypes.create_string_buffer(64)
+_SCRATCH = aligned(1 << 20, np.uint8)
 # Where a block of each format holds float16 numbers.
 _HALVES = {
     "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,),
@@ -51,7 +52,7 @@ def call_kernel(address: int, args: Sequence[int], tiles: int) -> None:
     """Run a kernel's tiles in order."""
     numbers, place = np.array(args, np.int64), ctypes.addressof(_RESULT)
     for tile in range(tiles):
-        KERNEL(address)(place, place, numbers.ctypes.data, tile, 0)
+        KERNEL(address)(place, place, numbers.ctypes.data, tile, _SCRATCH.ctypes.data)
 
 
 def random_blocks(

@@ -18,10 +18,10 @@ from twinphase.errors import InvalidRequestError
 CHECK = """
 import sys
 import numpy as np
-from twinphase.backends.cpu.isa import ISAS
+from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.peak_loops import OPERAND_STEPS, READ_UNIT, clock_readings, peak_loop, read_loop
 
-isa, rng, turns = ISAS[sys.argv[1]], np.random.default_rng(0), OPERAND_STEPS + 3
+isa, rng, turns = choose_isa(sys.argv[1]), np.random.default_rng(0), OPERAND_STEPS + 3
 
 def bfloat16(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -46,6 +46,12 @@ for kind in ("int8", "float32", "bfloat16"):
         w, x, got = bfloat16(weights.view(np.uint16)), bfloat16(inputs.view(np.uint16)), out.view(np.float32)
     loop.run(weights, inputs, out, turns, clock_readings(1))
     order = np.arange(turns) % OPERAND_STEPS
+    if kind == "int8" and isa.matrix_tiles:
+        w = weights.view(np.int8).astype(np.int64).reshape(OPERAND_STEPS, 2, 8, 16, 4)[order]
+        x = inputs.view(np.int8).astype(np.int64).reshape(OPERAND_STEPS, 2, 16, 8, 4)[order]
+        assert np.array_equal(out.reshape(2, 2, 16, 16), np.einsum("tcknj,trmkj->rcmn", w, x))
+        assert loop.operations == 2 * out.size * 32
+        continue
     products = (w[order, None, :, :] * x[order, :, None, :]).sum(0)  # [rows, columns, numbers]
     want = products.reshape(*products.shape[:2], loop.lanes, -1).sum(-1)
     assert np.array_equal(got.astype(np.float64), want.astype(np.float64)), kind

@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from twinphase.backends.cpu import isa as isa_module
 from twinphase.backends.cpu.backend import CpuBackend
-from twinphase.backends.cpu.emit import I32, Emit, Value, vector
+from twinphase.backends.cpu.emit import I8, I32, I64, Emit, Value, vector
 from twinphase.backends.cpu.formats import IQ4_VALUES
 from twinphase.backends.cpu.isa import ISAS, Isa, available_isas, baseline_cpu, choose_isa
 from twinphase.errors import InvalidRequestError
@@ -21,11 +21,15 @@ AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vnni"}
 
 
+AMX = {"avx512bf16", "amx-tile", "amx-int8"}
+
+
 @pytest.fixture
 def features(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Features of the processor that is pretended to be here."""
     present: set[str] = set()
     monkeypatch.setattr(isa_module, "_host_features", lambda: frozenset(present))
+    monkeypatch.setattr(isa_module, "_tiles_granted", lambda: "refused" not in present)
     yield present
 
 
@@ -37,9 +41,11 @@ def features(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         (AVX2, ["avx2", "generic"]),
         (AVX512, ["avx512-vnni", "avx2", "generic"]),
         (AVX512 | {"avx512bf16"}, ["avx512-bf16", "avx512-vnni", "avx2", "generic"]),
+        (AVX512 | AMX, ["avx512-amx", "avx512-bf16", "avx512-vnni", "avx2", "generic"]),
+        (AVX512 | AMX | {"refused"}, ["avx512-bf16", "avx512-vnni", "avx2", "generic"]),
         ({"neon", "dotprod"}, ["neon-dot", "generic"]),
     ),
-    ids=("none", "half of avx2", "avx2", "vnni", "bf16", "arm"),
+    ids=("none", "half of avx2", "avx2", "vnni", "bf16", "amx", "amx refused", "arm"),
 )
 def test_best_first(features: set[str], present: set[str], expected: list[str]) -> None:
     features |= present
@@ -81,6 +87,7 @@ X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 @pytest.mark.parametrize(
     ("name", "triple", "cpu", "features", "instruction"),
     (
+        ("avx512-amx", X86, "sapphirerapids", "", "vpdpbusd"),
         ("avx512-bf16", X86, "znver4", "", "vpdpbusd"),
         ("avx512-vnni", X86, "cascadelake", "", "vpdpbusd"),
         ("avx2", X86, "haswell", "", "vpmaddubsw"),
@@ -111,6 +118,26 @@ def test_lookups_are_the_instruction(name: str, triple: str, cpu: str, features:
     lines = _assembly(ISAS[name], triple, cpu, features, write).splitlines()
     assert sum(line.split()[:1] == [instruction] for line in lines) == 1
     assert not any(line.split()[:1] in (["bl"], ["callq"]) for line in lines), "a library call"
+
+
+def test_matrix_tiles_are_the_instructions() -> None:
+    def write(e: Emit, *vectors: Value) -> Value:
+        place = e.b.ptrtoint(e.b.alloca(ir.ArrayType(I8, 1024)), I64)
+        e.shape_tiles(((16, 64), (16, 32), (8, 64)), place)
+        e.matrix("tilezero", 0)
+        e.matrix("tileloadd64", 1, at=(place, e.i64(32)))
+        e.matrix("tileloadd64", 2, at=(place, e.i64(64)))
+        e.matrix("tdpbssd", 0, 1, 2)
+        e.matrix("tilestored64", 0, at=(place, e.i64(64)))
+        e.matrix("tilerelease")
+        return vectors[0]
+
+    lines = _assembly(ISAS["avx512-amx"], X86, "sapphirerapids", "", write).splitlines()
+    found = [
+        line.split()[0] for line in lines if line.split() and ("tile" in line.split()[0] or "tdp" in line.split()[0])
+    ]
+    want = ["ldtilecfg", "tilezero", "tileloadd", "tileloadd", "tdpbssd", "tilestored", "tilerelease"]
+    assert found == want
 
 
 @pytest.mark.parametrize(("triple", "cpu"), ((X86, "x86-64"), (ARM, "generic")))

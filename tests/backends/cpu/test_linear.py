@@ -100,6 +100,23 @@ def test_quantized(name: str, isa: str) -> None:
         assert not out[:, outputs:].any(), "padding"
 
 
+# Rows in matrix tiles, in whole ones and with a rest, and few, beside each row alone.
+@per_isa
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_has_the_same_bits_among_any_number(name: str, isa: str) -> None:
+    rng, inputs, outputs = np.random.default_rng(6), 768 if FORMATS[name].nested else 608, 70
+    raw, x = random_blocks(rng, outputs, inputs, name), random_rows(rng, 64, inputs)
+    weights, residual = pack(isa, name, raw, inputs).ctypes.data, random_rows(rng, 64, 96)
+    spec, groups = f"quantized_linear:{name}", inputs // 32
+    alone = [
+        linear(isa, spec, weights, groups, outputs, Activations(isa, x[m : m + 1]), 1, residual[m : m + 1])
+        for m in range(64)
+    ]
+    for rows in (*range(2, 20), 31, 32, 33, 47, 48, 49, 64):
+        together = linear(isa, spec, weights, groups, outputs, Activations(isa, x[:rows]), 1, residual[:rows])
+        np.testing.assert_array_equal(together, np.concatenate(alone[:rows]), f"{rows} rows")
+
+
 @per_isa
 @pytest.mark.parametrize("name", FORMATS)
 def test_extreme_codes_do_not_overflow(name: str, isa: str) -> None:

@@ -94,6 +94,7 @@ class CpuBackend(ExpertOperations):
         self._pool: ThreadPool | None = None
         self._routings = {}
         self._kept: list[Buffer] = []
+        self._linear_scratch = 0
         self._stamped: StampedProgram | None = None
 
     # Preparation and weights
@@ -279,7 +280,8 @@ class CpuBackend(ExpertOperations):
 
     def _scratch_bytes(self) -> int:
         b = self.blueprint
-        return max(kv_layout.attention_scratch_bytes(b.head_dim, b.group), 8 * b.experts.count if b.experts else 0)
+        attention = kv_layout.attention_scratch_bytes(b.head_dim, b.group)
+        return max(attention, 8 * b.experts.count if b.experts else 0, self._linear_scratch)
 
     def _capture(self, forward: Forward) -> None:
         logits: Buffer = forward(self)

@@ -161,7 +161,7 @@ def _report(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | N
 
 def _forced_cpu(isa: Isa) -> dict[str, str]:
     """Environment that makes Numba compile for the path's processor and no other."""
-    if isa.name in ("avx512-bf16", "neon-dot"):
+    if not isa.cpu and isa.name != "generic":
         return {}
     return {"NUMBA_CPU_NAME": baseline_cpu(isa), "NUMBA_CPU_FEATURES": ""}
 

@@ -61,6 +61,10 @@ class Emit:
         """Product of int64 terms."""
         return self.b.mul(self.i64(left), self.i64(right))
 
+    def least(self, left: Value, right: Value) -> Value:
+        """Smaller of two int64 values."""
+        return self.b.select(self.b.icmp_signed("<", left, right), left, right)
+
     # Memory
     def pointer(self, address: Value, ty: ir.Type) -> Value:
         """An int64 address as a pointer."""
@@ -313,6 +317,24 @@ class Emit:
             total = self.b.add(total, self.b.ashr(self.b.shl(pairs, sixteen), sixteen))
             total = self.b.add(total, self.b.ashr(pairs, sixteen))
         return total
+
+    # Matrix tiles (AMX): eight registers that are called by number
+    def matrix(self, operation: str, *tiles: int, at: tuple[Value, Value] | None = None) -> None:
+        """An instruction on whole tiles; `at` is an address and the bytes between rows.
+
+        "tdpbssd" of tiles c, a, b adds to c[m][n] the sum over k of a[m][k] * b[k / 4][4 n + k % 4], of signed bytes.
+        """
+        args = [ir.Constant(I8, tile) for tile in tiles]
+        args += [] if at is None else [self.pointer(at[0], I8), at[1]]
+        self.call(f"llvm.x86.{operation}", ir.VoidType(), *args)
+
+    def shape_tiles(self, shapes: Sequence[tuple[int, int]], scratch: Value) -> None:
+        """Give tiles their (rows, bytes of a row), by the 64 bytes of `scratch`; "tilerelease" ends their use."""
+        palette = [1, *[0] * 63]
+        for tile, (rows, width) in enumerate(shapes):
+            palette[16 + 2 * tile], palette[48 + tile] = width, rows
+        self.store(ir.Constant(vector(I8, 64), palette), scratch)
+        self.call("llvm.x86.ldtilecfg", ir.VoidType(), self.pointer(scratch, I8))
 
     def dot_bf16(self, total: Value, left: Value, right: Value) -> Value:
         """total[i] += left[2i] * right[2i] + left[2i+1] * right[2i+1]; float32 lanes, bfloat16 pairs in int32 lanes."""

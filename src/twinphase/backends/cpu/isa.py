@@ -7,6 +7,7 @@ and dot products.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +29,7 @@ class Isa:
         needs: processor features without which the path cannot run.
         cpu: LLVM processor name the kernels are compiled for; "" is this machine's own.
         registers: vector registers, which bound the register tiles.
+        matrix_tiles: whether linear layers of many rows multiply in matrix tiles (AMX).
     """
 
     name: str
@@ -37,6 +39,7 @@ class Isa:
     needs: tuple[str, ...]
     cpu: str
     registers: int
+    matrix_tiles: bool = False
 
     @property
     def converts_f16(self) -> bool:
@@ -54,10 +57,12 @@ class Isa:
         return 6 if self.registers == 32 else 2
 
 
+_BF16 = ("avx512f", "avx512bw", "avx512vnni", "avx512bf16")
 ISAS = {
     isa.name: isa
     for isa in (
-        Isa("avx512-bf16", 16, "vnni", True, ("avx512f", "avx512bw", "avx512vnni", "avx512bf16"), "", 32),
+        Isa("avx512-amx", 16, "vnni", True, (*_BF16, "amx-tile", "amx-int8"), "", 32, True),
+        Isa("avx512-bf16", 16, "vnni", True, _BF16, "", 32),
         Isa("avx512-vnni", 16, "vnni", False, ("avx512f", "avx512bw", "avx512vnni"), "cascadelake", 32),
         Isa("avx2", 8, "maddubs", False, ("avx2", "fma", "f16c"), "haswell", 16),
         Isa("neon-dot", 4, "sdot", False, ("dotprod",), "", 32),
@@ -73,9 +78,17 @@ def _host_features() -> frozenset[str]:
     return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
 
 
+@cache
+def _tiles_granted() -> bool:
+    """Ask Linux for the registers of matrix tiles, which a process has to before it uses them."""
+    # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), see Documentation/arch/x86/xstate.rst.
+    return platform.system() == "Linux" and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+
+
 def available_isas() -> list[str]:
     """Names of the paths this processor can run, best first."""
-    return [isa.name for isa in ISAS.values() if set(isa.needs) <= _host_features()]
+    possible = [isa for isa in ISAS.values() if set(isa.needs) <= _host_features()]
+    return [isa.name for isa in possible if not isa.matrix_tiles or _tiles_granted()]
 
 
 def choose_isa(name: str | None) -> Isa:

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from twinphase.backends.base import KVCacheSpec
 from twinphase.backends.cpu import kv_layout, tiling
 from twinphase.backends.cpu.formats import FORMATS, STRIP
+from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program import Buffer, Memory, Program
 from twinphase.backends.cpu.specs import attention_spec, linear_spec, merge_spec, rope_spec
 from twinphase.backends.cpu.step import StepMemory
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.weights import Embedding, Matrix, Vector, padded
+from twinphase.backends.cpu.weights import Embedding, Matrix, Part, Vector, padded
 from twinphase.blueprint import Blueprint, Rope
 
 __all__ = ["MAX_TILES", "Operations", "RopeTables"]
@@ -45,6 +46,7 @@ class Operations:
     """What models call while the forward pass is captured. Memory and weights are `CpuBackend`'s."""
 
     threads: int
+    isa: Isa
     blueprint: Blueprint
     kv_spec: KVCacheSpec
     kv_cache_dtype: str
@@ -52,6 +54,7 @@ class Operations:
     _step: StepMemory
     _layers: list[list[int]]  # addresses of each layer's keys, scales and values
     _per_chunk: int
+    _linear_scratch: int  # bytes of a thread's that linear layers need
     _keep: list[NDArray[np.generic]]
     _kept: list[Buffer]
 
@@ -109,6 +112,7 @@ class Operations:
             column = 4 * part.column
             source = x.memory(part.type in FORMATS)
             at = source.addresses
+            self._reserve_scratch(part, tiling.MATRIX_CHUNK_ROWS)
             strips_per_tile, chunk, tiles = self._linear_tiles(x.rows, part.strips, source.stride)
             args = [part.address, part.groups, part.strips, at[0], source.stride, *at[1:3], source.groups * 4, at[3]]
             args += [out.floats.data + column, out.floats.stride]
@@ -120,6 +124,11 @@ class Operations:
             reads = [source.data] if base is None else [source.data, base.data]
             program.add(linear_spec(part.type), tiles, args, reads, [(out.floats.data, part.column)])
         return out
+
+    def _reserve_scratch(self, part: Part, rows: int) -> None:
+        """Have threads bring what a layer with up to `rows` rows in a tile needs."""
+        if self.isa.matrix_tiles and part.type in FORMATS:
+            self._linear_scratch = max(self._linear_scratch, tiling.matrix_scratch_bytes(part.type, rows))
 
     def zeros(self, strips: int) -> int:
         """Address of a row of zeros, the residual of a layer without one."""
@@ -137,7 +146,7 @@ class Operations:
         wanted = TILES_PER_THREAD * self.threads
 
         def chunk(counts: dict[str, int]) -> int:
-            return tiling.row_chunk(counts[rows], row_bytes, strips, wanted)
+            return tiling.row_chunk(counts[rows], row_bytes, strips, wanted, self.isa.matrix_tiles)
 
         def chunks(counts: dict[str, int]) -> int:
             return -(-counts[rows] // chunk(counts))

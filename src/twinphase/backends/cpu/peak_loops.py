@@ -20,6 +20,7 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value, vector
+from twinphase.backends.cpu.formats import GROUP
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 
@@ -48,7 +49,8 @@ class PeakLoop:
     It does so once per chunk and reads the clock before the first chunk and after each (`clock_readings`).
 
     Operands are int32 [OPERAND_STEPS, columns or rows, lanes] holding four int8, two bfloat16 or one float32 per lane;
-    `out` is int32 [rows, columns, lanes], with float32 bits for the float kinds.
+    `out` is int32 [rows, columns, sums], with float32 bits for the float kinds. A sum is that of a lane, or the 16 x 16
+    of a matrix tile, whose operands are 16 rows of 32 bytes and, of the weights, 8 rows of 16 columns of 4 bytes.
     """
 
     run: Callable[..., Any]
@@ -56,12 +58,12 @@ class PeakLoop:
     columns: int
     lanes: int
     operations: int  # per turn
+    sums: int
 
     def zeros(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         """Weights, inputs and result of the right shapes."""
-        shapes = ((OPERAND_STEPS, self.columns), (OPERAND_STEPS, self.rows), (self.rows, self.columns))
-        weights, inputs, out = (np.zeros((*shape, self.lanes), np.int32) for shape in shapes)
-        return weights, inputs, out
+        weights, inputs = (np.zeros((OPERAND_STEPS, n, self.lanes), np.int32) for n in (self.columns, self.rows))
+        return weights, inputs, np.zeros((self.rows, self.columns, self.sums), np.int32)
 
 
 def _dot(kind: str, emit: Emit, total: Value, weights: Value, inputs: Value) -> Value:
@@ -96,6 +98,32 @@ def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
             for n in range(columns):
                 emit.store(tile[m][n].get(), out, (m * columns + n) * width)
 
+    products = {"int8": 4, "bfloat16": 2, "float32": 1}[kind]
+    operations = 2 * rows * columns * lanes * products
+    if kind == "int8" and isa.matrix_tiles:
+        return PeakLoop(_running(isa, _in_matrix_tiles), 2, 2, 128, 2 * 4 * 16 * 16 * GROUP, 256)
+    return PeakLoop(_running(isa, write), rows, columns, lanes, operations, lanes)
+
+
+def _in_matrix_tiles(emit: Emit, weights: Value, inputs: Value, out: Value, turns: Value) -> None:
+    """Tiles of groups of inputs: as much as a tile instruction multiplies of weights with a scale for each group."""
+    emit.shape_tiles(((16, 64),) * 4 + ((16, GROUP),) * 2 + ((GROUP // 4, 64),) * 2, out)
+    for tile in range(4):
+        emit.matrix("tilezero", tile)
+    with emit.loop(0, turns) as turn:
+        at = emit.mul(emit.b.and_(turn, emit.i64(OPERAND_STEPS - 1)), 2 * 16 * GROUP)
+        for i in range(2):
+            emit.matrix("tileloadd64", 4 + i, at=(emit.add(inputs, at, i * 16 * GROUP), emit.i64(GROUP)))
+            emit.matrix("tileloadd64", 6 + i, at=(emit.add(weights, at, i * 16 * GROUP), emit.i64(64)))
+        for tile in range(4):
+            emit.matrix("tdpbssd", tile, 4 + tile // 2, 6 + tile % 2)
+    for tile in range(4):
+        emit.matrix("tilestored64", tile, at=(emit.add(out, tile * 1024), emit.i64(64)))
+    emit.matrix("tilerelease")
+
+
+def _running(isa: Isa, write: Callable[..., None]) -> Callable[..., Any]:
+    """The loop that `write` emits, compiled with the clock around it."""
     accumulate, clock = emitted(isa, 4, write), _clock()
 
     @numba.njit(nogil=True)
@@ -105,8 +133,7 @@ def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
             accumulate(weights.ctypes.data, inputs.ctypes.data, out.ctypes.data, turns)
             clock(MONOTONIC, readings.ctypes.data + TIMESPEC_BYTES * chunk)
 
-    products = {"int8": 4, "bfloat16": 2, "float32": 1}[kind]
-    return PeakLoop(run, rows, columns, lanes, 2 * rows * columns * lanes * products)
+    return run
 
 
 @functools.cache

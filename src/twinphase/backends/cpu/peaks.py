@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.isa import ISAS, Isa
+from twinphase.backends.cpu.isa import Isa, choose_isa
 from twinphase.backends.cpu.peak_loops import READ_UNIT, clock_readings, peak_loop, read_loop
 
 __all__ = ["WORKING_SETS", "Ceiling", "Crew", "best_window", "measure_here", "settle"]
@@ -224,4 +224,4 @@ def _main(isa: Isa, counts: list[int], repetitions: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(ISAS[sys.argv[1]], [int(count) for count in sys.argv[2].split(",")], int(sys.argv[3]))
+    _main(choose_isa(sys.argv[1]), [int(count) for count in sys.argv[2].split(",")], int(sys.argv[3]))

@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
-__all__ = ["GATE_PARTS", "LOGIT_PARTS", "ROWS_PER_TILE", "SLOT", "row_chunk"]
+from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP, PackedFormat
+
+__all__ = [
+    "GATE_PARTS",
+    "LOGIT_PARTS",
+    "MATRIX_BATCH",
+    "MATRIX_CHUNK_ROWS",
+    "MATRIX_PANEL",
+    "MATRIX_ROWS",
+    "ROWS_PER_TILE",
+    "SLOT",
+    "matrix_areas",
+    "matrix_scratch_bytes",
+    "row_chunk",
+    "unpacked_bytes",
+]
 
 CHUNK_BYTES = (
     384 << 10
 )  # of a linear layer's inputs that stay in the second-level cache while strips of weights pass by
+# The same in matrix tiles, whose processors have 2 MB of it: a strip is unpacked for each chunk.
+MATRIX_CHUNK_BYTES, MATRIX_CHUNK_ROWS = 1 << 20, 512
+MATRIX_ROWS = 16  # rows of a matrix tile, the fewest that are multiplied so
+MATRIX_PANEL = 16  # groups of a strip that are unpacked at once
+MATRIX_BATCH = 4  # groups that are multiplied before they are scaled
 ROWS_PER_TILE = 4  # rows of an elementwise tile
 SLOT = 3  # int32 numbers of an expert that has rows: its number, its first row, the end of its rows
 GATE_PARTS = 2  # tiles of one gated row, so that a single row still feeds two threads
 LOGIT_PARTS = 8  # tiles of one row of logits
 
 
-def row_chunk(rows: int, row_bytes: int, strips: int, tiles: int) -> int:
+def row_chunk(rows: int, row_bytes: int, strips: int, tiles: int, matrix_tiles: bool = False) -> int:
     """Rows of a linear layer's tile, for `rows` rows of `row_bytes` bytes of inputs each; at least 1.
 
     As many as the cache holds, but few enough that `strips` strips of weights give about `tiles` tiles; in chunks of
-    equal size.
+    equal size, of whole matrix tiles where there are such.
     """
-    chunks = max(-(-rows * row_bytes // CHUNK_BYTES), min(-(-tiles // strips), rows // 48), 1)
-    return max(1, -(-rows // chunks))
+    matrix_tiles &= rows >= MATRIX_ROWS
+    chunks = -(-rows * row_bytes // (MATRIX_CHUNK_BYTES if matrix_tiles else CHUNK_BYTES))
+    chunks = max(chunks, min(-(-tiles // strips), rows // 48), 1)
+    if not matrix_tiles:
+        return max(1, -(-rows // chunks))
+    return min(MATRIX_CHUNK_ROWS, -(-rows // (chunks * MATRIX_ROWS)) * MATRIX_ROWS)
+
+
+def unpacked_bytes(fmt: PackedFormat) -> int:
+    """Bytes of a group of a strip that is unpacked for matrix tiles: a code a byte, float32 scales and minima."""
+    return STRIP * GROUP + 4 * STRIP * (GROUP // fmt.group) * (2 if fmt.minimum else 1)
+
+
+def matrix_areas(fmt: PackedFormat) -> tuple[int, int, int]:
+    """Where in a thread's scratch memory are integer sums, the unpacked panel and the rows that wait; shapes at 0."""
+    panel = 64 + MATRIX_BATCH * (GROUP // fmt.group) * MATRIX_ROWS * 64
+    return 64, panel, panel + (MATRIX_PANEL + 1) * unpacked_bytes(fmt)
+
+
+def matrix_scratch_bytes(type_name: str, rows: int) -> int:
+    """Scratch memory of a linear layer in matrix tiles with up to `rows` rows in a chunk."""
+    return matrix_areas(FORMATS[type_name])[2] + (rows + MATRIX_ROWS) * STRIP * 4

@@ -1,0 +1,155 @@
+"""Linear layers of many rows in matrix tiles (AMX): 16 rows x 16 outputs at a time, on weights unpacked in panels.
+
+A tile instruction multiplies a group of 32 inputs (16 where scales are of 16) of 16 rows and 16 outputs. Its integer
+sums are those of the register tiles, and are scaled and added by the same operations in the same order: a row has the
+same bits whichever computes it.
+
+A panel is `PANEL` groups of a strip. All rows of a chunk pass by while it lies in the first-level cache; their sums so
+far wait in scratch memory. Integer sums pass through memory too: `BATCH` groups are multiplied before any of them is
+scaled, since vectors can read a stored tile only once it has left the processor's queues, and run at half their speed
+while tiles are computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from twinphase.backends.cpu.emit import I8, Emit, Value, vector
+from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP, SUPER, PackedFormat
+from twinphase.backends.cpu.intrinsics import emitted
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.register_tile import Inputs, RegisterTile, each_group, store_tile
+from twinphase.backends.cpu.tiling import MATRIX_BATCH, MATRIX_PANEL, MATRIX_ROWS, matrix_areas, unpacked_bytes
+
+__all__ = ["strips_in_matrix_tiles"]
+
+ROWS, PANEL, BATCH = MATRIX_ROWS, MATRIX_PANEL, MATRIX_BATCH
+BLOCK_CODES = 16 * GROUP  # bytes of a group's codes for 16 outputs
+CODES = 2 * BLOCK_CODES
+SUM_BYTES = ROWS * 64  # of a tile of sums
+
+
+class _MatrixTile(RegisterTile):
+    """A tile of 16 rows and 16 outputs, on a panel that `_unpack` has written to `panel`."""
+
+    def __init__(self, e: Emit, fmt: PackedFormat, panel: Value, block: Value, sums: Value) -> None:
+        super().__init__(e, fmt, ROWS, 1, block)
+        self.panel, self.block, self.sums, self.parts = panel, block, sums, GROUP // fmt.group
+
+    def _sums_at(self, g: Value) -> Value:
+        place = self.e.b.and_(g, self.e.i64(BATCH - 1))
+        return self.e.add(self.sums, self.e.mul(place, self.parts * SUM_BYTES))
+
+    def multiply(self, x: Inputs, g: Value, first: int) -> None:
+        """Multiply group g in the three tile registers from `first` on; a group more than there are is harmless."""
+        e, fmt = self.e, self.fmt
+        codes = e.add(self.panel, e.mul(g, unpacked_bytes(fmt)), e.mul(self.block, BLOCK_CODES))
+        for part in range(self.parts):
+            e.matrix("tilezero", first)
+            inputs = e.add(x.data, e.mul(g, GROUP), part * fmt.group)
+            e.matrix("tileloadd64", first + 1, at=(inputs, x.data_stride))
+            e.matrix("tileloadd64", first + 2, at=(e.add(codes, part * 16 * fmt.group), e.i64(64)))
+            e.matrix("tdpbssd", first, first + 1, first + 2)
+            e.matrix("tilestored64", first, at=(e.add(self._sums_at(g), part * SUM_BYTES), e.i64(64)))
+
+    def scale(self, x: Inputs, g: Value, totals: list[Any]) -> None:
+        """Add group g, which has been multiplied, to the totals."""
+        e, fmt, parts = self.e, self.fmt, self.parts
+        floats = e.add(self.panel, e.mul(g, unpacked_bytes(fmt)), e.mul(self.block, 64))
+        for part in range(parts):
+            at = e.add(self._sums_at(g), part * SUM_BYTES)
+            sums = [[e.load(self.ints, at, 64 * m, align=64)] for m in range(ROWS)]
+            scales = [e.load(self.floats, floats, CODES + 128 * part, align=64)]
+            minima = [e.load(self.floats, floats, CODES + 128 * (parts + part), align=64)] if fmt.minimum else []
+            self.add(scales, minima, x, g, totals, sums, part)
+
+
+def _unpack(e: Emit, fmt: PackedFormat, w: Value, groups: Value, to: Value) -> None:
+    """Groups as signed bytes less the offset, [block of outputs][quad][output][input], and float scales and minima."""
+    tile, size, parts = RegisterTile(e, fmt, 0, 2, e.i64(0)), unpacked_bytes(fmt), GROUP // fmt.group
+    signed = vector(I8, 64)
+    with each_group(e, fmt, w, groups) as (g, record, header):
+        at = e.add(to, e.mul(g, size))
+        for quad in range(8):
+            for n in range(2):
+                codes = e.b.bitcast(tile.codes(record, quad, n), signed)
+                if fmt.offset:
+                    codes = e.b.add(codes, e.splat(signed, -fmt.offset))
+                e.store(codes, at, n * BLOCK_CODES + 64 * quad, align=64)
+        for part in range(parts):
+            scales, minima = tile.part_scales(record, header, part)
+            for kind, vectors in enumerate((scales, minima)):
+                for n, values in enumerate(vectors):
+                    e.store(values, at, CODES + 128 * (kind * parts + part) + 64 * n, align=64)
+
+
+def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
+    """As `linear._strips_kernel` for at least 16 rows; the last argument is the thread's scratch memory."""
+    fmt = FORMATS[format_name]
+    record, header, areas = fmt.record_bytes, fmt.header_bytes, matrix_areas(fmt)
+    shapes = ((ROWS, 64), (ROWS, fmt.group), (fmt.group // 4, 64))  # sums, rows, columns; twice
+
+    def begin(e: Emit, scratch: Value) -> None:
+        e.shape_tiles(shapes * 2, scratch)
+
+    def unpack(e: Emit, w: Value, groups: Value, to: Value) -> None:
+        _unpack(e, fmt, w, groups, to)
+
+    def panel_of_rows(e: Emit, panel: Value, groups: Value, data: Value, data_stride: Value, scale: Value, fsum: Value,
+                      scale_stride: Value, isum: Value, block: Value, sums: Value, waiting: Value, first: Value,
+                      last: Value, out: Value, out_stride: Value, residual: Value,
+                      residual_stride: Value) -> None:  # fmt: skip
+        x = Inputs(data, data_stride, scale, fsum, scale_stride, isum)
+        tile = _MatrixTile(e, fmt, panel, block, sums)
+        totals = [[e.variable(e.splat(tile.floats, 0.0))] for m in range(ROWS)]
+        with e.b.if_then(e.b.icmp_signed("==", first, e.i64(0))):
+            for m, row in enumerate(totals):
+                row[0].set(e.load(tile.floats, waiting, 64 * m, align=64))
+        with e.loop(0, groups, BATCH) as start:
+            end = e.least(e.add(start, BATCH), groups)
+            with e.loop(start, end, 2) as g:
+                tile.multiply(x, g, 0)
+                tile.multiply(x, e.add(g, 1), 3)
+            with e.loop(start, end) as g:
+                tile.scale(x, g, totals)
+        with e.b.if_else(e.b.icmp_signed("!=", last, e.i64(0))) as (then, otherwise):
+            with then:
+                store_tile(e, totals, out, out_stride, residual, residual_stride)
+            with otherwise:
+                for m, row in enumerate(totals):
+                    e.store(row[0].get(), waiting, 64 * m, align=64)
+
+    def release(e: Emit) -> None:
+        e.matrix("tilerelease")
+
+    begin_tiles, unpack_panel, end_tiles = emitted(isa, 1, begin), emitted(isa, 3, unpack), emitted(isa, 0, release)
+    multiply = emitted(isa, 17, panel_of_rows)
+    sums_at, panel_at, waiting_at = areas
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def run(w: int, groups: int, first_strip: int, end_strip: int, data: int, data_stride: int, scale: int, fsum: int,
+            scale_stride: int, isum: int, out: int, out_stride: int, residual: int, residual_stride: int,
+            first_row: int, rows: int, scratch: int) -> None:  # fmt: skip
+        panel_bytes = PANEL * record + PANEL // SUPER * header
+        strip_bytes = groups * record + groups // SUPER * header
+        blocks = (rows + ROWS - 1) // ROWS
+        sums, panel, waiting = scratch + sums_at, scratch + panel_at, scratch + waiting_at
+        begin_tiles(scratch)
+        for s in range(first_strip, end_strip):
+            for p in range(0, groups, PANEL):
+                count = min(PANEL, groups - p)
+                unpack_panel(w + s * strip_bytes + p // PANEL * panel_bytes, count, panel)
+                for i in range(blocks):
+                    m = first_row + min(i * ROWS, rows - ROWS)  # some rows of the last block twice
+                    at = m * scale_stride + 4 * p
+                    for block in range(2):
+                        column = 4 * (s * STRIP + 16 * block)
+                        multiply(panel, count, data + m * data_stride + GROUP * p, data_stride, scale + at, fsum + at,
+                                 scale_stride, isum + 2 * at, block, sums, waiting + (2 * i + block) * SUM_BYTES,
+                                 int(p == 0), int(p + PANEL >= groups), out + m * out_stride + column, out_stride,
+                                 residual + m * residual_stride + column, residual_stride)  # fmt: skip
+        end_tiles()
+
+    return run

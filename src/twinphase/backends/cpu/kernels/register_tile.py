@@ -1,0 +1,182 @@
+"""Register tiles of packed weights: the integer sums of groups of inputs, scaled and added in one fixed order.
+
+Used by linear layers (`linear.py`), and by those in matrix tiles (`linear_tiles.py`) for all but the integer sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from twinphase.backends.cpu.emit import F16, F32, I8, I32, Emit, Value, vector
+from twinphase.backends.cpu.formats import GROUP, STRIP, SUPER, PackedFormat
+
+__all__ = ["AHEAD_LINES", "FEWEST_AHEAD", "Inputs", "RegisterTile", "Weights", "each_group", "store_tile"]
+
+AHEAD_LINES = 3  # lines of the next strip's weights that a tile asks for in each group
+FEWEST_AHEAD = 4  # rows of the smallest tile that does: fewer are never one of several
+
+
+class Inputs(NamedTuple):
+    """Addresses of a tile's first input row, and the bytes between rows."""
+
+    data: Value
+    data_stride: Value
+    scale: Value
+    fsum: Value
+    scale_stride: Value
+    isum: Value
+
+
+class Weights(NamedTuple):
+    """A strip's weights, and those to fetch while a tile computes: from `ahead` on, `step` bytes for each group."""
+
+    address: Value
+    groups: Value
+    block: Value  # first block of 16 outputs
+    ahead: Value
+    step: Value
+
+    def fetch(self, e: Emit, g: Value) -> None:
+        """Ask for what comes next, in iteration g."""
+        for line in range(AHEAD_LINES):
+            e.prefetch(self.ahead, e.mul(g, self.step), 64 * line)
+
+
+class RegisterTile:
+    """Emits one register tile: `rows` rows times `vectors` vectors of outputs."""
+
+    def __init__(self, e: Emit, fmt: PackedFormat, rows: int, vectors: int, block: Value) -> None:
+        self.e, self.fmt, self.rows, self.vectors = e, fmt, rows, vectors
+        self.lanes = e.isa.lanes
+        self.ints, self.floats = vector(I32, self.lanes), vector(F32, self.lanes)
+        # Byte offsets of the first block: 0, or those of the strip's second block of 16 outputs.
+        self.low_at = e.mul(block, 64)
+        self.scale_at = e.mul(block, 16 * fmt.scale_size)
+        self.shared_at = e.mul(block, 32)
+
+    def codes(self, record: Value, quad: int, n: int) -> Value:
+        """Codes of 4 inputs (the quad) of vector n's outputs, bytes in int32 lanes."""
+        e, b, fmt = self.e, self.e.b, self.fmt
+        per_block = 16 // self.lanes
+        block, part = n // per_block, n % per_block * 4 * self.lanes
+        if fmt.bits == 8:
+            return e.load(self.ints, record, self.low_at, (2 * quad + block) * 64 + part)
+        low = e.load(self.ints, record, self.low_at, (2 * (quad // 2) + block) * 64 + part)
+        low = b.and_(b.lshr(low, e.splat(self.ints, 4 * (quad % 2))), e.splat(self.ints, 0x0F0F0F0F))
+        if fmt.values:
+            return e.lookup(low, [value + 128 for value in fmt.values])
+        if not fmt.plane_lines:
+            return low
+        high_bits = fmt.bits - 4
+        per_line = 8 // fmt.plane_lines  # quads whose high bits share a line
+        line = 2 * 4 * 64 + (2 * (quad // per_line) + block) * 64 + part
+        shift = high_bits * (quad % per_line) - 4
+        plane = e.load(self.ints, record, self.low_at, line)
+        moved = b.shl(plane, e.splat(self.ints, -shift)) if shift < 0 else b.lshr(plane, e.splat(self.ints, shift))
+        mask = 0x10101010 if high_bits == 1 else 0x30303030
+        return b.or_(low, b.and_(moved, e.splat(self.ints, mask)))
+
+    def scales(self, address: Value, offset: int, header: tuple[Value, int] | None, n: int, signed: bool) -> Value:
+        """Scales (or minima) of vector n's outputs, float32."""
+        e, b = self.e, self.e.b
+        if self.fmt.exponents:  # 0, the padding's, is 0
+            small = e.load(vector(I8, self.lanes), address, self.scale_at, offset + n * self.lanes)
+            power = b.bitcast(b.shl(b.zext(small, self.ints), e.splat(self.ints, 23)), self.floats)
+            return b.fmul(power, e.splat(self.floats, 0.5))
+        if header is None:
+            return e.widen(e.load(vector(F16, self.lanes), address, self.scale_at, offset + 2 * n * self.lanes))
+        small = e.load(vector(I8, self.lanes), address, self.scale_at, offset + n * self.lanes)
+        wide = b.sext(small, self.ints) if signed else b.zext(small, self.ints)
+        shared = e.widen(e.load(vector(F16, self.lanes), header[0], self.shared_at, header[1] + 2 * n * self.lanes))
+        return b.fmul(b.sitofp(wide, self.floats), shared)
+
+    def group(self, record: Value, header: Value | None, x: Inputs, g: Value, totals: list[Any]) -> None:
+        """Add one group of 32 inputs to the totals."""
+        e, b, fmt = self.e, self.e.b, self.fmt
+        signed = e.dot_is_signed(fmt.bits_multiplied)
+        offset = 0 if signed else fmt.offset
+        quads = fmt.group // 4
+        for part in range(GROUP // fmt.group):
+            sums = []
+            for m in range(self.rows):
+                start: Value = e.splat(self.ints, 0)
+                if offset:
+                    place = e.add(e.mul(e.mul(x.scale_stride, 2), m), e.mul(g, 8), 4 * part * (fmt.group // 16))
+                    total = e.load(I32, x.isum, place)
+                    if fmt.group == 32:
+                        total = b.add(total, e.load(I32, x.isum, place, 4))
+                    start = e.broadcast(b.mul(total, ir.Constant(I32, -offset)), self.lanes)
+                sums.append([start] * self.vectors)
+            for quad in range(part * quads, (part + 1) * quads):
+                codes = [self.codes(record, quad, n) for n in range(self.vectors)]
+                for m in range(self.rows):
+                    where = e.add(e.mul(x.data_stride, m), e.mul(g, GROUP), 4 * quad)
+                    inputs = e.broadcast(e.load(I32, x.data, where), self.lanes)
+                    for n in range(self.vectors):
+                        sums[m][n] = e.dot(sums[m][n], codes[n], inputs, signed=signed)
+            self._scale(record, header, x, g, totals, sums, part)
+
+    def _scale(self, record: Value, header: Value | None, x: Inputs, g: Value, totals: list[Any],
+               sums: list[list[Value]], part: int) -> None:  # fmt: skip
+        scales, minima = self.part_scales(record, header, part)
+        self.add(scales, minima, x, g, totals, sums, part)
+
+    def part_scales(self, record: Value, header: Value | None, part: int) -> tuple[list[Value], list[Value]]:
+        """Scales of a part of a group, and minima (none where the format has none), a vector for each of outputs."""
+        fmt = self.fmt
+        scale_at = fmt.code_bytes + part * STRIP * fmt.scale_size
+        shared = None if header is None else (header, 0)
+        scales = [self.scales(record, scale_at, shared, n, fmt.signed_scales) for n in range(self.vectors)]
+        if not fmt.minimum:
+            return scales, []
+        shared = None if header is None else (header, 2 * STRIP)
+        at = scale_at + fmt.scale_bytes
+        return scales, [self.scales(record, at, shared, n, False) for n in range(self.vectors)]
+
+    def add(self, scales: list[Value], minima: list[Value], x: Inputs, g: Value, totals: list[Any],
+            sums: list[list[Value]], part: int) -> None:  # fmt: skip
+        """Add the integer sums of a part of group g to the totals; the same operations whatever made the sums."""
+        e, b, fmt = self.e, self.e.b, self.fmt
+        for m in range(self.rows):
+            here = e.add(e.mul(x.scale_stride, m), e.mul(g, 4))
+            token_scale = e.broadcast(e.load(F32, x.scale, here), self.lanes)
+            token_sum = None
+            if fmt.minimum and fmt.group == 32:
+                token_sum = e.broadcast(e.load(F32, x.fsum, here), self.lanes)
+            elif fmt.minimum:
+                total = e.load(I32, x.isum, e.mul(here, 2), 4 * part)
+                token_sum = b.fmul(token_scale, e.broadcast(b.sitofp(total, F32), self.lanes))
+            for n in range(self.vectors):
+                value = b.sitofp(sums[m][n], self.floats)
+                total = e.fma(value, b.fmul(scales[n], token_scale), totals[m][n].get())
+                if token_sum is not None:
+                    total = e.fma(minima[n], token_sum, total)
+                totals[m][n].set(total)
+
+
+def store_tile(e: Emit, totals: list[list[Any]], out: Value, out_stride: Value, residual: Value, stride: Value) -> None:
+    for m, row in enumerate(totals):
+        for n, total in enumerate(row):
+            value, at = total.get(), 4 * n * e.isa.lanes
+            base = e.load(value.type, residual, e.mul(stride, m), at)
+            e.store(e.b.fadd(value, base), out, e.mul(out_stride, m), at)
+
+
+@contextlib.contextmanager
+def each_group(
+    e: Emit, fmt: PackedFormat, address: Value, groups: Value
+) -> Iterator[tuple[Value, Value, Value | None]]:
+    """The groups of a strip: number, record and, in nested formats, header of each; the body is the `with` block."""
+    per_header = SUPER if fmt.nested else 1
+    with e.loop(0, e.b.sdiv(groups, e.i64(per_header))) as i:
+        header = e.add(address, e.mul(i, fmt.header_bytes + per_header * fmt.record_bytes))
+        if not fmt.nested:
+            yield i, header, None
+        else:
+            with e.loop(0, per_header) as j:
+                record = e.add(header, fmt.header_bytes, e.mul(j, fmt.record_bytes))
+                yield e.add(e.mul(i, per_header), j), record, header
