@@ -19,7 +19,6 @@ from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.linear_tiles import strips_in_matrix_tiles
 from twinphase.backends.cpu.kernels.register_tile import (
     AHEAD_LINES,
-    FEWEST_AHEAD,
     Inputs,
     RegisterTile,
     Weights,
@@ -28,7 +27,6 @@ from twinphase.backends.cpu.kernels.register_tile import (
 )
 from twinphase.backends.cpu.tiling import MATRIX_ROWS, SLOT
 
-STREAM_AHEAD = 0
 __all__ = ["dense_experts", "dense_linear", "quantized_experts", "quantized_linear"]
 
 
@@ -88,11 +86,7 @@ def _quantized(isa: Isa, format_name: str) -> tuple[Any, int, int]:
         tile = RegisterTile(e, fmt, rows, vectors, w.block)
         totals = [[e.variable(e.splat(tile.floats, 0.0)) for _ in range(vectors)] for _ in range(rows)]
         with each_group(e, fmt, w.address, w.groups) as (g, record, header):
-            if rows >= FEWEST_AHEAD:
-                w.fetch(e, g)
-            elif STREAM_AHEAD:
-                for line in range(0, fmt.record_bytes, 64):
-                    e.prefetch(record, STREAM_AHEAD + line)
+            w.fetch(e, rows, g, record, fmt.record_bytes)
             tile.group(record, header, x, g, totals)
         return totals
 
@@ -162,7 +156,7 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
         # Each of several blocks fetches its share of the next strip; a single one keeps the memory busy by itself.
         step = 0 if blocks == 1 else min(64 * AHEAD_LINES, (record // 64 + blocks) // blocks * 64)
         for s in range(first_strip, end_strip):
-            ahead = data if blocks == 1 else w + (s + 1) * strip_bytes
+            ahead = w + (s + 1) * strip_bytes
             for piece in range(pieces):
                 column = 4 * (s * STRIP + piece * columns)
                 for i in range(blocks):

@@ -14,9 +14,10 @@ from llvmlite import ir
 from twinphase.backends.cpu.emit import F16, F32, I8, I32, Emit, Value, vector
 from twinphase.backends.cpu.formats import GROUP, STRIP, SUPER, PackedFormat
 
-__all__ = ["AHEAD_LINES", "FEWEST_AHEAD", "Inputs", "RegisterTile", "Weights", "each_group", "store_tile"]
+__all__ = ["AHEAD_LINES", "Inputs", "RegisterTile", "Weights", "each_group", "store_tile"]
 
-AHEAD_LINES = 3  # lines of the next strip's weights that a tile asks for in each group
+FEW_LINES, AHEAD_LINES = 3, 9  # lines of the next strip's weights that one of many or of few tiles asks for in a group
+STREAM_AHEAD = 8192  # bytes; a single tile asks for the weights so far behind those that it reads
 FEWEST_AHEAD = 4  # rows of the smallest tile that does: fewer are never one of several
 
 
@@ -40,10 +41,28 @@ class Weights(NamedTuple):
     ahead: Value
     step: Value
 
-    def fetch(self, e: Emit, g: Value) -> None:
-        """Ask for what comes next, in iteration g."""
-        for line in range(AHEAD_LINES):
-            e.prefetch(self.ahead, e.mul(g, self.step), 64 * line)
+    def fetch(self, e: Emit, rows: int, g: Value, record: Value, record_bytes: int) -> None:
+        """Ask for what comes next, in iteration g of a tile of `rows` rows."""
+
+        def stream() -> None:
+            # A narrow register file reads a strip twice; there the processor's own guess is as good.
+            for line in range(0, record_bytes if e.isa.lanes == 16 else 0, 64):
+                e.prefetch(record, STREAM_AHEAD, line)
+
+        def share(first: int, end: int) -> None:
+            for line in range(first, end):
+                e.prefetch(self.ahead, e.mul(g, self.step), 64 * line)
+
+        if rows < FEWEST_AHEAD:
+            stream()
+            return
+        with e.b.if_else(e.b.icmp_signed("==", self.step, e.i64(0))) as (single, several):
+            with single:
+                stream()
+            with several:
+                share(0, FEW_LINES)
+                with e.b.if_then(e.b.icmp_signed(">", self.step, e.i64(64 * FEW_LINES))):
+                    share(FEW_LINES, AHEAD_LINES)
 
 
 class RegisterTile:
