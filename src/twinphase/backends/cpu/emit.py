@@ -302,8 +302,18 @@ class Emit:
             a = self.call("llvm.x86.avx2.psign.b", a.type, a, w)
             minus = self.b.sub(self.splat(w.type, 0), w)
             w = self.b.select(self.b.icmp_signed(">", w, self.splat(w.type, 0)), w, minus)
-        pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", words, w, a)
-        return self.b.add(total, self.call("llvm.x86.avx2.pmadd.wd", total.type, pairs, self.splat(words, 1)))
+        return self.add_pairs(total, self.call("llvm.x86.avx2.pmadd.ub.sw", words, w, a))
+
+    def pairs(self, weights: Value, inputs: Value) -> Value:
+        """weights[2i] * inputs[2i] + weights[2i+1] * inputs[2i+1] in int16 lanes, of what `dot` takes (maddubs)."""
+        bytes_type = vector(I8, 4 * weights.type.count)
+        w, a = self.b.bitcast(weights, bytes_type), self.b.bitcast(inputs, bytes_type)
+        return self.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, bytes_type.count // 2), w, a)
+
+    def add_pairs(self, total: Value, pairs: Value) -> Value:
+        """total[i] += pairs[2i] + pairs[2i+1]; int32 lanes."""
+        ones = self.splat(pairs.type, 1)
+        return self.b.add(total, self.call("llvm.x86.avx2.pmadd.wd", total.type, pairs, ones))
 
     def _dot_widen(self, total: Value, weights: Value, inputs: Value) -> Value:
         # Even and odd bytes as 16-bit lanes; a product of uint8 and int8 fits 16 bits.

@@ -104,7 +104,7 @@ class ExpertOperations(Operations):
         for part in weight.parts:
             source, column = x.memory(part.type in FORMATS), 4 * part.column
             at = source.addresses
-            self._reserve_scratch(part, rows_in(program.max_rows, x.rows))
+            self._reserve_scratch(part, program.max_rows["tokens"])  # a token goes to an expert once
             strips_per_tile, tiles = self._expert_tiles(x.rows, part.strips, experts.count)
             args = [part.address, part.nbytes, part.groups, part.strips, at[0], source.stride, *at[1:3]]
             args += [source.groups * 4, at[3], out.floats.data + column, out.floats.stride]

@@ -130,14 +130,29 @@ class RegisterTile:
                         total = b.add(total, e.load(I32, x.isum, place, 4))
                     start = e.broadcast(b.mul(total, ir.Constant(I32, -offset)), self.lanes)
                 sums.append([start] * self.vectors)
-            for quad in range(part * quads, (part + 1) * quads):
-                codes = [self.codes(record, quad, n) for n in range(self.vectors)]
-                for m in range(self.rows):
-                    where = e.add(e.mul(x.data_stride, m), e.mul(g, GROUP), 4 * quad)
-                    inputs = e.broadcast(e.load(I32, x.data, where), self.lanes)
-                    for n in range(self.vectors):
-                        sums[m][n] = e.dot(sums[m][n], codes[n], inputs, signed=signed)
+            self._dots(record, x, g, sums, range(part * quads, (part + 1) * quads), signed)
             self._scale(record, header, x, g, totals, sums, part)
+
+    def _dots(self, record: Value, x: Inputs, g: Value, sums: list[list[Value]], quads: range, signed: bool) -> None:
+        """Add the products of these quads of inputs to the integer sums."""
+        e, b = self.e, self.e.b
+        # Where a dot product takes a step by 16 bits, as many as fit 16 bits are added there first.
+        together = {4: 8, 5: 4, 6: 2}.get(self.fmt.bits_multiplied, 0) if e.isa.dot == "maddubs" else 0
+        pairs: list[list[Value]] = [[None] * self.vectors for _ in range(self.rows)]
+        for quad in quads:
+            codes = [self.codes(record, quad, n) for n in range(self.vectors)]
+            last = not together or quad == quads[-1] or (quad + 1) % together == 0
+            for m in range(self.rows):
+                where = e.add(e.mul(x.data_stride, m), e.mul(g, GROUP), 4 * quad)
+                inputs = e.broadcast(e.load(I32, x.data, where), self.lanes)
+                for n in range(self.vectors):
+                    if not together:
+                        sums[m][n] = e.dot(sums[m][n], codes[n], inputs, signed=signed)
+                        continue
+                    here, before = e.pairs(codes[n], inputs), pairs[m][n]
+                    here = here if before is None else b.add(before, here)
+                    sums[m][n] = e.add_pairs(sums[m][n], here) if last else sums[m][n]
+                    pairs[m][n] = None if last else here
 
     def _scale(self, record: Value, header: Value | None, x: Inputs, g: Value, totals: list[Any],
                sums: list[list[Value]], part: int) -> None:  # fmt: skip
