@@ -106,8 +106,8 @@ def test_quantized(name: str, isa: str) -> None:
 def test_a_row_has_the_same_bits_among_any_number(name: str, isa: str) -> None:
     rng, inputs, outputs = np.random.default_rng(6), 768 if FORMATS[name].nested else 608, 70
     raw, x = random_blocks(rng, outputs, inputs, name), random_rows(rng, 64, inputs)
-    weights, residual = pack(isa, name, raw, inputs).ctypes.data, random_rows(rng, 64, 96)
-    spec, groups = f"quantized_linear:{name}", inputs // 32
+    packed, residual = pack(isa, name, raw, inputs), random_rows(rng, 64, 96)
+    spec, weights, groups = f"quantized_linear:{name}", packed.ctypes.data, inputs // 32
     alone = [
         linear(isa, spec, weights, groups, outputs, Activations(isa, x[m : m + 1]), 1, residual[m : m + 1])
         for m in range(64)
