@@ -18,7 +18,7 @@ from twinphase.scheduler.scheduler import Scheduler
 EOS = 2
 SHAPE = ModelShape(1000, 500, 2000, 700, 2, 4, 2, 8)
 # Seconds of a step, and of a row; nothing else costs anything.
-PRICES = [1.0 if name == "step" else 0.1 if name.endswith("rows") else 0.0 for name in FEATURES]
+PRICES = [1.0 if name == "step" else 0.1 if name in ("few_rows", "many_rows") else 0.0 for name in FEATURES]
 
 
 @dataclass

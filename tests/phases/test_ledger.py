@@ -119,7 +119,7 @@ def test_a_long_prompt_in_the_middle_is_the_named_cause_of_the_stall(known):
     The model either knows the machine's prices, or starts from a guess and learns them from noisy steps.
     """
     choose = random.Random(0)
-    true = (2.5e-3, 1e-4, 3e-4, 1.3e-4, 2e-7, 1e-6, 3e-5, 3e-7)
+    true = (2.5e-3, 1e-4, 3e-4, 1.3e-4, 2e-7, 1e-6, 3e-5, 3e-7, 2e-4)
 
     def seconds(work):
         exact = sum(price * count for price, count in zip(true, features(work), strict=True))

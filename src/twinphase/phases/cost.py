@@ -24,7 +24,9 @@ from twinphase.phases.work import ModelShape, kv_bytes_per_token, weight_bytes_r
 __all__ = ["FEATURES", "CostError", "CostModel", "features", "starting_prices"]
 
 FEATURES = ("step", "few_rows", "many_rows", "logits", "prefill_contexts", "decode_contexts", "sequences",
-            "draft_contexts")  # fmt: skip
+            "draft_contexts", "several_rows")  # fmt: skip
+# A single row takes a path of its own, so that the second costs more than the third: `several_rows` is what leaving it
+# costs.
 FEW_ROWS = 8  # up to here rows mostly wait for the weights; beyond, each costs its arithmetic
 FADE = 0.98  # weight of a class's memory after one more step of it
 DOUBT = 0.02  # weight of the starting price, in steps whose time it were all of
@@ -57,7 +59,8 @@ def features(work: StepWork, windowed_share: float = 0.0) -> tuple[float, ...]:
     prefill = work.prefill_contexts - windowed_share * (work.prefill_contexts - work.windowed_prefill_contexts)
     decode = work.decode_contexts - windowed_share * (work.decode_contexts - work.windowed_decode_contexts)
     drafted = decode * work.draft_contexts / work.decode_contexts if work.draft_contexts else 0.0
-    return (1.0, few, work.rows - few, work.logits, prefill, decode - drafted, work.sequences, drafted)
+    return (1.0, few, work.rows - few, work.logits, prefill, decode - drafted, work.sequences, drafted,
+            float(work.rows > 1))  # fmt: skip
 
 
 def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float, ...]:
@@ -73,7 +76,7 @@ def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float
     attended = 4 * shape.num_layers * shape.num_heads * shape.head_dim / (0.5 * floats)
     step = weight_bytes_read(shape, 1, 0) / bandwidth + 3e-4
     logits = 2 * shape.head_parameters / (0.5 * int8) + 1e-5
-    return (step, 0.3 * row, row, logits, attended, kv_bytes_per_token(shape) / bandwidth, 2e-5, attended)
+    return (step, 0.3 * row, row, logits, attended, kv_bytes_per_token(shape) / bandwidth, 2e-5, attended, row)
 
 
 class CostModel:
