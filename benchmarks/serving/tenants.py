@@ -37,10 +37,10 @@ MODES: dict[str, dict[str, str]] = {"default": {}, "off": {"itl_slo_ms": "off"}}
 
 
 class Asker:
-    """Sends streaming completions of random prompts to one server."""
+    """Sends streaming completions of random prompts to one server, none of them twice."""
 
-    def __init__(self, server: RunningServer, seed: int) -> None:
-        self.server, self.rng = server, random.Random(seed)
+    def __init__(self, server: RunningServer) -> None:
+        self.server, self.rng = server, random.Random(time.monotonic_ns())
 
     async def ask(self, prompt: int, output: int, tenant: str = "", **options: Any) -> Reply:
         body = {
@@ -138,12 +138,12 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
             if "flood" in wanted:
                 asked = {"another key's": "t1", "its own": "t0"}
                 found["flood"] = {
-                    name: [run_client(flood(Asker(server, rep), args.flooding, tenant)) for rep in range(args.reps)]
+                    name: [run_client(flood(Asker(server), args.flooding, tenant)) for _ in range(args.reps)]
                     for name, tenant in asked.items()
                 }
                 tables.append(table("A short request behind a flood", "of", found["flood"], 1e3, 1))
             if "shares" in wanted:
-                found["shares"] = [run_client(shares(Asker(server, n), n, args.seconds)) for n in (1, 2, 4, 8)]
+                found["shares"] = [run_client(shares(Asker(server), n, args.seconds)) for n in (1, 2, 4, 8)]
                 tables.append(shares_table(found["shares"]))
     if {"pace", "burst"} & set(wanted):
         with serving(args, **MODES["default"]) as default, serving(args, **MODES["off"]) as off:
@@ -155,9 +155,9 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
                 asks |= {f"{n} at once": lambda asker, n=n: burst(asker, n) for n in (16, 64)}
             for name, question in asks.items():
                 found[name] = {mode: [] for mode in servers}
-                for rep in range(args.reps):
+                for _ in range(args.reps):
                     for mode, server in servers.items():  # in turn: what else runs on the machine meets both
-                        found[name][mode].append(run_client(question(Asker(server, rep))))
+                        found[name][mode].append(run_client(question(Asker(server))))
                 scale = 1e3 if "streams" in name else 1.0
                 tables.append(table(name, "server", found[name], scale, 2 if scale == 1 else 0))
             lines = [line for line in default.log.read_text().splitlines() if line.startswith("pace")]

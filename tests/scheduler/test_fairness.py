@@ -144,7 +144,7 @@ class TestSeats:
         came, request = load.scheduler.seconds, load.ask("b", 12, 4)
         while request.status is RequestStatus.WAITING:
             load.step()
-        assert load.scheduler.seconds - came <= SLO + 3 * TIMES.seconds(StepWork(rows=20))
+        assert load.scheduler.seconds - came <= SLO + 2 * TIMES.seconds(StepWork(rows=20))
         assert [one.status for one in load.running] == 3 * [RequestStatus.RUNNING] + [RequestStatus.PREEMPTED]
         assert load.scheduler.num_preemptions == 1
 

@@ -103,7 +103,7 @@ def _prefill_batching(evidence: Evidence, seconds: float) -> About:
     if evidence.timeline.prefill.steps == 1:
         pass  # nothing was cut
     elif config and config.slo_number:
-        advice = f"A longer --itl-slo-ms than {config.slo_number:g} allows larger chunks, and longer gaps for others."
+        advice = f"A longer --itl-slo-ms than {config.slo_number:.3g} allows larger chunks, and longer gaps for others."
         lever = Lever("--itl-slo-ms", advice)
     elif config and config.scheduling_policy == "priority":
         lever = Lever("priority", "A lower priority number would put this request before others.")
@@ -257,7 +257,7 @@ def _stalls(evidence: Evidence, seconds: float) -> About:
     extra = model.seconds(small) - model.seconds(StepWork())
     slo, now = 1e3 * model.slo_seconds(step + extra), evidence.machine.config.slo_number
     if now is not None and now <= slo:
-        advice = f"--itl-slo-ms {now:g} already cuts chunks small; fewer seats leave more of each step to prefill."
+        advice = f"--itl-slo-ms {now:.3g} already cuts chunks small; fewer seats leave more of each step to prefill."
         return sentence, Lever("--max-num-seqs", advice)
     advice = (
         f"--itl-slo-ms {max(1, round(slo))} would cut others' prompts into chunks of about {SMALL_CHUNK} tokens, each "

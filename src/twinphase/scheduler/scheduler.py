@@ -139,6 +139,7 @@ class Scheduler:
         if self.fair.is_shared:
             self.running.sort(key=self._key)
             self._make_room(preempt)
+        seats_taken = len(preempted)
         decodes = schedule_decodes(self.running, self.kv_cache, preempt)
         tokens = max(0, self.max_num_batched_tokens - len(decodes))
         if drafts:  # half of the rest at most, so that prompts go on
@@ -155,7 +156,7 @@ class Scheduler:
         )
         prefills: list[ScheduledRequest] = []
         computing: set[bytes] = set()
-        held_back = "blocks" if preempted else ""
+        held_back = "blocks" if len(preempted) > seats_taken else ""
 
         def let_in(before: Request | None = None) -> None:
             nonlocal held_back
