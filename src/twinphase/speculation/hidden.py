@@ -20,6 +20,8 @@ from twinphase.speculation.proposer import Draft
 __all__ = ["HiddenProposer", "silu"]
 
 F32 = NDArray[np.float32]
+UNWANTED = 16  # guesses in a row of which nothing was verified; then few are made, since making one takes time too
+SELDOM = 16  # steps between those
 
 
 def silu(x: F32) -> F32:
@@ -45,6 +47,7 @@ class HiddenProposer(ABC):
         self._due: dict[str, int] = {}  # output tokens known of who may be guessed for
         self._guessed: dict[str, tuple[int, list[int]]] = {}
         self._asking: set[str] = set()
+        self._num_unwanted = self._num_steps = 0
 
     @abstractmethod
     def follow(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
@@ -60,6 +63,10 @@ class HiddenProposer(ABC):
 
     def read(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
         """See `HiddenReader`."""
+        self._num_steps += 1
+        for share in batch.decodes:
+            if self._guessed.get(share.request_id, (-1,))[0] == len(share.output_token_ids):
+                self._num_unwanted = 0 if share.num_drafts else self._num_unwanted + 1
         try:
             self.follow(batch, output, hidden)
         except Exception:  # a guess is a favour: the tokens of the step are good
@@ -75,7 +82,7 @@ class HiddenProposer(ABC):
     def propose(self, request: Request, limit: int) -> list[Draft]:
         """See `Proposer`."""
         name = request.request_id
-        if limit <= 0:
+        if limit <= 0 or (self._num_unwanted >= UNWANTED and self._num_steps % SELDOM):
             self._asking.discard(name)
             return []
         if name in self._due:
