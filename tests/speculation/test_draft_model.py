@@ -77,6 +77,7 @@ def test_only_what_it_has_not_seen_is_computed() -> None:
     """After right drafts the last of them and the token behind it, after a wrong one what replaced it."""
     model, counter = draft_model()
     one = request("a", [1, 2, 3, 4, 5], 6)
+    assert model.behind(one) == 6
     model.draft([one])
     one.output_token_ids += [7, 8, 9, 10]  # all right
     assert model.draft([one]) == {"a": [11, 12, 13]}

@@ -12,7 +12,7 @@ from twinphase.phases.cost import FEATURES, CostModel
 from twinphase.request import Request, SamplingParams
 from twinphase.speculation.choose import drafted_row
 from twinphase.speculation.speculator import Speculator
-from twinphase.speculation.writing import SELDOM, TRIED, Writing, tokens_to_write
+from twinphase.speculation.writing import TRIED, TRYING, Writing, tokens_to_write
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,10 @@ class Model:
         self.limits: list[dict[str, int]] = []
         self.forgotten: list[str] = []
         self.fails = False
+        self.missing: dict[str, int] = {}
+
+    def behind(self, request: Request) -> int:
+        return self.missing.get(request.request_id, 4)
 
     def draft(self, requests: Sequence[Request], limits: Mapping[str, int]) -> dict[str, list[int]]:
         if self.fails:
@@ -83,8 +87,11 @@ def one_step(made: Speculator, requests: Sequence[Request], token_id: int) -> di
                          one.sampling_params, num_drafts=len(drafts.get(one.request_id, [])))
         for one in requests
     ]  # fmt: skip
-    said = {name: [token_id] * (len(draft) + 1 if token_id == 7 else 1) for name, draft in drafts.items()}
-    made.observe(Batch(shares, []), StepOutput(said | {one.request_id: [9] for one in requests if not said}))
+    said = {
+        share.request_id: [token_id] * (share.num_logits if token_id == 7 else 1)  # 7 is what the model writes
+        for share in shares
+    }
+    made.observe(Batch(shares, []), StepOutput(said))
     return drafts
 
 
@@ -95,18 +102,31 @@ def test_a_model_that_is_right_goes_on_writing() -> None:
     assert drafts == {"a": [7, 7, 7]}
 
 
-def test_one_that_is_wrong_is_asked_seldom_and_comes_back_when_it_is_right() -> None:
+def test_one_that_is_wrong_is_tried_for_little_of_the_time_and_comes_back_when_it_is_right() -> None:
     made, model = speculator(seconds_per_step=0.02)
     both = [request("a"), request("b")]
-    for _ in range(TRIED + 2 * SELDOM):
+    for _ in range(TRIED + 1000):
         one_step(made, both, 5)
     asked = [sum(limits.values()) for limits in model.limits]
     assert asked[:TRIED] == [6] * TRIED
-    assert asked[TRIED:].count(0) == 2 * SELDOM - 2
-    assert asked[TRIED:].count(1) == 2
-    for _ in range(60 * SELDOM):
+    # By these prices a step of the draft model that catches up with 4 tokens takes 4 + 10 + 1 + 1 + 1 ms.
+    tried = sum(asked[TRIED:])
+    assert 0 < tried * 0.017 <= TRYING * 1000 * 0.0201
+    assert set(asked[TRIED:]) == {0, 1}
+    for _ in range(8000):
         one_step(made, both, 7)
     assert sum(model.limits[-1].values()) > 1
+
+
+def test_what_is_far_behind_is_not_caught_up_with_only_to_try() -> None:
+    made, model = speculator(seconds_per_step=0.02)
+    model.missing = {"a": 5000, "b": 5000}
+    both = [request("a"), request("b")]
+    for one in both:
+        one.output_token_ids *= 5000
+    for _ in range(TRIED + 1000):
+        one_step(made, both, 5)
+    assert sum(sum(limits.values()) for limits in model.limits[TRIED:]) == 0
 
 
 def test_a_model_that_fails_is_switched_off_for_those_requests(caplog: pytest.LogCaptureFixture) -> None:

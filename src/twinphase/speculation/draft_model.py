@@ -119,6 +119,11 @@ class DraftModel:
         """What is computed of it can still be found, for whoever continues it."""
         self._release(request.request_id)
 
+    def behind(self, request: Request) -> int:
+        """Tokens to compute before it can draft for the request, but for those that the prefix cache may have."""
+        sequence = self._sequences.get(request.request_id)
+        return request.num_tokens - (min(sequence.own.num_computed_tokens, sequence.kept) if sequence else 0)
+
     def check_integrity(self) -> None:
         """Prove that no block leaked (AssertionError if one did)."""
         self.kv_cache.check_integrity(sequence.own for sequence in self._sequences.values())

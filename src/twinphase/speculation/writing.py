@@ -19,7 +19,7 @@ __all__ = ["SOURCE", "Writing", "tokens_to_write"]
 
 SOURCE = "draft_model"
 TRIED = 16  # steps in which as much as may be is written, to learn how often it is right
-SELDOM = 64  # steps after which one request is written for although it does not seem worth it: it may be by now
+TRYING = 0.01  # of the time in which nothing seems worth writing, that may go to trying all the same
 
 
 class Writing:
@@ -42,7 +42,8 @@ class Writing:
         self.num_failures = 0
         self._seconds, self._window = seconds, window
         self._given_up: set[str] = set()
-        self._num_steps = 0
+        self._num_steps = self._num_tries = 0
+        self._to_spend = 0.0  # seconds, on trying
 
     def drafts(self, requests: Sequence[Request], acceptance: Acceptance, always: bool = False) -> dict[str, Draft]:
         """What the model writes for `requests`; always as much as it may, or as much as is worth it."""
@@ -54,8 +55,8 @@ class Writing:
         if not always and self._num_steps > TRIED:
             most = self._worthwhile(requests, acceptance)
         limits = dict.fromkeys((request.request_id for request in requests), most)
-        if not most and self._num_steps % SELDOM == 0:
-            limits[requests[self._num_steps // SELDOM % len(requests)].request_id] = 1
+        if not most:
+            limits |= self._tried(requests)
         try:
             written = self.model.draft(requests, limits)
         except Exception:  # a guess is a favour: the answers go on without
@@ -77,6 +78,19 @@ class Writing:
         """See `Drafter`."""
         self._given_up.discard(request.request_id)
         self.model.forget(request)
+
+    def _tried(self, requests: Sequence[Request]) -> dict[str, int]:
+        """One draft, now and then, where what it costs is little of the time that passed; requests take turns."""
+        context = sum(request.num_tokens for request in requests) // len(requests)
+        self._to_spend += TRYING * self._seconds(StepWork.of_decodes(len(requests), context, self._window))
+        turn = self._num_tries % len(requests)
+        for request in [*requests[turn:], *requests[:turn]]:
+            missing = min(self.model.behind(request), request.num_tokens)
+            cost = self.model.times.seconds(StepWork.of_chunk(request.num_tokens - missing, missing, True))
+            if cost <= self._to_spend:
+                self._num_tries, self._to_spend = self._num_tries + 1, 0.0
+                return {request.request_id: 1}
+        return {}
 
     def _worthwhile(self, requests: Sequence[Request], acceptance: Acceptance) -> int:
         count, context = len(requests), sum(request.num_tokens for request in requests) // len(requests)
