@@ -3,7 +3,8 @@ from dataclasses import dataclass
 import pytest
 
 from schedules import Times, ids, make_request, make_scheduler, run_step
-from twinphase.batch import StepWork
+from twinphase.batch import StepOutput, StepWork
+from twinphase.phases.cost import FEATURES, CostModel
 from twinphase.scheduler.pace import FULL_RATE, Pace, Pacing
 
 ROW, STEP = 1e-3, 5e-3
@@ -96,3 +97,27 @@ def test_small_limits_are_paced_too(limits):
     pace = make_pacing(**limits).choose()
     assert pace.prompt == min(3000, limits.get("max_model_len", 8192) - 1)
     assert 0 < pace.whole_seconds <= pace.prompt_seconds
+
+
+@pytest.mark.parametrize("count", [16, 64])
+@pytest.mark.parametrize(
+    ("step", "few", "row", "context"), [(3.4e-3, 1.9e-4, 2.7e-4, 3.4e-7), (3.7e-3, 4.8e-4, 3.6e-4, 3e-7)]
+)
+def test_requests_that_come_at_once_lose_little_of_their_throughput(count, step, few, row, context):
+    """In the time of prices that were learned on two occasions: SmolLM2-135M in Q4_1 on two cores."""
+    known = {"step": step, "few_rows": few, "many_rows": row, "logits": 1e-4, "prefill_contexts": context,
+             "decode_contexts": 5e-7, "sequences": 1.6e-5}  # fmt: skip
+    model = CostModel([known.get(name, 0.0) for name in FEATURES])
+    pace, seconds = make_pacing(model).choose(), []
+    for chosen in (Pace(None, False), pace):
+        scheduler = make_scheduler(
+            2048, 16, 8192, model, caching=False, max_num_batched_tokens=512, itl_slo_ms=chosen.itl_slo_ms
+        )
+        scheduler.prefill_room = chosen.prefill_room
+        for number in range(count):
+            scheduler.add(make_request(str(number), [1] * 256, max_tokens=128))
+        while scheduler.has_work:
+            batch = scheduler.schedule()
+            scheduler.commit(batch, StepOutput({one.request_id: [7] for one in batch.scheduled if one.samples}))
+        seconds.append(scheduler.seconds)
+    assert 0.97 <= seconds[0] / seconds[1] < 1

@@ -13,7 +13,7 @@ from twinphase.scheduler.chunk import ChunkBudget, StepTimes
 
 __all__ = ["Pace", "Pacing"]
 
-FULL_RATE = 0.95  # of the tokens per second of a full chunk, that the smallest sensible chunk has
+FULL_RATE = 0.96  # of the tokens per second of a full chunk, that the smallest sensible chunk has
 CONTEXT = 256  # tokens of the stream that a prompt is read beside
 LONG_PROMPT = 3000  # tokens
 
