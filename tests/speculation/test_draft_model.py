@@ -131,7 +131,7 @@ def test_a_long_prompt_is_caught_up_with_in_chunks_beside_the_others() -> None:
 
 def test_an_slo_makes_the_chunks_small() -> None:
     """A row takes 2 ms or more by these prices; chunks are at least a block."""
-    model, counter = draft_model(itl_slo_ms=1.0)
+    model, counter = draft_model(slo_seconds=lambda: 1e-3)
     model.draft([request("a", [*range(1, 30)], 30)])
     assert [len(tokens) for _, tokens in counter.steps[0].values()] == [4]
 

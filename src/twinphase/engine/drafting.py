@@ -71,5 +71,5 @@ def load_draft_model(model: Checkpoint, num_speculative_tokens: int, target: Loa
         max_model_len=length,
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=eos_token_ids,
-        itl_slo_ms=target.config.slo_number,
+        slo_seconds=lambda: target.engine.scheduler.slo_seconds,
     )

@@ -67,7 +67,7 @@ class DraftModel:
         max_model_len: int,
         max_num_batched_tokens: int,
         eos_token_ids: Iterable[int],
-        itl_slo_ms: float | None = None,
+        slo_seconds: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Draft up to `num_speculative_tokens` tokens at a time.
@@ -81,7 +81,7 @@ class DraftModel:
             max_model_len: positions that it was loaded for.
             max_num_batched_tokens: most rows of a step.
             eos_token_ids: tokens that end an output, by the target.
-            itl_slo_ms: longest gap between two tokens, in milliseconds; half of it may go to catching up.
+            slo_seconds: longest gap between two tokens as it is now; half of it may go to catching up.
             clock: seconds.
         """
         self.kv_cache, self.times = kv_cache, times
@@ -89,7 +89,7 @@ class DraftModel:
         self._execute, self._clock = execute, clock
         self._vocab_size, self._max_model_len, self._max_rows = vocab_size, max_model_len, max_num_batched_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._slo_seconds = None if itl_slo_ms is None else itl_slo_ms / 2e3
+        self._slo_seconds = slo_seconds
         self._sequences: dict[str, _Sequence] = {}
 
     def draft(
@@ -191,7 +191,7 @@ class DraftModel:
         rows = self._max_rows
         context = sum(sequence.own.num_tokens for sequence in sequences) / max(1, len(sequences))
         work = StepWork.of_decodes(len(sequences), context)  # they decode in the same step of the engine
-        budget: ChunkBudget | None = None
+        slo, budget = self._slo_seconds(), None
         for sequence in sorted(sequences, key=lambda one: one.missing):
             own, count = sequence.own, sequence.missing
             if count <= FEW_ROWS:
@@ -199,7 +199,7 @@ class DraftModel:
                     decodes.append(give_tokens(own, count))
                     rows -= count
                 continue
-            budget = budget or ChunkBudget(rows, work, self.times, self._slo_seconds, self.kv_cache.block_size)
+            budget = budget or ChunkBudget(rows, work, self.times, slo and slo / 2, self.kv_cache.block_size)
             chunk = budget.take(own.num_computed_tokens, count)
             if chunk:
                 prefills.append(give_tokens(own, chunk))
