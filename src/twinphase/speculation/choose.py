@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from twinphase.batch import StepWork
 from twinphase.speculation.proposer import Draft
 
-__all__ = ["Acceptance", "choose_lengths", "drafted_row"]
+__all__ = ["PAYS", "ROW_SECONDS", "Acceptance", "choose_lengths", "drafted_row"]
 
-PAYS = 1.4  # of what a row costs: it has to bring more than that, since both are estimates; in doubt, no draft
+PAYS = 1.2  # of what a row costs: it has to bring more than that, since both are estimates; in doubt, no draft
 ROW_SECONDS = 3e-5  # beside the model: what drafting, and drawing a token, take for a row
 FADE, OWN_FADE = 0.99, 0.9  # of a count, by one more observation
 OWN_WEIGHT = 3.0  # observations of the request itself that outweigh half of what all taught

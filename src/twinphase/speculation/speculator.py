@@ -10,7 +10,7 @@ from typing import Protocol
 
 from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.request import Request
-from twinphase.speculation.choose import Acceptance, choose_lengths, drafted_row
+from twinphase.speculation.choose import PAYS, ROW_SECONDS, Acceptance, choose_lengths, drafted_row
 from twinphase.speculation.forced import ForcedProposer
 from twinphase.speculation.lookup import NgramProposer, PredictionProposer, SuffixProposer
 from twinphase.speculation.proposer import Draft, Proposer
@@ -19,7 +19,8 @@ from twinphase.speculative import SpeculativeConfig
 
 __all__ = ["Speculator", "StepTimes", "make_speculator"]
 
-SELDOM = 16  # steps after which a request without hope is asked again
+SELDOM = 16  # steps after which a guess is looked for again where none could pay
+PATIENCE, RETRY = 8, 4  # guesses in a row that were not wanted; steps between guesses from then on
 
 
 class StepTimes(Protocol):
@@ -47,6 +48,7 @@ class _State:
     proposers: list[Proposer]
     guess: Draft | None = None  # until it is known what came
     sources: dict[str, SourceCounts] = field(default_factory=dict)
+    num_unwanted: int = 0  # times in a row that it was asked, and nothing was drafted
 
 
 class Speculator:
@@ -86,10 +88,16 @@ class Speculator:
         decodes = StepWork.of_decodes(len(requests), context, self._window)
         worthwhile = self._always or self._could_pay(decodes)
         drafts: dict[str, Draft] = {}
+        asked: list[_State] = []
         for index, request in enumerate(requests):
+            state = self._states.setdefault(request.request_id, _State(list(self.proposers)))
+            state.guess = None
             # Where no guess could pay, one request in turn is asked all the same, so that what is known stays true.
-            asked = worthwhile or (self._num_steps + index) % max(SELDOM, len(requests)) == 0
-            draft = self._best(request, self._most if asked else 0)
+            every = max(SELDOM, len(requests)) if not worthwhile else RETRY if state.num_unwanted >= PATIENCE else 1
+            if (self._num_steps + index) % every and not self._always:
+                continue
+            asked.append(state)
+            draft = self._best(request, state)
             if draft is not None:
                 drafts[request.request_id] = draft
         if self.writing is not None:
@@ -104,6 +112,10 @@ class Speculator:
             )
         else:
             lengths = {}
+        for state in asked if worthwhile else ():
+            state.num_unwanted += 1
+        for name in lengths:
+            self._states[name].num_unwanted = 0
         return {name: drafts[name].token_ids[:length] for name, length in lengths.items()}
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
@@ -147,17 +159,14 @@ class Speculator:
         """Whether a guess that is sure to be right would be worth a row."""
         row = drafted_row(decodes.decode_contexts // decodes.sequences, self._window)
         now, then = self._times.seconds(decodes), self._times.seconds(decodes.plus(row))
-        return (then - now) * decodes.sequences < now
+        return PAYS * (then - now + ROW_SECONDS) * decodes.sequences < now
 
-    def _best(self, request: Request, limit: int) -> Draft | None:
+    def _best(self, request: Request, state: _State) -> Draft | None:
         """The guess that is expected to bring most; remembered until it is known what came."""
-        state = self._states.get(request.request_id)
-        if state is None:
-            state = self._states[request.request_id] = _State(list(self.proposers))
         found: list[Draft] = []
         for proposer in state.proposers[:]:
             try:
-                found += proposer.propose(request, limit)
+                found += proposer.propose(request, self._most)
             except Exception:  # a guess is a favour: whoever fails at it is not asked again, and the answer goes on
                 state.proposers.remove(proposer)
                 self.num_failures += 1
@@ -165,7 +174,6 @@ class Speculator:
                     "A proposer failed and is switched off for request %s.", request.request_id, exc_info=True
                 )
         if not found:
-            state.guess = None
             return None
         name = request.request_id
         best = found[0] if len(found) == 1 else max(found, key=lambda draft: self.acceptance.expected(name, draft))
