@@ -380,14 +380,22 @@ def test_a_prediction_changes_nothing_but_the_speed(client, model, words, temper
         assert drafted <= 2 * 64
         assert timings.get("draft_n_accepted", 0) <= timings.get("draft_n", 0)
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
-    told = client.chat.completions.create(**asked, prediction={"type": "content", "content": first})
-    assert told.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    # How much is drafted is up to what steps take here, which a busy machine may mistake for a while.
+    for _ in range(40):
+        told = client.chat.completions.create(**asked, prediction={"type": "content", "content": first})
+        if told.usage.completion_tokens_details.accepted_prediction_tokens:
+            break
+    else:
+        raise AssertionError("the predicted answer was never drafted")
 
 
 def test_an_answer_tells_of_its_drafted_tokens_where_the_server_is_told_to(limited, client, model):
     asked = dict(messages=USER, max_tokens=32, temperature=0, logit_bias={"40": 100}, stream=True)
     with limited.client(api_key="one") as own:
-        last = [chunk for chunk in own.chat.completions.create(model="a", **asked) if chunk.choices][-1]
+        for _ in range(40):  # until drafting pays, by what steps take
+            last = [chunk for chunk in own.chat.completions.create(model="a", **asked) if chunk.choices][-1]
+            if last.timings.get("draft_n"):
+                break
     told, timings = last.metrics["speculative_decoding"], last.timings
     assert sum(told["per_step_drafted"]) == told["num_draft_tokens"] == timings["draft_n"] > 0
     assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"] == timings["draft_n_accepted"] > 0
