@@ -506,7 +506,7 @@ def test_every_guesser(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_mixes", (6, pytest.param(200, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("num_mixes", (32, pytest.param(200, marks=pytest.mark.slow)))
 def test_a_draft_model(folder: Path, num_mixes: int) -> None:
     """It has the same weights in 32 bits, so that it is often right, and not always."""
     path = write_tiny_gguf(folder / "eight.gguf", vocab=VOCAB, tensor_type="Q8_0")

@@ -46,7 +46,7 @@ class HiddenProposer(ABC):
     def __init__(self) -> None:
         self._due: dict[str, int] = {}  # output tokens known of who may be guessed for
         self._guessed: dict[str, tuple[int, list[int]]] = {}
-        self._asking: set[str] = set()
+        self._asked: dict[str, int] = {}  # in which step a request asked last
         self._num_unwanted = self._num_steps = 0
 
     @abstractmethod
@@ -83,13 +83,14 @@ class HiddenProposer(ABC):
         """See `Proposer`."""
         name = request.request_id
         if limit <= 0 or (self._num_unwanted >= UNWANTED and self._num_steps % SELDOM):
-            self._asking.discard(name)
+            self._asked.pop(name, None)
             return []
         if name in self._due:
-            names = [other for other in self._due if other in self._asking or other == name]
+            last = self._num_steps - 1  # who asked then is expected to ask now
+            names = [other for other in self._due if other == name or self._asked.get(other, -1) >= last]
             for other, token_ids in zip(names, self.guess(names), strict=True):
                 self._guessed[other] = self._due.pop(other), token_ids
-        self._asking.add(name)
+        self._asked[name] = self._num_steps
         known, token_ids = self._guessed.get(name, (-1, []))
         return [Draft(self.source, token_ids[:limit])] if known == len(request.output_token_ids) else []
 
@@ -100,5 +101,5 @@ class HiddenProposer(ABC):
     def _forget(self, name: str) -> None:
         self._due.pop(name, None)
         self._guessed.pop(name, None)
-        self._asking.discard(name)
+        self._asked.pop(name, None)
         self.drop(name)

@@ -36,7 +36,7 @@ class Proposer(Protocol):
     def propose(self, request: Request, limit: int) -> list[Draft]:
         """Guesses at what follows the last known token, `limit` tokens long at most; none is an answer too.
 
-        Called often enough to keep up with the request, also where no guess is wanted: `limit` is 0 then.
+        Steps may pass in which a request is not asked about. With a `limit` of 0 no guess is wanted.
 
         Raises:
             Exception: it cannot go on; it is not asked about this request again.

@@ -90,7 +90,9 @@ class Speculator:
         drafts: dict[str, Draft] = {}
         asked: list[_State] = []
         for index, request in enumerate(requests):
-            state = self._states.setdefault(request.request_id, _State(list(self.proposers)))
+            state = self._states.get(request.request_id)
+            if state is None:
+                state = self._states[request.request_id] = _State(list(self.proposers))
             state.guess = None
             # Where no guess could pay, one request in turn is asked all the same, so that what is known stays true.
             every = max(SELDOM, len(requests)) if not worthwhile else RETRY if state.num_unwanted >= PATIENCE else 1
