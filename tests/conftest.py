@@ -15,8 +15,10 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-# A busy machine is slow now and then: how long an example takes says nothing of what it tests.
-settings.register_profile("twinphase", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is slow now and then: how long an example takes says nothing of what it tests. The same examples are
+# tried each time, so that a change is judged by what it changed; `--hypothesis-profile explore` looks for new ones.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("twinphase", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("twinphase")
 
 PR_SET_CHILD_SUBREAPER = 36
