@@ -40,6 +40,7 @@ MAY_IMPORT = {
         "phases",
         "explain",
     },
+    "cluster": {"engine", "scheduler", "cache", "phases"},
     "server": {"engine", "phases", "explain", "tokenizer", "terminal"},
     "bench": {
         "engine",

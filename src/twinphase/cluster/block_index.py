@@ -1,0 +1,110 @@
+"""Which worker's prefix cache holds which blocks, as far as its events tell.
+
+Hashes are those of `cache/prefix_cache.py`: a chain, so that a worker that holds a block but not the one before it has
+no use of it. Not for where a block lies on its worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["BlockIndex"]
+
+
+class BlockIndex:
+    """Block hash to the workers that hold it.
+
+    Each worker numbers its events from 0. After a gap nothing of that worker's can be trusted: `apply` says so, and
+    its whole list is asked for (`replace`).
+    """
+
+    def __init__(self) -> None:
+        self._bits: dict[str, int] = {}  # a worker's own bit in the masks
+        self._next_event: dict[str, int] = {}
+        self._held: dict[bytes, int] = {}
+        self._coming: dict[bytes, int] = {}  # being computed there, for a request that was sent there
+
+    def apply(self, worker: str, first: int, stored: Iterable[bytes], evicted: Iterable[bytes]) -> bool:
+        """Take a worker's event number `first`; False if the one before it is missing, and nothing is taken.
+
+        An event that was taken before is passed over.
+        """
+        expected = self._next_event.get(worker, 0)
+        if first != expected:
+            return first < expected
+        self._next_event[worker] = first + 1
+        bit = self._bit(worker)
+        for block in evicted:
+            _remove(self._held, block, bit)
+        for block in stored:
+            self._held[block] = self._held.get(block, 0) | bit
+            _remove(self._coming, block, bit)
+        return True
+
+    def replace(self, worker: str, next_event: int, stored: Iterable[bytes]) -> None:
+        """Take a worker's whole list; its next event is number `next_event`."""
+        self.forget(worker)
+        self._next_event[worker] = next_event - 1
+        self.apply(worker, next_event - 1, stored, ())
+
+    def forget(self, worker: str) -> None:
+        """A worker has died or left: it holds nothing, and its events begin at 0 again."""
+        self._next_event.pop(worker, None)
+        bit = self._bits.pop(worker, 0)
+        for table in (self._held, self._coming):
+            for block in [block for block, mask in table.items() if mask & bit]:
+                _remove(table, block, bit)
+
+    def expect(self, worker: str, blocks: Iterable[bytes]) -> None:
+        """A request with these blocks was sent there: the next with the same beginning finds them."""
+        bit = self._bit(worker)
+        for block in blocks:
+            if not self._held.get(block, 0) & bit:
+                self._coming[block] = self._coming.get(block, 0) | bit
+
+    def give_up(self, worker: str, blocks: Iterable[bytes]) -> None:
+        """That request has ended: what was not stored by now does not come."""
+        bit = self._bit(worker)
+        for block in blocks:
+            _remove(self._coming, block, bit)
+
+    def hits(self, chain: Sequence[bytes]) -> dict[str, int]:
+        """How many blocks of a chain, from its beginning, each worker holds or will; without those that hold none."""
+        held, coming = self._held, self._coming
+        mask, ends = -1, list[tuple[int, int]]()
+        for depth, block in enumerate(chain):
+            still = mask & (held.get(block, 0) | coming.get(block, 0))
+            if still != mask:
+                if depth:
+                    ends.append((mask & ~still, depth))
+                mask = still
+                if not mask:
+                    break
+        if mask and chain:
+            ends.append((mask, len(chain)))
+        names = {bit: name for name, bit in self._bits.items()} if ends else {}
+        return {names[bit]: depth for workers, depth in ends for bit in _single_bits(workers)}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def _bit(self, worker: str) -> int:
+        if worker not in self._bits:
+            taken = sum(self._bits.values())
+            self._bits[worker] = ~taken & (taken + 1)  # the lowest that is free
+        return self._bits[worker]
+
+
+def _remove(table: dict[bytes, int], block: bytes, bit: int) -> None:
+    left = table.get(block, 0) & ~bit
+    if left:
+        table[block] = left
+    else:
+        table.pop(block, None)
+
+
+def _single_bits(mask: int) -> Iterator[int]:
+    while mask:
+        bit = mask & -mask
+        yield bit
+        mask ^= bit
