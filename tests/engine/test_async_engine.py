@@ -299,3 +299,20 @@ def test_a_tenants_short_request_is_not_behind_all_of_anothers(serve):
         await asyncio.gather(*map(read, flood))
 
     serve(body, max_num_seqs=2, max_num_batched_tokens=16, num_kv_blocks=64)
+
+
+def test_seeds_are_chosen_where_requests_come_in_as_an_engine_would_choose_them(serve, make_llm):
+    """A request without a seed draws what it draws from `LLM`; one with a seed, or a greedy one, takes no number."""
+    free, greedy = SamplingParams(temperature=1.5, max_tokens=8), SamplingParams(temperature=0.0, max_tokens=8)
+    asked = [free, greedy, SamplingParams(temperature=1.5, max_tokens=8, seed=5), free]
+    alone = [output.outputs[0].token_ids for output in make_llm(seed=3).generate(["hello"] * 4, asked)]
+
+    async def body(engine):
+        sent, put = [], engine.host.put
+        engine.host.put = lambda message: (sent.append(message), put(message))
+        streams = [await engine.submit("hello", params) for params in asked]
+        found = [[update async for update in stream][-1].output.outputs[0].token_ids for stream in streams]
+        assert found == alone and found[0] != found[3]
+        assert [message.sampling_params.seed is None for message in sent] == [False, True, False, False]
+
+    serve(body, seed=3)

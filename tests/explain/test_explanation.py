@@ -55,6 +55,18 @@ def test_seats_are_named_with_what_more_of_them_would_cost():
     assert "all 8 seats" in found.sentences[1]
 
 
+def test_the_way_to_a_worker_is_told_with_its_reason_however_short_it_was():
+    for seconds, cause in ((1.0, "route"), (1e-6, "prompt_length")):
+        timeline = RequestTimeline(arrival=0.0)
+        timeline.mark(IntervalKind.ROUTE, seconds, reason="worker 1: it died")
+        timeline.mark(IntervalKind.ROUTE, 2 * seconds, reason="worker 0: 64 of 100 tokens cached")
+        timeline.add_prefill(step(0, 2 * seconds, 2 * seconds + 0.01), 100, 0.01)
+        timeline.hand_over_tokens(1, timeline.end)
+        found = explain(make_request(), timeline, make_machine())
+        assert "Routed to worker 1: it died; then worker 0: 64 of 100 tokens cached." in found.sentences
+        assert [one.cause for one in found.diagnoses if one.seconds] == [cause]
+
+
 @pytest.mark.parametrize(("reason", "flag"), [("blocks", "--num-kv-blocks"), ("budget", "--max-num-batched-tokens")])
 def test_what_kept_it_waiting_names_the_flag(reason, flag):
     found = explain(make_request(), lived(queue=1.0, reason=reason), make_machine())

@@ -15,7 +15,6 @@ import pytest
 from raw_client import LONG, ONE, PATH, PROBE, connect, events, read_reply, send, surviving, tokens, until
 from running import PATIENCE
 from tiny_gguf import write_tiny_gguf
-from twinphase.server import service as service_module
 from twinphase.server.config import ServerConfig
 from twinphase.server.service import Service
 
@@ -201,16 +200,16 @@ class FakeHost:
     """Of an engine's process: counts how often it was killed."""
 
     num_killed = num_restarts = 0
+    last_death = failure = None
 
     def kill(self):
         self.num_killed += 1
 
 
-def test_an_engine_that_stands_still_is_unhealthy_and_ended(monkeypatch):
+def test_an_engine_that_stands_still_is_unhealthy_and_ended():
     """The watch's clock is the test's: in a running server that moment is over before it can be asked for."""
-    monkeypatch.setattr(service_module, "ProcessHost", FakeHost)
     host = FakeHost()
-    service = Service(SimpleNamespace(failure=None), "m", ServerConfig(stall_timeout=2.0))
+    service = Service(host, "m", ServerConfig(stall_timeout=2.0))
     engine = service.engine = SimpleNamespace(
         is_running=True, num_unfinished=1, stats=None, host=host, progress=None, last_embedded=0.0
     )

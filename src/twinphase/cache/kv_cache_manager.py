@@ -151,9 +151,11 @@ class KVCacheManager:
     def _skip(self, request: Request, num_blocks: int) -> None:
         before = request.num_computed_tokens
         request.num_computed_tokens += num_blocks * self.block_size
-        if request.num_preemptions == 0:
-            request.num_cached_tokens += request.num_computed_tokens - before
-            self.num_hit_tokens += request.num_computed_tokens - before
+        if request.num_preemptions == 0:  # what is cached of an output that the request came with is not its prompt
+            prompt = len(request.prompt_token_ids)
+            hits = min(request.num_computed_tokens, prompt) - min(before, prompt)
+            request.num_cached_tokens += hits
+            self.num_hit_tokens += hits
 
     def _miss(self, request: Request, num_hits: int) -> PrefixMiss | None:
         if not self.enable_prefix_caching:

@@ -13,7 +13,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -41,12 +41,13 @@ from twinphase.engine.messages import (
     ToEngine,
 )
 from twinphase.engine.outputs import Transcript
-from twinphase.engine.stream import RequestStream
+from twinphase.engine.stream import RequestStream, take_all
 from twinphase.engine.text import ModelText
 from twinphase.errors import EngineDeadError, EngineUnavailableError
 from twinphase.explain.explanation import Explanation
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, RequestCounts, SamplingParams, check_priority_and_salt, check_tenant
+from twinphase.sampling.rng import derive_seed
 
 if TYPE_CHECKING:
     from twinphase.tokenizer.prompt_parts import Run
@@ -104,6 +105,7 @@ class AsyncEngine:
         # For an answer: requests by id, questions by number.
         self._waiting: dict[str | int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
         self._numbers = count()
+        self._seedless = count()  # requests that a seed was chosen for
         host.start(self._receive, self._died)
 
     @classmethod
@@ -196,7 +198,7 @@ class AsyncEngine:
         check_tenant(tenant, weight)
         encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
         asked = priority, cache_salt, tenant, float(weight), list(encoded.prediction_token_ids)
-        add = Add(name, encoded.token_ids, params, encoded.arrival, encoded.tokenized, *asked)
+        add = Add(name, encoded.token_ids, self._seeded(params), encoded.arrival, encoded.tokenized, *asked)
         timeline = RequestTimeline(encoded.arrival)
         timeline.mark(IntervalKind.TOKENIZE, encoded.tokenized)
         transcript = Transcript(
@@ -309,11 +311,11 @@ class AsyncEngine:
             if stream is None:
                 continue
             if stream.loop is here:
-                _take(stream, news, end)
+                take_all([(stream, news)], end)
             else:
                 elsewhere.setdefault(stream.loop, []).append((stream, news))
         for loop, items in elsewhere.items():
-            _post_to(loop, _take_all, items, end)
+            _post_to(loop, take_all, items, end)
 
     def _died(self, error: EngineDeadError) -> None:
         self.progress = Loading("starting again")
@@ -342,6 +344,12 @@ class AsyncEngine:
         finally:
             self._waiting.pop(about, None)
 
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        """With a seed, chosen here and not where the request is computed: any engine then draws the same."""
+        if params.seed is not None or params.greedy or self.facts is None:
+            return params
+        return replace(params, seed=derive_seed(self.facts.config.seed, next(self._seedless)))
+
     def _end(self, stream: RequestStream, reason: FinishReason) -> None:
         """For the stream, from any thread."""
         reference = self._streams.get(stream.request_id)
@@ -367,18 +375,6 @@ def _resolve(future: asyncio.Future[Any], answer: Any) -> None:
         future.set_exception(answer)
     else:
         future.set_result(answer)
-
-
-def _take(stream: RequestStream, news: News, step_end: float | None) -> None:
-    try:
-        stream.take(news, step_end)
-    except Exception as error:  # one answer's text must not cost the others theirs
-        stream.fail(error)
-
-
-def _take_all(items: list[tuple[RequestStream, News]], step_end: float | None) -> None:
-    for stream, news in items:
-        _take(stream, news, step_end)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -85,7 +85,8 @@ class Engine:
         """Validate and queue a request.
 
         Args:
-            request: new; a seed is chosen for it if it needs one and has none.
+            request: new, or with output tokens of an answer that another engine began: it goes on as that one would
+                have. A seed is chosen for it if it needs one and has none.
             timeline: what happened to the request before, such as tokenizing; a new one if None.
 
         Returns:
@@ -93,7 +94,7 @@ class Engine:
 
         Raises:
             InvalidRequestError: empty prompt, id in use, token id out of the vocabulary, a priority where the policy
-                has none, or a value that is not supported.
+                has none, output that has ended already, or a value that is not supported.
             ContextLengthError: prompt and `max_tokens` do not fit `max_model_len`.
             CacheCapacityError: the KV cache is too small for it, even when empty.
         """
@@ -202,6 +203,11 @@ class Engine:
                 f"Lower max_tokens to {limit - len(prompt)}, or shorten the prompt.",
             )
         self._check_ids("prompt", prompt)
+        output, scheduler = request.output_token_ids, self.scheduler
+        self._check_ids("output", output)
+        whole = request.num_tokens >= scheduler.max_tokens_total(request)
+        if output and (whole or params.ends_at(output[-1], len(output), scheduler.eos_token_ids)):
+            raise InvalidRequestError("The answer has ended with the tokens it has.", "There is nothing to continue.")
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
 

@@ -43,6 +43,9 @@ class Host(Protocol):
     text: ModelText
     embeds: bool  # whether the model makes vectors, and writes no text
     is_running: bool  # whether the engine takes messages
+    num_restarts: int  # so far
+    last_death: EngineDeadError | None  # why the last one was needed
+    failure: Refused | None  # what refused the model at the first start, if it was refused
 
     def start(self, receive: Receive, died: Died) -> None:
         """Begin; both functions may be called from any thread, `died` once for each death."""
@@ -54,12 +57,19 @@ class Host(Protocol):
             EngineDeadError: the engine takes none, or this is a forked child.
         """
 
+    def kill(self) -> None:
+        """End an engine that answers no more, so that it is started again, where that can be done."""
+
     def close(self) -> None:
         """End the engine after the step it is in."""
 
 
 class ThreadHost:
-    """A loaded engine in a thread of this process."""
+    """A loaded engine in a thread of this process, which ends with it."""
+
+    num_restarts = 0
+    last_death: EngineDeadError | None = None
+    failure: Refused | None = None
 
     def __init__(self, loaded: Any) -> None:
         """The `LoadedEngine` or `LoadedEmbedder` belongs to the thread from now on."""
@@ -84,6 +94,9 @@ class ThreadHost:
             raise self.dead()
         self._loop.put(message)
 
+    def kill(self) -> None:
+        """A thread cannot be ended from outside."""
+
     def close(self) -> None:
         if not self._process.is_here:
             return
@@ -100,7 +113,8 @@ class ThreadHost:
             self.error = error
         finally:
             self.is_running = False
-            self._died(self.dead())
+            self.last_death = self.dead()
+            self._died(self.last_death)
 
     def dead(self) -> EngineDeadError:
         """What to tell those who come now."""

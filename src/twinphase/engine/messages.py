@@ -58,6 +58,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
         arrival, tokenized: when the request came, and when its tokens were ready, seconds.
         tenant, weight: whose it is, and that tenant's share beside others.
         prediction_token_ids: what its user expects the answer to be.
+        output_token_ids: of an answer that another engine began: this one goes on with it, bit for bit.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     tenant: str = ""
     weight: float = 1.0
     prediction_token_ids: list[int] = []
+    output_token_ids: list[int] = []
 
 
 class End(msgspec.Struct, tag=True, frozen=True):

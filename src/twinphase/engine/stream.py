@@ -7,7 +7,7 @@ growing text, not as a queue.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 
 from twinphase.engine.messages import News
@@ -15,7 +15,7 @@ from twinphase.engine.outputs import StreamUpdate, Transcript
 from twinphase.phases.timeline import IntervalKind
 from twinphase.request import FinishReason
 
-__all__ = ["RequestStream"]
+__all__ = ["RequestStream", "take_all"]
 
 
 class RequestStream:
@@ -124,3 +124,12 @@ class RequestStream:
         num_new = self.transcript.num_tokens_given - len(self._times)
         if num_new > 0:
             self._times.extend([perf_counter()] * num_new)
+
+
+def take_all(items: Iterable[tuple[RequestStream, News]], step_end: float | None) -> None:
+    """On the streams' loop: what a step brought to each; one answer's text must not cost the others theirs."""
+    for stream, news in items:
+        try:
+            stream.take(news, step_end)
+        except Exception as error:
+            stream.fail(error)

@@ -5,7 +5,7 @@ shows why a step was as it was, on any machine and without the model; a replay t
 changed its mind.
 
     header    the scheduler's settings and the prices the cost model started from
-    add       a request: prompt, sampling values, priority, salt, tenant and its weight
+    add       a request: prompt, sampling values, priority, salt, tenant and its weight; output that it came with
     finish    an abort, or a stop string that the front end found
     step      the drafts there were, the decision (`decision`) and the tokens that came of it
     observe   what the step took, from which the cost model learns
@@ -88,7 +88,8 @@ class TraceWriter:
 
     def add(self, request: Request) -> None:
         """A request was accepted; its seed is known."""
-        names = ("request_id", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "weight")
+        names = ["request_id", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "weight"]
+        names += ["output_token_ids"] if request.output_token_ids else []
         values = {name: getattr(request, name) for name in names}
         self._write("add", {**values, "sampling_params": asdict(request.sampling_params)})
 

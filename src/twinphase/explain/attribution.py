@@ -15,6 +15,7 @@ WORTH_NAMING = 0.1  # smallest share of the time in question that is told
 COLD_STEPS = 4  # a prompt that began in the engine's first steps may have found it cold,
 COLD_FACTOR = 2.0  # and did if it took this many times what it would take now
 EITHER_PHASE = {
+    IntervalKind.ROUTE: "route",
     IntervalKind.RECOMPUTE: "cache_pressure",
     IntervalKind.DETOKENIZE: "detokenize",
     IntervalKind.SEND: "slow_reader",

@@ -378,6 +378,7 @@ CAUSES: dict[str, Callable[[Evidence, float], About]] = {
     "cache_pressure": _cache_pressure,
     "contention": _contention,
     "slow_reader": _slow_reader,
+    "route": partial(_plain, "Reaching its worker"),
     "tokenize": partial(_plain, "Tokenizing the prompt"),
     "detokenize": partial(_plain, "Turning tokens into text"),
     "unattributed": partial(_plain, "Work that the engine did not name"),

@@ -101,6 +101,9 @@ def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis,
                 f"{phase.title()}: {totals.tokens} of its tokens in {steps}, which took {duration(totals.seconds)} "
                 f"with everybody in them{'' if bound == 'unknown' else f', bound by {bound}'}."
             )
+    routes = dict.fromkeys(one.reason for one in evidence.intervals(IntervalKind.ROUTE) if one.reason)
+    if routes:
+        lines.append(f"Routed to {'; then '.join(routes)}.")
     if (guesses := speculation_sentence(evidence)) is not None:
         lines.append(guesses)
     if all(one.cause != "missed_prefix" for one in diagnoses):

@@ -20,6 +20,7 @@ class IntervalKind(enum.StrEnum):
     """What a request's time was spent on (the ledger's words)."""
 
     TOKENIZE = "tokenize"
+    ROUTE = "route"  # the choice of a worker, the way there and back, and what a worker did that then died
     QUEUE = "queue"  # not running: before the first step, and after each preemption
     PREFILL = "prefill"  # its own share of the steps that computed its prompt
     PREFILL_WAIT = "prefill_wait"  # the rest of those steps, and the steps between its chunks
@@ -85,7 +86,7 @@ class Interval:
         step: index of the step it belongs to; -1 for none, or several.
         prefill_tokens: of a stall, the others' prompt tokens in that step.
         caused_by: of a stall, the requests those belong to.
-        reason: of queue, what kept the first in line from being let in (`Batch.held_back`).
+        reason: of queue, what kept the first in line from being let in (`Batch.held_back`); of route, why that worker.
         other_tenants: of queue and stall, seconds of it that went to other tenants' work.
     """
 

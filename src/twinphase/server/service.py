@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from twinphase.engine.async_engine import AsyncEngine
-from twinphase.engine.host import Host, ProcessHost
+from twinphase.engine.host import Host
 from twinphase.engine.messages import EngineFacts, StepStats
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
@@ -143,8 +143,7 @@ class Service:
     @property
     def failure(self) -> TwinphaseError | None:
         """Why the model could not be loaded at all."""
-        refused = self.host.failure if isinstance(self.host, ProcessHost) else None
-        return refused.error() if refused else None
+        return self.host.failure.error() if self.host.failure else None
 
     def require_engine(self) -> AsyncEngine:
         """The engine, or the error that says why it takes no requests."""
@@ -237,14 +236,13 @@ class Service:
         last_step = max(engine.stats.end if engine.stats else 0.0, engine.last_embedded)
         was_stalled, limit = self.stalled, self.config.stall_timeout
         self.stalled = self._busy_since is not None and now - max(self._busy_since, last_step) > limit
-        if isinstance(engine.host, ProcessHost):
-            if self.stalled and not was_stalled:
-                LOG.error("The engine made no step for %.0f s; it is restarted.", limit)
-                engine.host.kill()
-            if engine.host.num_restarts > self._num_restarts:
-                self._num_restarts = engine.host.num_restarts
-                LOG.error("%s", engine.host.last_death)
-                self.metrics.engine_restarted()
+        if self.stalled and not was_stalled:
+            LOG.error("The engine made no step for %.0f s; it is restarted.", limit)
+            engine.host.kill()
+        if engine.host.num_restarts > self._num_restarts:
+            self._num_restarts = engine.host.num_restarts
+            LOG.error("%s", engine.host.last_death)
+            self.metrics.engine_restarted()
         self.metrics.engine_up(engine.is_running and not self.stalled)
         if not busy:
             self.metrics.idle()
