@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from steps import per_isa
 from twinphase.backends.cpu.formats import FORMATS
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import ROWS_PER_TILE
+from twinphase.backends.cpu.tiling import MATRIX_LEAST, ROWS_PER_TILE
 
 F32 = NDArray[np.float32]
 ROW_CHUNK = 192  # rows of a tile
@@ -105,14 +105,14 @@ def test_quantized(name: str, isa: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_has_the_same_bits_among_any_number(name: str, isa: str) -> None:
     rng, inputs, outputs = np.random.default_rng(6), 768 if FORMATS[name].nested else 608, 70
-    raw, x = random_blocks(rng, outputs, inputs, name), random_rows(rng, 64, inputs)
-    packed, residual = pack(isa, name, raw, inputs), random_rows(rng, 64, 96)
+    raw, x = random_blocks(rng, outputs, inputs, name), random_rows(rng, 128, inputs)
+    packed, residual = pack(isa, name, raw, inputs), random_rows(rng, 128, 96)
     spec, weights, groups = f"quantized_linear:{name}", packed.ctypes.data, inputs // 32
     alone = [
         linear(isa, spec, weights, groups, outputs, Activations(isa, x[m : m + 1]), 1, residual[m : m + 1])
-        for m in range(64)
+        for m in range(128)
     ]
-    for rows in (*range(2, 20), 31, 32, 33, 47, 48, 49, 64):
+    for rows in (*range(2, 20), 31, 48, 64, MATRIX_LEAST - 1, MATRIX_LEAST, MATRIX_LEAST + 1, 111, 112, 113, 128):
         together = linear(isa, spec, weights, groups, outputs, Activations(isa, x[:rows]), 1, residual[:rows])
         np.testing.assert_array_equal(together, np.concatenate(alone[:rows]), f"{rows} rows")
 

@@ -9,6 +9,7 @@ __all__ = [
     "LOGIT_PARTS",
     "MATRIX_BATCH",
     "MATRIX_CHUNK_ROWS",
+    "MATRIX_LEAST",
     "MATRIX_PANEL",
     "MATRIX_ROWS",
     "ROWS_PER_TILE",
@@ -24,7 +25,8 @@ CHUNK_BYTES = (
 )  # of a linear layer's inputs that stay in the second-level cache while strips of weights pass by
 # The same in matrix tiles, whose processors have 2 MB of it: a strip is unpacked for each chunk.
 MATRIX_CHUNK_BYTES, MATRIX_CHUNK_ROWS = 1 << 20, 512
-MATRIX_ROWS = 16  # rows of a matrix tile, the fewest that are multiplied so
+MATRIX_ROWS = 16  # rows of a matrix tile
+MATRIX_LEAST = 96  # rows from which tiles are worth unpacking cold weights for; see docs/design/0013-matrix-tiles.md
 MATRIX_PANEL = 16  # groups of a strip that are unpacked at once
 MATRIX_BATCH = 4  # groups that are multiplied before they are scaled
 ROWS_PER_TILE = 4  # rows of an elementwise tile
@@ -39,7 +41,7 @@ def row_chunk(rows: int, row_bytes: int, strips: int, tiles: int, matrix_tiles: 
     As many as the cache holds, but few enough that `strips` strips of weights give about `tiles` tiles; in chunks of
     equal size, of whole matrix tiles where there are such.
     """
-    matrix_tiles &= rows >= MATRIX_ROWS
+    matrix_tiles &= rows >= MATRIX_LEAST
     chunks = -(-rows * row_bytes // (MATRIX_CHUNK_BYTES if matrix_tiles else CHUNK_BYTES))
     chunks = max(chunks, min(-(-tiles // strips), rows // 48), 1)
     if not matrix_tiles:

@@ -25,7 +25,7 @@ from twinphase.backends.cpu.kernels.register_tile import (
     each_group,
     store_tile,
 )
-from twinphase.backends.cpu.tiling import MATRIX_ROWS, SLOT
+from twinphase.backends.cpu.tiling import MATRIX_LEAST, SLOT
 
 __all__ = ["dense_experts", "dense_linear", "quantized_experts", "quantized_linear"]
 
@@ -68,7 +68,7 @@ def _quantized_run(isa: Isa, format_name: str) -> Any:
     def run(w: int, groups: int, first_strip: int, end_strip: int, data: int, data_stride: int, scale: int, fsum: int,
             scale_stride: int, isum: int, out: int, out_stride: int, residual: int, residual_stride: int,
             first_row: int, rows: int, scratch: int) -> None:  # fmt: skip
-        if rows >= MATRIX_ROWS:
+        if rows >= MATRIX_LEAST:
             many(w, groups, first_strip, end_strip, data, data_stride, scale, fsum, scale_stride, isum, out, out_stride,
                  residual, residual_stride, first_row, rows, scratch)  # fmt: skip
         else:
