@@ -22,7 +22,7 @@ from twinphase.backends.cpu.intrinsics import (
     store_f32,
 )
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kernels.packing import BLOCK_BYTES, code_of, iq4_scale, k_minimum, k_scale, q3_scale
+from twinphase.backends.cpu.kernels.packing import BLOCK_BYTES
 
 __all__ = ["embed"]
 
@@ -35,6 +35,87 @@ def _float_from_bits(ctx: Any, bits: Any) -> Any:
         return b.bitcast(b.trunc(args[0], ir.IntType(32)), F32)
 
     return types.float32(types.int64), codegen
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _k_scale(block: int, j: int) -> int:
+    """6-bit scale j of a Q4_K or Q5_K block."""
+    if j < 4:
+        return load_u8(block + 4 + j) & 63
+    return (load_u8(block + 8 + j) & 15) | (load_u8(block + j) >> 6 << 4)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _k_minimum(block: int, j: int) -> int:
+    """6-bit minimum j of a Q4_K or Q5_K block."""
+    if j < 4:
+        return load_u8(block + 8 + j) & 63
+    return (load_u8(block + 8 + j) >> 4) | (load_u8(block + 4 + j) >> 6 << 4)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _q3_scale(block: int, i: int) -> int:
+    """Scale i of the 16 of a Q3_K block: 6 bits, less 32."""
+    low = load_u8(block + 96 + i % 8) >> 4 * (i // 8) & 15
+    return (low | (load_u8(block + 104 + i % 4) >> 2 * (i // 4) & 3) << 4) - 32
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _iq4_scale(block: int, j: int) -> int:
+    """Scale j of the 8 of an IQ4_XS block: 6 bits, less 32."""
+    low = load_u8(block + 4 + j // 2) >> 4 * (j % 2) & 15
+    return (low | (load_u16(block + 2) >> 2 * j & 3) << 4) - 32
+
+
+def _code_of(name: str) -> Any:
+    """The function (block address, group within the block, input within the group) -> code."""
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q4(block: int, j: int, k: int) -> int:
+        return load_u8(block + header + k % 16) >> 4 * (k // 16) & 15
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q5(block: int, j: int, k: int) -> int:
+        low = load_u8(block + header + 4 + k % 16) >> 4 * (k // 16) & 15
+        return low | (load_u32(block + header) >> k & 1) << 4
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q8(block: int, j: int, k: int) -> int:
+        return load_u8(block + 2 + k) ^ 128
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q4_k(block: int, j: int, k: int) -> int:
+        return load_u8(block + 16 + j // 2 * 32 + k) >> 4 * (j % 2) & 15
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q5_k(block: int, j: int, k: int) -> int:
+        low = load_u8(block + 48 + j // 2 * 32 + k) >> 4 * (j % 2) & 15
+        return low | (load_u8(block + 16 + k) >> j & 1) << 4
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q6_k(block: int, j: int, k: int) -> int:
+        half, part = j // 4, j % 4
+        low = load_u8(block + half * 64 + part % 2 * 32 + k) >> 4 * (part // 2) & 15
+        return low | (load_u8(block + 128 + half * 32 + k) >> 2 * part & 3) << 4
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q2_k(block: int, j: int, k: int) -> int:
+        return load_u8(block + 16 + j // 4 * 32 + k) >> 2 * (j % 4) & 3
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def q3_k(block: int, j: int, k: int) -> int:
+        low = load_u8(block + 32 + j // 4 * 32 + k) >> 2 * (j % 4) & 3
+        return low | (load_u8(block + k) >> j & 1) << 2
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def iq4_xs(block: int, j: int, k: int) -> int:
+        return load_u8(block + 8 + 16 * j + k % 16) >> 4 * (k // 16) & 15
+
+    header = 4 if name.endswith("_1") else 1 if name == "MXFP4" else 2
+    return {
+        "Q4_0": q4, "Q4_1": q4, "Q5_0": q5, "Q5_1": q5, "Q8_0": q8, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
+        "Q2_K": q2_k, "Q3_K": q3_k, "IQ4_NL": q4, "IQ4_XS": iq4_xs, "MXFP4": q4,
+    }[name]  # fmt: skip
 
 
 def _value_of(isa: Isa, name: str) -> Any:
@@ -55,7 +136,7 @@ def _value_of(isa: Isa, name: str) -> Any:
 
     if name in ("F32", "F16", "BF16"):
         return {"F32": f32, "F16": f16, "BF16": bf16}[name]
-    fmt, size, code = FORMATS[name], BLOCK_BYTES[name], code_of(name)
+    fmt, size, code = FORMATS[name], BLOCK_BYTES[name], _code_of(name)
     offset, minimum = fmt.offset, fmt.minimum
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -67,8 +148,8 @@ def _value_of(isa: Isa, name: str) -> Any:
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def nested(row: int, k: int) -> float:
         block, j = row + k // 256 * size, k // 32 % 8
-        scale = half(block) * types.float32(k_scale(block, j))
-        return scale * types.float32(code(block, j, k % 32)) - half(block + 2) * types.float32(k_minimum(block, j))
+        scale = half(block) * types.float32(_k_scale(block, j))
+        return scale * types.float32(code(block, j, k % 32)) - half(block + 2) * types.float32(_k_minimum(block, j))
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def q6_k(row: int, k: int) -> float:
@@ -86,7 +167,7 @@ def _value_of(isa: Isa, name: str) -> Any:
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def q3_k(row: int, k: int) -> float:
         block, j = row + k // 256 * size, k // 32 % 8
-        scale = half(block + 108) * types.float32(q3_scale(block, k // 16 % 16))
+        scale = half(block + 108) * types.float32(_q3_scale(block, k // 16 % 16))
         return scale * types.float32(code(block, j, k % 32) - 4)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -97,7 +178,7 @@ def _value_of(isa: Isa, name: str) -> Any:
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def iq4_xs(row: int, k: int) -> float:
         block, j = row + k // 256 * size, k // 32 % 8
-        scale = half(block) * types.float32(iq4_scale(block, j))
+        scale = half(block) * types.float32(_iq4_scale(block, j))
         return scale * types.float32(IQ4_VALUES[code(block, j, k % 32)])
 
     @njit(inline="always")  # type: ignore[untyped-decorator]

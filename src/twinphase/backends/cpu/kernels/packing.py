@@ -1,5 +1,8 @@
 """Packs a quantized matrix from a checkpoint's blocks into strips (`formats.py`), without changing a value.
 
+Sixteen rows at a time: four bytes of each, turned, are the four inputs of sixteen outputs that a packed line wants side
+by side. What a block holds is then said once for all rows, with a row in each lane of a vector.
+
 The block layouts are those of ggml (ggml-common.h, `dequantize_row_*`), which the gguf package documents in
 `gguf.quants`; the tests compare with that package.
 """
@@ -7,207 +10,263 @@ The block layouts are those of ggml (ggml-common.h, `dequantize_row_*`), which t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
-from numba import njit
+from llvmlite import ir
 
-from twinphase.backends.cpu.formats import FORMATS, SUPER
-from twinphase.backends.cpu.intrinsics import (
-    KERNEL_SIGNATURE,
-    fields,
-    load_u8,
-    load_u16,
-    load_u32,
-    store_u8,
-    store_u16,
-)
+from twinphase.backends.cpu.emit import I8, I16, I32, Emit, Value, vector
+from twinphase.backends.cpu.formats import FORMATS, STRIP, SUPER, PackedFormat
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields
 from twinphase.backends.cpu.isa import Isa
 
-__all__ = ["BLOCK_BYTES", "code_of", "iq4_scale", "k_minimum", "k_scale", "pack", "q3_scale"]
+__all__ = ["BLOCK_BYTES", "pack"]
 
-HALF = 32768  # sign bit of a float16
+HALF = 0x8000  # sign bit of a float16
+LANES = 16
+WORDS = vector(I32, LANES)
 BLOCK_BYTES = {
     "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176,
     "Q6_K": 210, "IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17,
 }  # fmt: skip
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def k_scale(block: int, j: int) -> int:
-    """6-bit scale j of a Q4_K or Q5_K block."""
+class _Blocks:
+    """A block of each of 16 rows. Values are int32 lanes, one a row; `start` and `at` are bytes from the block's."""
+
+    def __init__(self, e: Emit, rows: list[Value], offset: Value) -> None:
+        self.e, self.rows, self.offset = e, rows, offset
+        self._turned: dict[int, list[Value]] = {}
+
+    def quad(self, start: int, number: int) -> Value:
+        """Four bytes, those at `start` + 4 * `number`; 16 from a multiple of 16 behind `start` are read."""
+        at = start + number // 4 * 16
+        if at not in self._turned:
+            self._turned[at] = self._turn(at)
+        return self._turned[at][number % 4]
+
+    def _turn(self, at: int) -> list[Value]:
+        e = self.e
+        loads = [e.load(vector(I32, 4), row, self.offset, at) for row in self.rows]
+        # Rows 0, 4, 8 and 12 in one vector, 1, 5, 9 and 13 in the next, and so on: 4 x 4 words turn within 128 bits.
+        pairs = [e.shuffle(loads[i], loads[i + 4], range(8)) for i in (0, 1, 2, 3, 8, 9, 10, 11)]
+        rows = [e.shuffle(pairs[i], pairs[i + 4], range(16)) for i in range(4)]
+        low, high = [0, 16, 1, 17], [2, 18, 3, 19]
+        first, second = [0, 1, 16, 17], [2, 3, 18, 19]
+
+        def within(left: Value, right: Value, lanes: list[int]) -> Value:
+            return e.shuffle(left, right, [4 * part + lane for part in range(4) for lane in lanes])
+
+        halves = [(within(rows[0], rows[1], lanes), within(rows[2], rows[3], lanes)) for lanes in (low, high)]
+        return [within(left, right, lanes) for left, right in halves for lanes in (first, second)]
+
+    def byte(self, start: int, number: int) -> Value:
+        """The byte at `start` + `number`, with what is above it."""
+        return self.shifted(self.quad(start, number // 4), number % 4 * 8)
+
+    def word(self, at: int, element: ir.Type) -> Value:
+        """An unsigned number of that size."""
+        values = ir.Constant(vector(element, LANES), ir.Undefined)
+        for lane, row in enumerate(self.rows):
+            loaded = self.e.load(element, row, self.offset, at)
+            values = self.e.b.insert_element(values, loaded, ir.Constant(I32, lane))
+        return values if element == I32 else self.e.b.zext(values, WORDS)
+
+    def shifted(self, value: Value, bits: int, mask: int | None = None) -> Value:
+        """value >> bits (<< -bits) & mask."""
+        b, by = self.e.b, self.e.splat(WORDS, abs(bits))
+        value = value if bits == 0 else b.lshr(value, by) if bits > 0 else b.shl(value, by)
+        return value if mask is None else b.and_(value, self.e.splat(WORDS, mask))
+
+    def joined(self, *values: Value) -> Value:
+        return reduce(self.e.b.or_, values)
+
+
+# The codes of a block: the function (blocks, group, quad) -> bytes of 4 inputs.
+_Code = Callable[[_Blocks, int, int], Value]
+LOW, PAIR, BIT = 0x0F0F0F0F, 0x03030303, 0x01010101  # the low 4 bits, 2 bits and bit of each byte
+
+
+def _nibbles(header: int) -> _Code:
+    return lambda x, j, q: x.shifted(x.quad(header + 16 * j, q % 4), 4 * (q // 4), LOW)
+
+
+def _q5(header: int) -> _Code:
+    low = _nibbles(header + 4)
+
+    def code(x: _Blocks, j: int, q: int) -> Value:
+        # Bit i of 4 to bit 8 i: of the products at 7 i + bit no two meet, and only those wanted are at a byte's start.
+        bits = x.shifted(x.word(header, I32), 4 * q, 15)
+        spread = x.shifted(x.e.b.mul(bits, x.e.splat(WORDS, 0x00204081)), 0, BIT)
+        return x.joined(low(x, j, q), x.shifted(spread, -4))
+
+    return code
+
+
+def _q8(x: _Blocks, j: int, q: int) -> Value:
+    return x.e.b.xor(x.quad(2, q), x.e.splat(WORDS, 0x80808080))
+
+
+def _k_nibbles(start: int) -> _Code:
+    return lambda x, j, q: x.shifted(x.quad(start + j // 2 * 32, q), 4 * (j % 2), LOW)
+
+
+def _q5_k(x: _Blocks, j: int, q: int) -> Value:
+    return x.joined(_k_nibbles(48)(x, j, q), x.shifted(x.shifted(x.quad(16, q), j, BIT), -4))
+
+
+def _q6_k(x: _Blocks, j: int, q: int) -> Value:
+    half, part = j // 4, j % 4
+    low = x.shifted(x.quad(half * 64 + part % 2 * 32, q), 4 * (part // 2), LOW)
+    return x.joined(low, x.shifted(x.shifted(x.quad(128 + half * 32, q), 2 * part, PAIR), -4))
+
+
+def _q2_k(x: _Blocks, j: int, q: int) -> Value:
+    return x.shifted(x.quad(16 + j // 4 * 32, q), 2 * (j % 4), PAIR)
+
+
+def _q3_k(x: _Blocks, j: int, q: int) -> Value:
+    low = x.shifted(x.quad(32 + j // 4 * 32, q), 2 * (j % 4), PAIR)
+    return x.joined(low, x.shifted(x.shifted(x.quad(0, q), j, BIT), -2))
+
+
+CODES: dict[str, _Code] = {
+    "Q4_0": _nibbles(2), "Q4_1": _nibbles(4), "Q5_0": _q5(2), "Q5_1": _q5(4), "Q8_0": _q8, "Q2_K": _q2_k,
+    "Q3_K": _q3_k, "Q4_K": _k_nibbles(16), "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _nibbles(2), "IQ4_XS": _nibbles(8),
+    "MXFP4": _nibbles(1),
+}  # fmt: skip
+
+# A group's scales, a vector for each of its parts, and its minima.
+_Scales = tuple[list[Value], list[Value]]
+
+
+def _flat(x: _Blocks, j: int) -> _Scales:
+    return [x.word(0, I16)], [x.word(2, I16)]
+
+
+def _mxfp4(x: _Blocks, j: int) -> _Scales:
+    return [x.word(0, I8)], []
+
+
+def _k_scales(x: _Blocks, j: int) -> _Scales:
+    """Six bits each, the last groups' in three places."""
     if j < 4:
-        return load_u8(block + 4 + j) & 63
-    return (load_u8(block + 8 + j) & 15) | (load_u8(block + j) >> 6 << 4)
+        return [x.shifted(x.byte(0, 4 + j), 0, 63)], [x.shifted(x.byte(0, 8 + j), 0, 63)]
+    both = x.byte(0, 8 + j)
+    high = [x.shifted(x.shifted(x.byte(0, start + j), 6, 3), -4) for start in (0, 4)]
+    return [x.joined(x.shifted(both, 0, 15), high[0])], [x.joined(x.shifted(both, 4, 15), high[1])]
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def k_minimum(block: int, j: int) -> int:
-    """6-bit minimum j of a Q4_K or Q5_K block."""
-    if j < 4:
-        return load_u8(block + 8 + j) & 63
-    return (load_u8(block + 8 + j) >> 4) | (load_u8(block + 4 + j) >> 6 << 4)
+def _q6_k_scales(x: _Blocks, j: int) -> _Scales:
+    return [x.byte(192, 2 * j + part) for part in range(2)], []
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def q3_scale(block: int, i: int) -> int:
-    """Scale i of the 16 of a Q3_K block: 6 bits, less 32."""
-    low = load_u8(block + 96 + i % 8) >> 4 * (i // 8) & 15
-    return (low | (load_u8(block + 104 + i % 4) >> 2 * (i // 4) & 3) << 4) - 32
+def _q2_k_scales(x: _Blocks, j: int) -> _Scales:
+    both = [x.byte(0, 2 * j + part) for part in range(2)]
+    return [x.shifted(value, 0, 15) for value in both], [x.shifted(value, 4, 15) for value in both]
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def iq4_scale(block: int, j: int) -> int:
-    """Scale j of the 8 of an IQ4_XS block: 6 bits, less 32."""
-    low = load_u8(block + 4 + j // 2) >> 4 * (j % 2) & 15
-    return (low | (load_u16(block + 2) >> 2 * j & 3) << 4) - 32
+def _q3_k_scales(x: _Blocks, j: int) -> _Scales:
+    def scale(i: int) -> Value:
+        low, high = x.shifted(x.byte(92, 4 + i % 8), 4 * (i // 8), 15), x.byte(92, 12 + i % 4)
+        return _less_32(x, x.joined(low, x.shifted(x.shifted(high, 2 * (i // 4), 3), -4)))
+
+    return [scale(2 * j + part) for part in range(2)], []
 
 
-def code_of(name: str) -> Any:
-    """The function (block address, group within the block, input within the group) -> code."""
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q4(block: int, j: int, k: int) -> int:
-        return load_u8(block + header + k % 16) >> 4 * (k // 16) & 15
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q5(block: int, j: int, k: int) -> int:
-        low = load_u8(block + header + 4 + k % 16) >> 4 * (k // 16) & 15
-        return low | (load_u32(block + header) >> k & 1) << 4
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q8(block: int, j: int, k: int) -> int:
-        return load_u8(block + 2 + k) ^ 128
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q4_k(block: int, j: int, k: int) -> int:
-        return load_u8(block + 16 + j // 2 * 32 + k) >> 4 * (j % 2) & 15
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q5_k(block: int, j: int, k: int) -> int:
-        low = load_u8(block + 48 + j // 2 * 32 + k) >> 4 * (j % 2) & 15
-        return low | (load_u8(block + 16 + k) >> j & 1) << 4
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q6_k(block: int, j: int, k: int) -> int:
-        half, part = j // 4, j % 4
-        low = load_u8(block + half * 64 + part % 2 * 32 + k) >> 4 * (part // 2) & 15
-        return low | (load_u8(block + 128 + half * 32 + k) >> 2 * part & 3) << 4
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q2_k(block: int, j: int, k: int) -> int:
-        return load_u8(block + 16 + j // 4 * 32 + k) >> 2 * (j % 4) & 3
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q3_k(block: int, j: int, k: int) -> int:
-        low = load_u8(block + 32 + j // 4 * 32 + k) >> 2 * (j % 4) & 3
-        return low | (load_u8(block + k) >> j & 1) << 2
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def iq4_xs(block: int, j: int, k: int) -> int:
-        return load_u8(block + 8 + 16 * j + k % 16) >> 4 * (k // 16) & 15
-
-    header = 4 if name.endswith("_1") else 1 if name == "MXFP4" else 2
-    return {
-        "Q4_0": q4, "Q4_1": q4, "Q5_0": q5, "Q5_1": q5, "Q8_0": q8, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
-        "Q2_K": q2_k, "Q3_K": q3_k, "IQ4_NL": q4, "IQ4_XS": iq4_xs, "MXFP4": q4,
-    }[name]  # fmt: skip
+def _iq4_xs_scales(x: _Blocks, j: int) -> _Scales:
+    low, high = x.shifted(x.quad(0, 1), 4 * j, 15), x.shifted(x.quad(0, 0), 16 + 2 * j, 3)
+    return [_less_32(x, x.joined(low, x.shifted(high, -4)))], []
 
 
-def _put_scales(name: str) -> Any:
-    """The function (block, group within the block, output within the strip, record, header) that copies scales."""
-    fmt = FORMATS[name]
-    scale_at, minimum_at = fmt.code_bytes, fmt.code_bytes + fmt.scale_bytes
+def _less_32(x: _Blocks, value: Value) -> Value:
+    return x.e.b.sub(value, x.e.splat(WORDS, 32))
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def flat(block: int, j: int, o: int, record: int, header: int) -> None:
-        store_u16(record + scale_at + 2 * o, load_u16(block))
-        if has_minimum:
-            store_u16(record + minimum_at + 2 * o, load_u16(block + 2))
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def nested(block: int, j: int, o: int, record: int, header: int) -> None:
-        store_u8(record + scale_at + o, k_scale(block, j))
-        store_u8(record + minimum_at + o, k_minimum(block, j))
-        store_u16(header + 2 * o, load_u16(block))
-        store_u16(header + 64 + 2 * o, load_u16(block + 2) ^ HALF)  # minima are subtracted there, added here
+SCALES: dict[str, Callable[[_Blocks, int], _Scales]] = {
+    "MXFP4": _mxfp4, "Q4_K": _k_scales, "Q5_K": _k_scales, "Q6_K": _q6_k_scales, "Q2_K": _q2_k_scales,
+    "Q3_K": _q3_k_scales, "IQ4_XS": _iq4_xs_scales,
+}  # fmt: skip
+SHARED = {"Q4_K": 0, "Q5_K": 0, "Q6_K": 208, "Q2_K": 80, "Q3_K": 108, "IQ4_XS": 0}  # where a block's float16 are
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q6_k(block: int, j: int, o: int, record: int, header: int) -> None:
-        store_u8(record + scale_at + o, load_u8(block + 192 + 2 * j))
-        store_u8(record + scale_at + 32 + o, load_u8(block + 192 + 2 * j + 1))
-        store_u16(header + 2 * o, load_u16(block + 208))
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q2_k(block: int, j: int, o: int, record: int, header: int) -> None:
-        for part in range(2):
-            both = load_u8(block + 2 * j + part)
-            store_u8(record + scale_at + 32 * part + o, both & 15)
-            store_u8(record + minimum_at + 32 * part + o, both >> 4)
-        store_u16(header + 2 * o, load_u16(block + 80))
-        store_u16(header + 64 + 2 * o, load_u16(block + 82) ^ HALF)
+class _Strip:
+    """The half of a strip that 16 rows fill; `keep` has no bits in lanes beyond the matrix, where zeros stay."""
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q3_k(block: int, j: int, o: int, record: int, header: int) -> None:
-        for part in range(2):
-            store_u8(record + scale_at + 32 * part + o, q3_scale(block, 2 * j + part))
-        store_u16(header + 2 * o, load_u16(block + 108))
+    def __init__(self, e: Emit, fmt: PackedFormat, half: Value, keep: Value) -> None:
+        self.e, self.fmt, self.half, self.keep = e, fmt, half, keep
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def iq4_xs(block: int, j: int, o: int, record: int, header: int) -> None:
-        store_u8(record + scale_at + o, iq4_scale(block, j))
-        store_u16(header + 2 * o, load_u16(block))
+    def put(self, value: Value, element: ir.Type, at: Value, offset: int) -> None:
+        """A number for each output, at the place of the strip's first half."""
+        kept = self.e.b.and_(value, self.keep)
+        kept = kept if element == I32 else self.e.b.trunc(kept, vector(element, LANES))
+        self.e.store(kept, at, self.e.mul(self.half, LANES * element.width // 8), offset)
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def mxfp4(block: int, j: int, o: int, record: int, header: int) -> None:
-        store_u8(record + scale_at + o, load_u8(block))
+    def put_group(self, x: _Blocks, j: int, record: Value) -> None:
+        """Group j of the blocks."""
+        fmt = self.fmt
+        codes = [CODES[fmt.name](x, j, quad) for quad in range(8)]
+        lines = codes
+        if fmt.bits != 8:
+            low = [x.shifted(code, 0, LOW) for code in codes]
+            lines = [x.joined(low[i], x.shifted(low[i + 1], -4)) for i in range(0, 8, 2)]
+        for i in range(fmt.plane_lines):
+            per_line, bits = 8 // fmt.plane_lines, fmt.bits - 4
+            high = [x.shifted(code, 4, BIT if bits == 1 else PAIR) for code in codes[i * per_line :][:per_line]]
+            lines.append(x.joined(*(x.shifted(value, -bits * place) for place, value in enumerate(high))))
+        for i, line in enumerate(lines):
+            self.put(line, I32, record, 128 * i)
+        scales, minima = SCALES.get(fmt.name, _flat)(x, j)
+        element, at = (I8 if fmt.scale_size == 1 else I16), fmt.code_bytes
+        for value in scales + (minima if fmt.minimum else []):
+            self.put(value, element, record, at)
+            at += STRIP * fmt.scale_size
 
-    has_minimum = fmt.minimum
-    special = {"Q6_K": q6_k, "Q2_K": q2_k, "Q3_K": q3_k, "IQ4_XS": iq4_xs, "MXFP4": mxfp4}
-    return special.get(name, nested if fmt.nested else flat)
+    def put_shared(self, x: _Blocks, header: Value) -> None:
+        """The numbers that all groups of a block share."""
+        at = SHARED[self.fmt.name]
+        if not self.fmt.minimum:
+            self.put(x.word(at, I16), I16, header, 0)
+            return
+        both = x.word(at, I32)
+        self.put(both, I16, header, 0)
+        # Minima are subtracted there, added here.
+        self.put(self.e.b.xor(x.shifted(both, 16), self.e.splat(WORDS, HALF)), I16, header, 2 * STRIP)
 
 
 def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
     """One strip a tile. Arguments: source, bytes of a source row, outputs, groups, destination.
 
-    Outputs beyond the matrix (the last strip's padding) keep what the destination holds, zeros.
+    Outputs beyond the matrix (the last strip's padding) become zeros.
     """
     fmt = FORMATS[format_name]
-    code, put_scales = code_of(format_name), _put_scales(format_name)
-    size, per_block = BLOCK_BYTES[format_name], SUPER if fmt.nested else 1
-    record_bytes, header_bytes, bits = fmt.record_bytes, fmt.header_bytes, fmt.bits
-    arguments, plane_lines, per_header = fields(5), fmt.plane_lines, SUPER if fmt.nested else 1
+    per_block = SUPER if fmt.nested else 1
+    to_bytes = fmt.header_bytes + per_block * fmt.record_bytes
+
+    def half_strip(
+        e: Emit, source: Value, row_bytes: Value, rows: Value, blocks: Value, to: Value, half: Value
+    ) -> None:
+        lanes = ir.Constant(WORDS, list(range(LANES)))
+        inside = e.b.icmp_signed("<", lanes, e.broadcast(e.b.trunc(rows, I32), LANES))
+        strip = _Strip(e, fmt, half, e.b.sext(inside, WORDS))
+        last = e.add(rows, -1)
+        addresses = [e.add(source, e.mul(e.least(e.i64(lane), last), row_bytes)) for lane in range(LANES)]
+        with e.loop(0, blocks) as i:
+            x, header = _Blocks(e, addresses, e.mul(i, BLOCK_BYTES[format_name])), e.add(to, e.mul(i, to_bytes))
+            if fmt.nested:
+                strip.put_shared(x, header)
+            for j in range(per_block):
+                strip.put_group(x, j, e.add(header, fmt.header_bytes + j * fmt.record_bytes))
+
+    pack_half, arguments = emitted(isa, 6, half_strip), fields(5)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         source, row_bytes, outputs, groups, destination = arguments(args)
-        strip_bytes = groups * record_bytes + groups // per_header * header_bytes
-        for o in range(min(32, outputs - 32 * tile)):
-            row, block_of_16, lane = source + (32 * tile + o) * row_bytes, o // 16, o % 16 * 4
-            for g in range(groups):
-                block, j = row + g // per_block * size, g % per_block
-                header = destination + tile * strip_bytes + g // per_header * (header_bytes + per_header * record_bytes)
-                record = header + header_bytes + g % per_header * record_bytes
-                put_scales(block, j, o, record, header)
-                for i in range(4):
-                    plane0 = plane1 = 0
-                    for quad in range(8):
-                        value = code(block, j, 4 * quad + i)
-                        if bits == 8:
-                            store_u8(record + (2 * quad + block_of_16) * 64 + lane + i, value)
-                        elif quad % 2 == 0:
-                            store_u8(record + (2 * (quad // 2) + block_of_16) * 64 + lane + i, value & 15)
-                        else:
-                            at = record + (2 * (quad // 2) + block_of_16) * 64 + lane + i
-                            store_u8(at, load_u8(at) | (value & 15) << 4)
-                        if plane_lines == 1:
-                            plane0 |= value >> 4 << quad
-                        elif quad < 4:
-                            plane0 |= value >> 4 << 2 * quad
-                        else:
-                            plane1 |= value >> 4 << 2 * (quad - 4)
-                    if plane_lines >= 1:
-                        at = record + 512 + block_of_16 * 64 + lane + i
-                        store_u8(at, plane0)
-                        if plane_lines == 2:
-                            store_u8(at + 128, plane1)
+        blocks = groups // per_block
+        for half in range(2):
+            first = STRIP * tile + LANES * half
+            if first < outputs:
+                pack_half(source + first * row_bytes, row_bytes, min(LANES, outputs - first), blocks,
+                          destination + tile * blocks * to_bytes, half)  # fmt: skip
 
     return KERNEL_SIGNATURE, kernel
