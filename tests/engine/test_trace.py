@@ -69,6 +69,11 @@ def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("
         if choose.random() < 0.05:
             engine.keep_pace(Pace(choose.choice([None, 9.0, 12.1]), True, choose.choice([0.0, 0.004])))
         machine.now += choose.choice([0.0, 1e-4])  # what the front end takes
+        if number % 7 == 3:  # as if another engine had computed the beginning of a prompt that may come
+            other = engine_request("other", [20 + number % 2 * 10] * 4 * (1 + number % 5))
+            prefix_cache = engine.scheduler.kv_cache.prefix_cache
+            blocks = [prefix_cache.block(other, index) for index in range(other.num_tokens // 4)]
+            engine.accept(blocks, lambda block_ids, which: None)
         if engine.has_work:
             engine.step()
     machine.struck = set()
@@ -104,6 +109,7 @@ def test_a_replay_decides_the_same(log, seed, policy, itl_slo_ms, tenants):
         "step",
         "observe",
         "pace",
+        "accept",
     }
 
 
@@ -181,8 +187,8 @@ def test_other_times_lead_to_other_chunks(log):
     ("text", "match"),
     [
         ("", "is empty"),
-        ('{"event":"header","version":99}\n', "Line 1 of .* not the header of a step log of version 3"),
-        ('{"event":"header","version":3}\n', "Line 1 of .* KeyError: 'prices'"),
+        ('{"event":"header","version":99}\n', "Line 1 of .* not the header of a step log of version 4"),
+        ('{"event":"header","version":4}\n', "Line 1 of .* KeyError: 'prices'"),
         ('{"a":1}\n', "Line 1 of .* not the header"),
         ("hello\n", "Line 1 of .* is not a JSON object"),
         ("[1]\n", "Line 1 of .* is not a JSON object"),

@@ -5,11 +5,11 @@ Ints only. Not a policy: who may have blocks, and when, is the scheduler's decis
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from twinphase.cache.block_pool import BlockPool
-from twinphase.cache.prefix_cache import PrefixCache
+from twinphase.cache.prefix_cache import Acceptance, CachedBlock, PrefixCache
 from twinphase.errors import CacheFullError
 from twinphase.request import MissReason, PrefixMiss, Request
 
@@ -136,6 +136,39 @@ class KVCacheManager:
         if self.enable_prefix_caching:
             for index in range(before // self.block_size, request.num_computed_tokens // self.block_size):
                 self.prefix_cache.insert(request, index)
+
+    def accept(self, blocks: Sequence[CachedBlock], write: Callable[[list[int], list[int]], None]) -> list[Acceptance]:
+        """Make blocks that were computed elsewhere findable here. Nobody owns them: they may be evicted at once.
+
+        They take free blocks, then cached ones, oldest use first; never one that a request holds, and never one of
+        their own beginnings.
+
+        Args:
+            blocks: a parent before its children.
+            write: told block ids, and which of `blocks` go there; what it raises leaves everything as it was.
+
+        Returns:
+            What became of each block.
+        """
+        if not self.enable_prefix_caching:
+            return [Acceptance.NO_ROOM] * len(blocks)
+        verdicts = self.prefix_cache.judge(blocks)
+        wanted = [number for number, verdict in enumerate(verdicts) if verdict is Acceptance.STORED]
+        before = self.prefix_cache.beginnings([blocks[number] for number in wanted])
+        self.pool.share(before)
+        block_ids: list[int] = []
+        try:
+            room = min(len(wanted), self.pool.num_available)
+            for number in wanted[room:]:
+                verdicts[number] = Acceptance.NO_ROOM
+            if room:
+                block_ids = self.pool.allocate(room)
+                write(block_ids, wanted[:room])
+                for block_id, number in zip(block_ids, wanted, strict=False):
+                    self.prefix_cache.put(block_id, blocks[number])
+        finally:
+            self.pool.release([*before, *block_ids], cached=self.prefix_cache.holds)
+        return verdicts
 
     def free(self, request: Request) -> None:
         """Take all blocks of `request`; its tokens are no longer computed, but findable ones stay so for a while."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import islice
 
 from twinphase.request import MissReason, PrefixMiss, Request
 
-__all__ = ["PrefixCache"]
+__all__ = ["Acceptance", "BlockChanges", "CachedBlock", "PrefixCache"]
 
 MOST_EVICTED = 1 << 16  # hashes of evicted blocks to remember, at most
 MOST_SIBLINGS = 64  # cached blocks to compare with, where a prompt leaves the cached ones
@@ -21,11 +23,56 @@ MOST_SIBLINGS = 64  # cached blocks to compare with, where a prompt leaves the c
 
 @dataclass(frozen=True)
 class CachedBlock:
-    """A block whose content is known."""
+    """A block whose content is known, here or elsewhere: its hash names its bits, wherever they were computed.
+
+    Attributes:
+        parent: hash of the block before it, or the root.
+        index: of the block in its sequence.
+    """
 
     block_hash: bytes
     parent: bytes
     token_ids: tuple[int, ...]
+    index: int
+
+
+class Acceptance(StrEnum):
+    """What became of a block that came from elsewhere."""
+
+    STORED = "stored"
+    KNOWN = "known"  # its content is here already
+    WRONG = "wrong"  # its hash is not that of its tokens, or its index not its parent's plus one
+    ORPHAN = "orphan"  # its parent is not here, so nobody could find it
+    NO_ROOM = "no_room"  # requests hold all blocks, or its own beginning would have to go
+
+
+class BlockChanges:
+    """Which blocks can be found since it was last asked, and which no longer can; the changes are numbered."""
+
+    def __init__(self) -> None:
+        self.next_id = 0
+        self._stored: dict[bytes, None] = {}
+        self._evicted: dict[bytes, None] = {}
+
+    def stored(self, block_hash: bytes) -> None:
+        if block_hash in self._evicted:
+            del self._evicted[block_hash]
+        else:
+            self._stored[block_hash] = None
+
+    def evicted(self, block_hash: bytes) -> None:
+        if block_hash in self._stored:
+            del self._stored[block_hash]
+        else:
+            self._evicted[block_hash] = None
+
+    def take(self) -> tuple[int, list[bytes], list[bytes]]:
+        """The first change's number, the hashes stored and those evicted; no hash is in both."""
+        first, stored, evicted = self.next_id, list(self._stored), list(self._evicted)
+        self.next_id += len(stored) + len(evicted)
+        self._stored.clear()
+        self._evicted.clear()
+        return first, stored, evicted
 
 
 class PrefixCache:
@@ -40,7 +87,8 @@ class PrefixCache:
             fingerprint: of model and KV format: KV of another one must never match.
         """
         self.block_size = block_size
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
+        self.changes: BlockChanges | None = None  # kept from `watch` on
         self._block_of: dict[bytes, int] = {}
         self._content: dict[int, CachedBlock] = {}
         self._children: dict[bytes, dict[bytes, None]] = {}  # hashes of cached blocks, by parent
@@ -57,9 +105,7 @@ class PrefixCache:
     def root(self, salt: str | None) -> bytes:
         """The parent of a first block."""
         salted = b"" if salt is None else salt.encode(errors="surrogatepass")
-        return hashlib.sha256(
-            b"twinphase %d %d " % (self.block_size, len(salted)) + salted + self._fingerprint
-        ).digest()
+        return hashlib.sha256(b"twinphase %d %d " % (self.block_size, len(salted)) + salted + self.fingerprint).digest()
 
     def block_hash(self, request: Request, index: int) -> bytes:
         """Hash of the request's block number `index`, which must be full; kept with the request."""
@@ -67,26 +113,71 @@ class PrefixCache:
         while len(known) <= index:
             parent = known[-1] if known else self.root(request.cache_salt)
             start = len(known) * size
-            tokens = array("i", request.token_ids(start, start + size)).tobytes()
-            known.append(hashlib.sha256(parent + tokens).digest())
+            known.append(_hash(parent, request.token_ids(start, start + size)))
         return known[index]
+
+    def block(self, request: Request, index: int) -> CachedBlock:
+        """The request's block number `index`, which must be full, as it is known everywhere."""
+        block_hash, start = self.block_hash(request, index), index * self.block_size
+        parent = request.block_hashes[index - 1] if index else self.root(request.cache_salt)
+        return CachedBlock(block_hash, parent, tuple(request.token_ids(start, start + self.block_size)), index)
+
+    def watch(self) -> tuple[int, list[bytes]]:
+        """Keep `changes` from now on: the number of the next one, and the hashes that can be found now."""
+        self.changes = self.changes or BlockChanges()
+        self.changes.take()
+        return self.changes.next_id, list(self._block_of)
 
     def find(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
 
     def insert(self, request: Request, index: int) -> None:
         """Make the request's computed block number `index` findable, unless an equal one is already."""
-        block_hash = self.block_hash(request, index)
         block_id = request.block_ids[index]
-        if block_hash in self._block_of or block_id in self._content:
-            return
-        parent = request.block_hashes[index - 1] if index else self.root(request.cache_salt)
-        start = index * self.block_size
-        tokens = tuple(request.token_ids(start, start + self.block_size))
-        self._block_of[block_hash] = block_id
-        self._content[block_id] = CachedBlock(block_hash, parent, tokens)
-        self._children.setdefault(parent, {})[block_hash] = None
-        self._evicted.pop(block_hash, None)
+        if self.block_hash(request, index) not in self._block_of and block_id not in self._content:
+            self.put(block_id, self.block(request, index))
+
+    def put(self, block_id: int, block: CachedBlock) -> None:
+        """Make `block` findable in `block_id`, which has its bits; neither is known yet."""
+        self._block_of[block.block_hash] = block_id
+        self._content[block_id] = block
+        self._children.setdefault(block.parent, {})[block.block_hash] = None
+        self._evicted.pop(block.block_hash, None)
+        if self.changes is not None:
+            self.changes.stored(block.block_hash)
+
+    def judge(self, blocks: Sequence[CachedBlock]) -> list[Acceptance]:
+        """What may become of blocks from elsewhere, each after those before it: STORED where there is room."""
+        coming: dict[bytes, int] = {}
+        verdicts = []
+        for block in blocks:
+            verdicts.append(self._judge(block, coming))
+            if verdicts[-1] is Acceptance.STORED:
+                coming[block.block_hash] = block.index
+        return verdicts
+
+    def _judge(self, block: CachedBlock, coming: dict[bytes, int]) -> Acceptance:
+        size_is_right = len(block.token_ids) == self.block_size
+        if not size_is_right or _hash(block.parent, block.token_ids) != block.block_hash:
+            return Acceptance.WRONG
+        if block.block_hash in coming or block.block_hash in self._block_of:
+            return Acceptance.KNOWN
+        before = coming.get(block.parent)
+        if before is None and (block_id := self.find(block.parent)) is not None:
+            before = self._content[block_id].index
+        if before is None and block.index:
+            return Acceptance.ORPHAN
+        return Acceptance.STORED if block.index == (0 if before is None else before + 1) else Acceptance.WRONG
+
+    def beginnings(self, blocks: Collection[CachedBlock]) -> list[int]:
+        """Ids of the cached blocks that come before these in their sequences, a parent before its children."""
+        found: dict[int, int] = {}
+        for block in blocks:
+            block_id = self.find(block.parent)
+            while block_id is not None and block_id not in found:
+                found[block_id] = self._content[block_id].index
+                block_id = self.find(self._content[block_id].parent)
+        return sorted(found, key=lambda block_id: found[block_id])
 
     def evict(self, block_id: int) -> None:
         """The block's content is given up; its hash is remembered for a while."""
@@ -97,6 +188,8 @@ class PrefixCache:
         if not siblings:
             del self._children[content.parent]
         self._evicted[content.block_hash] = None
+        if self.changes is not None:
+            self.changes.evicted(content.block_hash)
         if len(self._evicted) > self._most_evicted:
             del self._evicted[next(iter(self._evicted))]
 
@@ -139,3 +232,7 @@ class PrefixCache:
         children = {h for hashes in self._children.values() for h in hashes}
         if children != set(self._block_of) or not all(self._children.values()):
             raise AssertionError("the prefix cache's tree differs from its blocks")
+
+
+def _hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()

@@ -5,11 +5,12 @@ Single-threaded: every method is called from one thread, between steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from twinphase.batch import Batch, Phase, StepOutput
+from twinphase.cache.prefix_cache import Acceptance, CachedBlock
 from twinphase.engine.checks import check_id, unknown_request
 from twinphase.engine.executor import Executor
 from twinphase.engine.recorder import StepRecorder
@@ -131,6 +132,13 @@ class Engine:
         scheduler.prefill_room = pace.prefill_room
         if self.recorder.trace:
             self.recorder.trace.pace(scheduler.slo_seconds, scheduler.prefill_room)
+
+    def accept(self, blocks: Sequence[CachedBlock], write: Callable[[list[int], list[int]], None]) -> list[Acceptance]:
+        """Between steps, make blocks that another engine computed findable; see `KVCacheManager.accept`."""
+        verdicts = self.scheduler.kv_cache.accept(blocks, write)
+        if self.recorder.trace:
+            self.recorder.trace.accept(blocks, verdicts)
+        return verdicts
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request between steps, such as at a stop string; unknown and finished ones are left alone."""

@@ -21,6 +21,7 @@ from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.messages import (
     Accepted,
     Add,
+    BlocksChanged,
     End,
     EngineFacts,
     Finished,
@@ -33,6 +34,7 @@ from twinphase.engine.messages import (
     StepStats,
     Stop,
     ToEngine,
+    WatchBlocks,
 )
 from twinphase.errors import TwinphaseError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
@@ -57,18 +59,24 @@ class _Queue:
     error: TwinphaseError | None = None
 
 
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[[Engine], None]
+
+
 class EngineLoop:
     """Runs an engine on messages; `send` takes its own, on the loop's thread."""
 
     def __init__(self, loaded: LoadedEngine, send: Callable[[FromEngine], None]) -> None:
         self.loaded = loaded
         self._send = send
-        self._inbox: queue.SimpleQueue[ToEngine | _Queue] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToEngine | _Queue | _Call] = queue.SimpleQueue()
         self._compilers: ThreadPoolExecutor | None = None
         self._compiling: set[str] = set()  # ids; one that ended meanwhile is taken out
         self._lock = threading.Lock()
         self._timelines: dict[str, RequestTimeline] = {}  # of unfinished requests that came by message
         self._looks: deque[LookAt] = deque()  # one is answered between two steps: looking must not slow others
+        self._calls: deque[Callable[[Engine], None]] = deque()  # likewise
         self._stopped = False
         self.pace: Pace | None = None
 
@@ -85,6 +93,10 @@ class EngineLoop:
                 self._compiling.discard(message.request_id)
         self._inbox.put(message)
 
+    def between_steps(self, function: Callable[[Engine], None]) -> None:
+        """Have the loop's thread call `function`, from any thread; one is called between two steps."""
+        self._inbox.put(_Call(function))
+
     def run(self) -> None:
         """Serve until `Stop`; what the engine raises ends it."""
         engine = self.loaded.engine
@@ -95,26 +107,32 @@ class EngineLoop:
                 self._drain(engine)
                 if self._looks:
                     self._look(engine, self._looks.popleft())
+                if self._calls:
+                    self._calls.popleft()(engine)
                 if engine.has_work and not self._stopped:
-                    result = engine.step()
-                    self._send(StepNews(self._news(engine, result), _stats(engine, result)))
-                    engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
-                    if self.pace is None or (self.pace.chosen and engine.ledger.num_steps % PACE_STEPS == 0):
-                        self.pace = self.loaded.settle_pace()
+                    self._step(engine)
+                self._tell_blocks(engine)
         finally:
             if self._compilers is not None:
                 self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def _step(self, engine: Engine) -> None:
+        result = engine.step()
+        self._send(StepNews(self._news(engine, result), _stats(engine, result)))
+        engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
+        if self.pace is None or (self.pace.chosen and engine.ledger.num_steps % PACE_STEPS == 0):
+            self.pace = self.loaded.settle_pace()
 
     def _drain(self, engine: Engine) -> None:
         """Take all waiting messages; without work, wait for one."""
         while not self._stopped:
             try:
-                message = self._inbox.get(block=not (engine.has_work or self._looks))
+                message = self._inbox.get(block=not (engine.has_work or self._looks or self._calls))
             except queue.Empty:
                 return
             self._take(engine, message)
 
-    def _take(self, engine: Engine, message: ToEngine | _Queue) -> None:
+    def _take(self, engine: Engine, message: ToEngine | _Queue | _Call) -> None:
         if isinstance(message, Add):
             self._add(engine, _Queue(message, None))
         elif isinstance(message, _Queue):
@@ -127,6 +145,11 @@ class EngineLoop:
             self._end(engine, message)
         elif isinstance(message, LookAt):
             self._looks.append(message)
+        elif isinstance(message, _Call):
+            self._calls.append(message.function)
+        elif isinstance(message, WatchBlocks):
+            first_id, hashes = engine.scheduler.kv_cache.prefix_cache.watch()
+            self._send(BlocksChanged(first_id, hashes, whole=True))
         elif isinstance(message, Stop):
             self._stopped = True
 
@@ -192,6 +215,13 @@ class EngineLoop:
         timeline = engine.timelines[message.request_id].copy()
         timeline.compact()
         return Seen(message.number, timeline, self.loaded.explain(known.counts(), timeline))
+
+    def _tell_blocks(self, engine: Engine) -> None:
+        changes = engine.scheduler.kv_cache.prefix_cache.changes
+        if changes is not None:
+            first_id, stored, evicted = changes.take()
+            if stored or evicted:
+                self._send(BlocksChanged(first_id, stored, evicted))
 
     def _news(self, engine: Engine, result: StepResult) -> list[News]:
         finished = {request.request_id: request for request in result.finished}

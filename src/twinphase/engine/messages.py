@@ -24,6 +24,7 @@ from twinphase.scheduler.pace import Pace
 __all__ = [
     "Accepted",
     "Add",
+    "BlocksChanged",
     "Embed",
     "Embedded",
     "End",
@@ -40,6 +41,7 @@ __all__ = [
     "StepStats",
     "Stop",
     "ToEngine",
+    "WatchBlocks",
 ]
 
 
@@ -99,6 +101,10 @@ class Embed(msgspec.Struct, tag=True, frozen=True):
 
     number: int
     token_ids: list[int]
+
+
+class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Tell which blocks can be found now, and from now on what changes; asked again, the whole is told again."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -163,6 +169,21 @@ class Seen(msgspec.Struct, tag=True, frozen=True):
     number: int
     timeline: RequestTimeline | None
     explanation: Explanation | None
+
+
+class BlocksChanged(msgspec.Struct, tag=True, frozen=True):
+    """Which blocks the prefix cache holds more, and no longer; sent after `WatchBlocks` only.
+
+    Attributes:
+        first_id: number of the first change. The next message's is higher by the changes of this one, or one was lost.
+        stored, evicted: chain hashes; none is in both.
+        whole: `stored` are all blocks that can be found, whatever was told before; they are not numbered.
+    """
+
+    first_id: int
+    stored: list[bytes]
+    evicted: list[bytes] = []
+    whole: bool = False
 
 
 class Embedded(msgspec.Struct, tag=True, frozen=True):
@@ -241,5 +262,5 @@ class StepNews(msgspec.Struct, tag=True, frozen=True):
     stats: StepStats | None = None
 
 
-ToEngine = Load | Add | Embed | End | LookAt | Stop
-FromEngine = Loading | EngineFacts | Refused | Accepted | Embedded | Seen | StepNews
+ToEngine = Load | Add | Embed | End | LookAt | Stop | WatchBlocks
+FromEngine = Loading | EngineFacts | Refused | Accepted | Embedded | Seen | StepNews | BlocksChanged

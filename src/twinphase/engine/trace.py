@@ -6,6 +6,7 @@ changed its mind.
 
     header    the scheduler's settings and the prices the cost model started from
     add       a request: prompt, sampling values, priority, salt, tenant and its weight; output that it came with
+    accept    KV blocks that came from another engine, and what became of them
     finish    an abort, or a stop string that the front end found
     step      the drafts there were, the decision (`decision`) and the tokens that came of it
     observe   what the step took, from which the cost model learns
@@ -26,6 +27,7 @@ from typing import IO, Any
 
 from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.cache.prefix_cache import Acceptance, CachedBlock
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.phases.cost import CostModel
 from twinphase.request import FinishReason, Request, SamplingParams
@@ -33,7 +35,7 @@ from twinphase.scheduler.scheduler import Scheduler
 
 __all__ = ["Replay", "TraceWriter", "decision", "replay", "trace_header"]
 
-VERSION = 3
+VERSION = 4
 Drafts = Mapping[str, Sequence[int]]
 
 
@@ -51,6 +53,11 @@ def _step(drafts: Drafts, batch: Batch, output: StepOutput) -> dict[str, Any]:
     return {"drafts": drafts, **decision(batch), "token_ids": output.token_ids, "errors": output.errors}
 
 
+def _acceptance(blocks: Sequence[CachedBlock], verdicts: Sequence[Acceptance]) -> dict[str, Any]:
+    rows = [[block.block_hash.hex(), block.parent.hex(), block.token_ids, block.index] for block in blocks]
+    return {"blocks": rows, "verdicts": list(verdicts)}
+
+
 def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
     """The header's values: what a replay has to be built from."""
     kv_cache = scheduler.kv_cache
@@ -58,6 +65,7 @@ def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
         "version": VERSION,
         "num_blocks": kv_cache.pool.num_blocks,
         "block_size": kv_cache.block_size,
+        "fingerprint": kv_cache.prefix_cache.fingerprint.decode(),
         "enable_prefix_caching": kv_cache.enable_prefix_caching,
         "max_model_len": scheduler.max_model_len,
         "eos_token_ids": sorted(scheduler.eos_token_ids),
@@ -92,6 +100,9 @@ class TraceWriter:
         names += ["output_token_ids"] if request.output_token_ids else []
         values = {name: getattr(request, name) for name in names}
         self._write("add", {**values, "sampling_params": asdict(request.sampling_params)})
+
+    def accept(self, blocks: Sequence[CachedBlock], verdicts: Sequence[Acceptance]) -> None:
+        self._write("accept", _acceptance(blocks, verdicts))
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         self._write("finish", {"request_id": request_id, "reason": reason.value})
@@ -187,6 +198,13 @@ class _Replaying:
             scheduler.commit(batch, output)
             self.num_steps += 1
             return line
+        elif kind == "accept":
+            blocks = [
+                CachedBlock(bytes.fromhex(block_hash), bytes.fromhex(parent), tuple(token_ids), index)
+                for block_hash, parent, token_ids, index in event["blocks"]
+            ]
+            verdicts = scheduler.kv_cache.accept(blocks, lambda block_ids, which: None)
+            return _line({"event": "accept", **_acceptance(blocks, verdicts)})
         else:
             raise InvalidRequestError(f"The event {kind!r} is not known.")
         return None
@@ -194,7 +212,10 @@ class _Replaying:
 
 def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
     kv_cache = KVCacheManager(
-        header["num_blocks"], header["block_size"], enable_prefix_caching=header["enable_prefix_caching"]
+        header["num_blocks"],
+        header["block_size"],
+        enable_prefix_caching=header["enable_prefix_caching"],
+        fingerprint=header["fingerprint"].encode(),
     )
     names = ("max_model_len", "eos_token_ids", "max_num_batched_tokens", "max_num_seqs", "policy", "itl_slo_ms",
              "usual_output", "window")  # fmt: skip
