@@ -31,7 +31,7 @@ def test_hits_are_those_of_sets_kept_by_hand(events):
         else:
             stored, evicted = (blocks, []) if kind == "store" else ([], blocks)
             assert index.apply(name, numbers[name], stored, evicted)
-            numbers[name] += 1
+            numbers[name] += len(blocks)
             held[name] = (held[name] - set(evicted)) | set(stored)
             coming[name] -= set(stored)
         for chain in (BLOCKS, BLOCKS[2:], BLOCKS[:1], []):
@@ -50,7 +50,7 @@ def test_a_gap_is_told_and_the_whole_list_mends_it():
     index = BlockIndex()
     assert index.apply("a", 0, BLOCKS[:1], [])
     assert index.apply("a", 0, BLOCKS[3:4], [])  # come twice: taken once
-    assert not index.apply("a", 2, BLOCKS[1:2], [])
+    assert not index.apply("a", 3, BLOCKS[1:2], [])
     assert index.hits(BLOCKS) == {"a": 1}
     index.replace("a", 5, BLOCKS[:3])
     assert index.hits(BLOCKS) == {"a": 3}

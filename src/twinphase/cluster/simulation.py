@@ -1,0 +1,255 @@
+"""A fleet of any size on one machine: real schedulers, KV bookkeeping and routing; made-up tokens, predicted times.
+
+Each simulated worker takes the steps that its scheduler decides, and a step lasts as long as the cost model says. No
+time passes otherwise, so that an hour of 128 workers takes minutes. Not for what a step computes, and not for the time
+that Python takes between steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from time import perf_counter
+
+from twinphase.batch import Batch, StepOutput
+from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.cache.prefix_cache import PrefixCache
+from twinphase.cluster.fleet import Fleet
+from twinphase.cluster.routing import FRAME_SECONDS, Decision, Role, Routing
+from twinphase.engine.executor import Executor
+from twinphase.request import Request, SamplingParams
+from twinphase.scheduler.chunk import StepTimes
+from twinphase.scheduler.scheduler import Scheduler
+
+__all__ = ["FleetSpec", "Outcome", "Simulation", "TraceRequest"]
+
+TOKEN = 7  # that everybody's answer consists of
+
+
+@dataclass(frozen=True)
+class FleetSpec:
+    """The workers, all alike but for their roles.
+
+    Attributes:
+        roles: of each worker.
+        times: the cost model of all.
+        num_blocks: of each worker's KV cache, of `block_size` tokens each.
+        max_num_batched_tokens, max_num_seqs, itl_slo_ms: as in `EngineConfig`.
+        block_bytes, bytes_per_second: of KV between workers.
+    """
+
+    roles: Sequence[Role]
+    times: StepTimes
+    num_blocks: int
+    block_size: int = 16
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    itl_slo_ms: float | None = None
+    max_model_len: int = 1 << 20
+    block_bytes: int = 0
+    bytes_per_second: float = 1e9
+
+    def names(self) -> list[str]:
+        """A name for each worker, by its role: `prefill-0`, `decode-0`, `worker-0`."""
+        numbers: dict[Role, count[int]] = {"both": count(), "prefill": count(), "decode": count()}
+        return [f"{'worker' if role == 'both' else role}-{next(numbers[role])}" for role in self.roles]
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """A request of a trace; `prompt` makes its token ids when it arrives, and not before: traces are long."""
+
+    arrival: float
+    num_outputs: int
+    prompt: Callable[[], list[int]]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request as its user would have seen it; times in seconds of the simulation."""
+
+    arrival: float
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_outputs: int = 0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    read_apart: bool = False  # by a worker of the prefill pool
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        return (self.last_token - self.first_token) / (self.num_outputs - 1) if self.num_outputs > 1 else 0.0
+
+
+class SimulatedExecutor:
+    """Computes nothing: every request that samples gets a token."""
+
+    def execute(self, batch: Batch) -> StepOutput:
+        return StepOutput({share.request_id: [TOKEN] for share in batch.scheduled if share.samples})
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A request that has not ended, wherever it is."""
+
+    asked: TraceRequest
+    decision: Decision
+    outcome: Outcome
+
+
+@dataclass
+class _Worker:
+    name: str
+    scheduler: Scheduler
+    executor: Executor = field(default_factory=SimulatedExecutor)
+    batch: Batch | None = None  # what it computes now
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        return self.scheduler.kv_cache.prefix_cache
+
+
+class Simulation:
+    """Runs a trace through a fleet.
+
+    Attributes:
+        outcomes: of the requests that have arrived, in that order.
+        routing_seconds: that each decision took on this machine.
+        busy_seconds: of steps, by worker.
+    """
+
+    def __init__(self, spec: FleetSpec, routing: Routing) -> None:
+        self.spec = spec
+        self.fleet = Fleet(routing)
+        self.outcomes: list[Outcome] = []
+        self.routing_seconds: list[float] = []
+        self.now = 0.0
+        self._workers: dict[str, _Worker] = {}
+        for name, role in zip(spec.names(), spec.roles, strict=True):
+            self.fleet.join(name, role, spec.times)
+            self._workers[name] = _Worker(name, self._scheduler())
+            self._workers[name].prefix_cache.watch()
+        self.busy_seconds = dict.fromkeys(self._workers, 0.0)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._live: dict[str, _Live] = {}
+
+    def run(self, trace: Iterable[TraceRequest], *, tick: Callable[[], None] | None = None) -> None:
+        """All of a trace, whose requests are in the order of their arrivals; `tick` is called when one has ended."""
+        self._tick = tick or (lambda: None)
+        self._arrivals = iter(trace)
+        self._expect_arrival()
+        while self._events:
+            self.now, _, happen = heapq.heappop(self._events)
+            happen()
+
+    def _scheduler(self) -> Scheduler:
+        spec = self.spec
+        return Scheduler(
+            KVCacheManager(spec.num_blocks, spec.block_size),
+            max_model_len=spec.max_model_len,
+            eos_token_ids=(),
+            times=spec.times,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            max_num_seqs=spec.max_num_seqs,
+            itl_slo_ms=spec.itl_slo_ms,
+        )
+
+    def _at(self, moment: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (moment, next(self._order), happen))
+
+    def _expect_arrival(self) -> None:
+        request = next(self._arrivals, None)
+        if request is not None:
+            self._at(request.arrival, lambda: self._arrive(request))
+
+    def _arrive(self, asked: TraceRequest) -> None:
+        self._expect_arrival()
+        request = self._request(str(len(self.outcomes)), asked, asked.prompt(), asked.num_outputs)
+        num_blocks = request.num_tokens // self.spec.block_size
+        chain = self._chain(request, num_blocks)
+        began = perf_counter()
+        decision = self.fleet.send(request.request_id, request.num_tokens, chain, most=asked.num_outputs)
+        self.routing_seconds.append(perf_counter() - began)
+        outcome = Outcome(asked.arrival, request.num_tokens, read_apart=decision.prefill_worker is not None)
+        self.outcomes.append(outcome)
+        self._live[request.request_id] = _Live(asked, decision, outcome)
+        if decision.prefill_worker is None:
+            self._add(decision.worker, request)
+        else:
+            reading = self._request(request.request_id, asked, request.prompt_token_ids, 1)
+            reading.block_hashes = chain
+            self._add(decision.prefill_worker, reading)
+
+    def _request(self, name: str, asked: TraceRequest, prompt: list[int], max_tokens: int) -> Request:
+        return Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), asked.arrival)
+
+    def chain_of(self, prompt: list[int]) -> list[bytes]:
+        """Hashes of a prompt's full blocks."""
+        return self._chain(Request("", prompt, SamplingParams()), len(prompt) // self.spec.block_size)
+
+    def _chain(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Hashes of a request's first blocks: the same on every worker."""
+        if num_blocks:
+            next(iter(self._workers.values())).prefix_cache.block_hash(request, num_blocks - 1)
+        return request.block_hashes
+
+    def _add(self, name: str, request: Request) -> None:
+        worker = self._workers[name]
+        worker.scheduler.add(request)
+        if worker.batch is None:
+            self._begin(worker)
+
+    def _begin(self, worker: _Worker) -> None:
+        if not worker.scheduler.has_work:
+            return
+        worker.batch = batch = worker.scheduler.schedule()
+        seconds = self.spec.times.seconds(batch.work)
+        self.busy_seconds[worker.name] += seconds
+        self._at(self.now + seconds, lambda: self._end(worker, batch))
+
+    def _end(self, worker: _Worker, batch: Batch) -> None:
+        finished = worker.scheduler.commit(batch, worker.executor.execute(batch))
+        worker.batch = None
+        if (changes := worker.prefix_cache.changes) is not None:
+            self.fleet.index.apply(worker.name, *changes.take())
+        for share in batch.prefills:
+            self.fleet.read(share.request_id, share.num_prefilled)
+            outcome = self._live[share.request_id].outcome
+            if share.samples and not outcome.first_token:
+                outcome.first_token, outcome.num_cached = self.now, share.num_cached_tokens
+        for request in finished:
+            live = self._live[request.request_id]
+            if worker.name == live.decision.prefill_worker and live.asked.num_outputs > 1:
+                self._hand_over(worker, request, live)
+            else:
+                self._finish(request, live.outcome)
+        self._begin(worker)
+
+    def _hand_over(self, reader: _Worker, request: Request, live: _Live) -> None:
+        """The blocks but for the last have come while the rest was read."""
+        worker, asked = self._workers[live.decision.worker], live.asked
+        decoding = self._request(request.request_id, asked, request.prompt_token_ids, asked.num_outputs)
+        decoding.block_hashes, decoding.output_token_ids = request.block_hashes, [TOKEN]
+        chain = self._chain(request, len(request.prompt_token_ids) // self.spec.block_size)
+        lacking = [index for index, block in enumerate(chain) if worker.prefix_cache.find(block) is None]
+        blocks = [reader.prefix_cache.block(request, index) for index in lacking]
+
+        def arrive() -> None:
+            worker.scheduler.kv_cache.accept(blocks, lambda block_ids, numbers: None)
+            self._add(worker.name, decoding)
+
+        last = FRAME_SECONDS + self.spec.block_bytes / self.spec.bytes_per_second
+        self._at(self.now + last * bool(blocks), arrive)
+
+    def _finish(self, request: Request, outcome: Outcome) -> None:
+        outcome.last_token, outcome.num_outputs = self.now, len(request.output_token_ids)
+        del self._live[request.request_id]
+        self.fleet.end(request.request_id, outcome.num_outputs)
+        self._tick()
