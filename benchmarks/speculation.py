@@ -115,10 +115,10 @@ class Mode:
         if self.name == "off":
             return None
         if self.name == "auto":
-            new = make_speculator(SpeculativeConfig("auto"), times, None, window)
+            new = make_speculator(SpeculativeConfig("auto"), times, lambda: None, window)
             assert new is not None
         else:
-            text = make_speculator(SpeculativeConfig("suffix"), times, None, window)
+            text = make_speculator(SpeculativeConfig("suffix"), times, lambda: None, window)
             assert text is not None
             new = Speculator(text.proposers, times, most=FIXED, window=window, always=True)
         if self.drafter is not None:

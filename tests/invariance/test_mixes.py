@@ -146,7 +146,7 @@ def make_drafter(kind: str, engine: Engine, right: Callable[[Request], Sequence[
         return None
     text = NgramProposer() if kind == "ngram" else SuffixProposer()
     proposers, always = [ForcedProposer(), PredictionProposer(), text], kind != "auto"
-    slo_seconds = engine.scheduler.slo_seconds
+    slo_seconds = lambda: engine.scheduler.slo_seconds  # noqa: E731
     return Speculator(proposers, engine.cost_model, most=8, slo_seconds=slo_seconds, always=always)
 
 

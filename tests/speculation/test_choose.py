@@ -9,7 +9,7 @@ from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, StepWork
 from twinphase.request import Request, SamplingParams
 from twinphase.speculation.choose import PAYS, ROW_SECONDS, Acceptance, choose_lengths
 from twinphase.speculation.proposer import Draft
-from twinphase.speculation.speculator import Speculator
+from twinphase.speculation.speculator import HOPELESS, PATIENCE, Speculator
 
 
 class Times:
@@ -145,6 +145,44 @@ def test_it_learns_from_drafts_that_were_not_verified():
     assert speculator.acceptance.probability("new", Draft("fixed", [7], 5), 0) > 0.9 > 0.1 > wrong
     assert drafts == {}
     assert step(speculator, requests[:1], [7]) != {}  # with one request it pays
+
+
+def test_who_is_asked_for_nothing_is_asked_less_often_until_a_draft_is_wanted():
+    fixed, requests = Fixed([7, 7, 7]), [make_request(str(number)) for number in range(2)]
+    speculator = Speculator([fixed], Times(0.3), most=3, retry=4)
+
+    def asked(steps, said):
+        before = fixed.asked
+        for _ in range(steps):
+            step(speculator, requests, [said])
+        return fixed.asked - before
+
+    assert asked(PATIENCE, 9) == 2 * PATIENCE
+    assert asked(40, 9) == 2 * 40 // 4
+    asked(100, 7)  # the guesses turn out right, so that they are drafted ...
+    assert asked(40, 7) == 2 * 40  # ... and looked for in every step again
+    speculator.forget(requests[0])
+    assert not speculator.sources("0")
+
+
+def test_where_nobody_wants_drafts_who_comes_is_asked_less_often_at_once():
+    fixed = Fixed([7, 7, 7])
+    speculator = Speculator([fixed], Times(0.3), most=3, retry=8)
+    for number in range(2 * HOPELESS // PATIENCE):
+        for _ in range(PATIENCE):
+            step(speculator, [make_request(str(number))], [9])
+    before = fixed.asked
+    for _ in range(40):
+        step(speculator, [make_request("new")], [9])
+    assert fixed.asked - before <= 1 + 40 // 8
+
+
+def test_the_slo_of_now_holds():
+    slo = [0.5]
+    speculator = Speculator([Fixed([7, 7, 7])], Times(0.0), most=3, slo_seconds=lambda: slo[0])
+    assert step(speculator, [make_request()], [7, 7, 7, 7]) == {}
+    slo[0] = 2.0
+    assert step(speculator, [make_request()], [7, 7, 7, 7]) == {"a": [7, 7, 7]}
 
 
 def test_a_proposer_that_fails_is_switched_off_for_the_request():

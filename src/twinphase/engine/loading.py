@@ -242,7 +242,7 @@ def make_engine(
         runner.show_hidden(heads)
     recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
     wanted = speculative_config(config.speculative_config)
-    drafter = make_speculator(wanted, cost_model, scheduler.slo_seconds, shape.window, heads)
+    drafter = make_speculator(wanted, cost_model, lambda: scheduler.slo_seconds, shape.window, heads)
     sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
     return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
 

@@ -103,7 +103,8 @@ def choose_lengths(
         window: of the model's layers that have one.
         limit: predicted seconds that no step may exceed for drafts; None is no limit.
     """
-    work, now = decodes, seconds(decodes)
+    work, predicted = decodes, seconds(decodes)
+    now = predicted
     tokens, lengths = float(decodes.sequences), dict[str, int]()
     # The surest row of each request, as a heap: (-chance that it brings a token, request).
     surest = [(-acceptance.probability(name, draft, 0), name) for name, draft in drafts.items() if draft.token_ids]
@@ -112,10 +113,11 @@ def choose_lengths(
         chance, name = heapq.heappop(surest)
         chance, length = -chance, lengths.get(name, 0)
         grown = work.plus(drafted_row(contexts[name] + length, window))
-        then = now + seconds(grown) - seconds(work) + ROW_SECONDS
+        longer = seconds(grown)
+        then = now + longer - predicted + ROW_SECONDS
         if chance * now <= PAYS * (then - now) * tokens or (limit is not None and then > limit):
             break
-        work, now, tokens = grown, then, tokens + chance
+        work, predicted, now, tokens = grown, longer, then, tokens + chance
         lengths[name] = length = length + 1
         if length < len(drafts[name].token_ids):
             heapq.heappush(surest, (-chance * acceptance.probability(name, drafts[name], length), name))

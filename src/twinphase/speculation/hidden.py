@@ -20,8 +20,6 @@ from twinphase.speculation.proposer import Draft
 __all__ = ["HiddenProposer", "silu"]
 
 F32 = NDArray[np.float32]
-UNWANTED = 16  # guesses in a row of which nothing was verified; then few are made, since making one takes time too
-SELDOM = 16  # steps between those
 
 
 def silu(x: F32) -> F32:
@@ -47,7 +45,7 @@ class HiddenProposer(ABC):
         self._due: dict[str, int] = {}  # output tokens known of who may be guessed for
         self._guessed: dict[str, tuple[int, list[int]]] = {}
         self._asked: dict[str, int] = {}  # in which step a request asked last
-        self._num_unwanted = self._num_steps = 0
+        self._num_steps = 0
 
     @abstractmethod
     def follow(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
@@ -64,9 +62,6 @@ class HiddenProposer(ABC):
     def read(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
         """See `HiddenReader`."""
         self._num_steps += 1
-        for share in batch.decodes:
-            if self._guessed.get(share.request_id, (-1,))[0] == len(share.output_token_ids):
-                self._num_unwanted = 0 if share.num_drafts else self._num_unwanted + 1
         try:
             self.follow(batch, output, hidden)
         except Exception:  # a guess is a favour: the tokens of the step are good
@@ -82,11 +77,11 @@ class HiddenProposer(ABC):
     def propose(self, request: Request, limit: int) -> list[Draft]:
         """See `Proposer`."""
         name = request.request_id
-        if limit <= 0 or (self._num_unwanted >= UNWANTED and self._num_steps % SELDOM):
+        if limit <= 0:
             self._asked.pop(name, None)
             return []
         if name in self._due:
-            last = self._num_steps - 1  # who asked then is expected to ask now
+            last = self._asked.get(name, self._num_steps - 1)  # who asked then too is expected to ask now
             names = [other for other in self._due if other == name or self._asked.get(other, -1) >= last]
             for other, token_ids in zip(names, self.guess(names), strict=True):
                 self._guessed[other] = self._due.pop(other), token_ids

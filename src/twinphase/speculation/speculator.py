@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Protocol
@@ -19,8 +19,9 @@ from twinphase.speculative import SpeculativeConfig
 
 __all__ = ["Speculator", "StepTimes", "make_speculator"]
 
-SELDOM = 16  # steps after which a guess is looked for again where none could pay
-PATIENCE, RETRY = 8, 4  # guesses in a row that were not wanted; steps between guesses from then on
+SELDOM = 16  # steps after which a guess is looked for again where none could pay, or where making one takes long
+PATIENCE, RETRY = 8, 4  # times in a row that a request was asked for nothing; steps between times from then on
+HOPELESS = 128  # times in a row that anybody was: who comes is asked as seldom from the beginning
 
 
 class StepTimes(Protocol):
@@ -46,7 +47,6 @@ class _State:
     """What is known of one request."""
 
     proposers: list[Proposer]
-    guess: Draft | None = None  # until it is known what came
     sources: dict[str, SourceCounts] = field(default_factory=dict)
     num_unwanted: int = 0  # times in a row that it was asked, and nothing was drafted
 
@@ -69,68 +69,68 @@ class Speculator:
         times: StepTimes,
         *,
         most: int,
-        slo_seconds: float | None = None,
+        slo_seconds: Callable[[], float | None] = lambda: None,
         window: int | None = None,
         always: bool = False,
+        retry: int = RETRY,
     ) -> None:
-        """`most` tokens are drafted at a time; `always` drafts as many, worth it or not, for comparison."""
+        """Draft as many tokens as are worth it.
+
+        Args:
+            proposers: in the order in which they are asked.
+            times: predicts the target's steps.
+            most: tokens drafted for a request at a time.
+            slo_seconds: the gap between tokens that holds now; drafts make no step longer than that.
+            window: of the model's layers that have one.
+            always: drafts as many as there are, worth it or not, for comparison.
+            retry: steps between guesses for a request where they are not wanted.
+        """
         self.acceptance = Acceptance()
         self.num_failures = 0
         self.proposers, self._times, self._most = tuple(proposers), times, most
-        self._slo_seconds, self._window, self._always = slo_seconds, window, always
+        self._slo_seconds, self._window, self._always, self._retry = slo_seconds, window, always, retry
         self._states: dict[str, _State] = {}
-        self._num_steps = 0
+        self._guesses: dict[str, Draft] = {}  # of this step
+        self._resting: set[str] = set()  # requests that were asked for nothing too often
+        self._num_steps = self._num_requests = self._num_unwanted = 0
+        self._least = 0.0  # chance of being right from which a guess pays
 
     def draft(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """See `Drafter`."""
         self._num_steps += 1
-        context = sum(request.num_tokens for request in requests) / len(requests)
-        decodes = StepWork.of_decodes(len(requests), context, self._window)
-        worthwhile = self._always or self._could_pay(decodes)
+        if len(requests) != self._num_requests or not self._num_steps % SELDOM:
+            self._num_requests, self._least = len(requests), self._least_chance(self._decodes(requests))
         drafts: dict[str, Draft] = {}
-        asked: list[_State] = []
-        for index, request in enumerate(requests):
-            state = self._states.get(request.request_id)
-            if state is None:
-                state = self._states[request.request_id] = _State(list(self.proposers))
-            state.guess = None
-            # Where no guess could pay, one request in turn is asked all the same, so that what is known stays true.
-            every = max(SELDOM, len(requests)) if not worthwhile else RETRY if state.num_unwanted >= PATIENCE else 1
-            if (self._num_steps + index) % every and not self._always:
-                continue
-            asked.append(state)
-            draft = self._best(request, state)
+        self._guesses = guesses = {}
+        asked = self._asked(requests)
+        for request in asked:
+            name = request.request_id
+            draft = self._best(request, self._state(name))
             if draft is not None:
-                drafts[request.request_id] = draft
+                guesses[name] = draft
+                if self._always or self.acceptance.probability(name, draft, 0) >= self._least:
+                    drafts[name] = draft
         if self.writing is not None:
-            drafts |= self._written([request for request in requests if request.request_id not in drafts])
-        if self._always:
-            lengths = {name: len(draft.token_ids) for name, draft in drafts.items()}
-        elif drafts:
-            contexts = {request.request_id: request.num_tokens + 1 for request in requests}
-            limit = None if self._slo_seconds is None else self._times.step_limit(self._slo_seconds)
-            lengths = choose_lengths(
-                drafts, contexts, decodes, self._times.seconds, self.acceptance, window=self._window, limit=limit
-            )
-        else:
-            lengths = {}
-        for state in asked if worthwhile else ():
-            state.num_unwanted += 1
-        for name in lengths:
-            self._states[name].num_unwanted = 0
+            others = [request for request in requests if request.request_id not in drafts]
+            written = self.writing.drafts(others, self.acceptance, self._always)
+            drafts |= written
+            guesses |= written
+        lengths = self._lengths(requests, drafts) if drafts else {}
+        self._learn_who_to_ask(asked, lengths)
         return {name: drafts[name].token_ids[:length] for name, length in lengths.items()}
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
         """See `Drafter`: what was said shows which guesses were right, those that were not verified too."""
         if self.writing is not None:
             self.writing.observe(batch, output)
-        for share in batch.decodes:
-            state = self._states.get(share.request_id)
-            if state is None or state.guess is None:
+        guesses, self._guesses = self._guesses, {}
+        for share in batch.decodes if guesses else ():
+            draft = guesses.get(share.request_id)
+            if draft is None:
                 continue
-            new, draft = output.token_ids.get(share.request_id, []), state.guess
+            new = output.token_ids.get(share.request_id, [])
             if share.num_drafts:
-                counts = state.sources.setdefault(draft.source, SourceCounts())
+                counts = self._state(share.request_id).sources.setdefault(draft.source, SourceCounts())
                 counts.drafted += share.num_drafts
                 counts.accepted += max(0, len(new) - 1)
             for position, (token_id, guessed) in enumerate(zip(new, draft.token_ids, strict=False)):
@@ -138,10 +138,10 @@ class Speculator:
                     self.acceptance.observe(share.request_id, draft, position, token_id == guessed)
                 if token_id != guessed:
                     break
-            state.guess = None
 
     def forget(self, request: Request) -> None:
         """See `Drafter`; the request learns what its prediction was worth."""
+        self._resting.discard(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None and (counts := state.sources.get("prediction")):
             request.num_accepted_prediction_tokens = counts.accepted
@@ -157,14 +157,63 @@ class Speculator:
         state = self._states.get(request_id)
         return state.sources if state is not None else {}
 
-    def _could_pay(self, decodes: StepWork) -> bool:
-        """Whether a guess that is sure to be right would be worth a row."""
+    def _state(self, name: str) -> _State:
+        state = self._states.get(name)
+        if state is None:
+            state = self._states[name] = _State(list(self.proposers))
+            if self._num_unwanted >= HOPELESS:
+                state.num_unwanted = PATIENCE
+        return state
+
+    def _decodes(self, requests: Sequence[Request]) -> StepWork:
+        """The step without drafts."""
+        context = sum(request.num_tokens for request in requests) / len(requests)
+        return StepWork.of_decodes(len(requests), context, self._window)
+
+    def _least_chance(self, decodes: StepWork) -> float:
+        """How likely the first drafted row has to be right to be worth its time; 1 or more where none is."""
         row = drafted_row(decodes.decode_contexts // decodes.sequences, self._window)
         now, then = self._times.seconds(decodes), self._times.seconds(decodes.plus(row))
-        return PAYS * (then - now + ROW_SECONDS) * decodes.sequences < now
+        return PAYS * (then - now + ROW_SECONDS) * decodes.sequences / now
+
+    def _asked(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Who is asked in this step."""
+        if self._always:
+            return requests
+        if self._least >= 1:  # no guess could pay; one request in turn, so that what is known stays true
+            place = self._num_steps % max(SELDOM, len(requests))
+            return requests[place : place + 1]
+        if self._resting and self._num_steps % self._retry:
+            return [request for request in requests if request.request_id not in self._resting]
+        return requests
+
+    def _learn_who_to_ask(self, asked: Sequence[Request], lengths: Mapping[str, int]) -> None:
+        """Requests for which asking brought nothing for long rest, until something is drafted for them."""
+        self._num_unwanted = 0 if lengths else self._num_unwanted + len(asked)
+        for name in lengths:
+            self._state(name).num_unwanted = 0
+            self._resting.discard(name)
+        for request in asked if self._least < 1 else ():
+            name = request.request_id
+            if name not in lengths:
+                state = self._state(name)
+                state.num_unwanted += 1
+                if state.num_unwanted >= PATIENCE:
+                    self._resting.add(name)
+
+    def _lengths(self, requests: Sequence[Request], drafts: Mapping[str, Draft]) -> dict[str, int]:
+        """Tokens to draft of each draft; those of which none is worth it are left out."""
+        if self._always:
+            return {name: len(draft.token_ids) for name, draft in drafts.items()}
+        contexts = {request.request_id: request.num_tokens + 1 for request in requests}
+        slo, decodes = self._slo_seconds(), self._decodes(requests)
+        limit = None if slo is None else self._times.step_limit(slo)
+        return choose_lengths(
+            drafts, contexts, decodes, self._times.seconds, self.acceptance, window=self._window, limit=limit
+        )
 
     def _best(self, request: Request, state: _State) -> Draft | None:
-        """The guess that is expected to bring most; remembered until it is known what came."""
+        """The guess that is expected to bring most."""
         found: list[Draft] = []
         for proposer in state.proposers[:]:
             try:
@@ -180,32 +229,25 @@ class Speculator:
         name = request.request_id
         best = found[0] if len(found) == 1 else max(found, key=lambda draft: self.acceptance.expected(name, draft))
         best = self._admitted(request, best)
-        state.guess = best if best.token_ids else None
         return best if best.token_ids else None
-
-    def _written(self, requests: Sequence[Request]) -> dict[str, Draft]:
-        """What the draft model writes, which obeys the requests' constraints."""
-        assert self.writing is not None
-        drafts = self.writing.drafts(requests, self.acceptance, self._always)
-        for name, draft in drafts.items():
-            self._states[name].guess = draft
-        return drafts
 
     def _admitted(self, request: Request, draft: Draft) -> Draft:
         """The draft up to what is no token, or what the request's constraint forbids."""
-        token_ids = list(takewhile(lambda token_id: token_id >= 0, draft.token_ids))
+        token_ids = draft.token_ids
+        if min(token_ids, default=0) < 0:
+            token_ids = list(takewhile(lambda token_id: token_id >= 0, token_ids))
         if request.constraint is not None and not draft.certain:
             try:
                 token_ids = token_ids[: request.constraint.admits(request.output_token_ids, token_ids)]
             except Exception:  # it will fail again where it is asked about the answer, and say why
                 token_ids = []
-        return replace(draft, token_ids=token_ids)
+        return draft if token_ids is draft.token_ids else replace(draft, token_ids=token_ids)
 
 
 def make_speculator(
     config: SpeculativeConfig,
     times: StepTimes,
-    slo_seconds: float | None,
+    slo_seconds: Callable[[], float | None],
     window: int | None,
     heads: Proposer | None = None,
 ) -> Speculator | None:
@@ -222,4 +264,11 @@ def make_speculator(
         proposers.append(heads)
     elif config.method != "draft_model":
         proposers.append(SuffixProposer())
-    return Speculator(proposers, times, most=config.num_speculative_tokens, slo_seconds=slo_seconds, window=window)
+    return Speculator(
+        proposers,
+        times,
+        most=config.num_speculative_tokens,
+        slo_seconds=slo_seconds,
+        window=window,
+        retry=RETRY if heads is None else SELDOM,  # a guess of theirs takes as long as some rows
+    )

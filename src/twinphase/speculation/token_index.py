@@ -11,47 +11,52 @@ from collections.abc import Sequence
 __all__ = ["LONGEST_MATCH", "TokenIndex"]
 
 LONG, SHORT = 4, 2  # tokens that places are found by
-PLACES = 4  # kept of each run of LONG tokens, the last ones
+PLACES = 4  # of each run of LONG tokens that are looked at, the last ones
 LONGEST_MATCH = 32  # tokens; more are as good
+BITS = 24  # of a token in a run, which is a number: one object for the garbage collector to pass by
+LONG_MASK, SHORT_MASK = (1 << LONG * BITS) - 1, (1 << SHORT * BITS) - 1
 
 
 class TokenIndex:
-    """A text that grows, and where its runs of tokens end."""
+    """A text that grows, and where its runs of tokens end. Tokens are ids, or -1, which no run contains."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        self._long: dict[tuple[int, ...], list[int]] = {}  # by a run, where it was followed by a token
-        self._short: dict[tuple[int, ...], int] = {}
+        self._run = 0  # the last LONG tokens
+        self._long: dict[int, int] = {}  # by a run, the last place where it was followed by a token
+        self._short: dict[int, int] = {}
+        self._before: list[int] = []  # by place, the place before of the same long run; 0 if there is none
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append to the text; a run becomes known when a token follows it."""
-        text, long, short = self.token_ids, self._long, self._short
-        start = len(text)
-        text += token_ids
-        for at in range(max(start, SHORT), len(text)):
-            short[tuple(text[at - SHORT : at])] = at
-            if at >= LONG:
-                places = long.setdefault(tuple(text[at - LONG : at]), [])
-                places.append(at)
-                if len(places) > PLACES:
-                    del places[0]
+        run, long, short, before = self._run, self._long, self._short, self._before
+        for at, token_id in enumerate(token_ids, len(self.token_ids)):
+            before.append(long.get(run, 0))
+            long[run] = short[run & SHORT_MASK] = at
+            run = (run << BITS | token_id + 1) & LONG_MASK  # so that 0 is no token
+        self._run = run
+        self.token_ids += token_ids
 
     def find(self, context: Sequence[int]) -> tuple[int, int]:
         """Where the text goes on as after `context`, and how many tokens before that agree; (0, 0) if nowhere.
 
         Of the longest matches the last one. At least two tokens have to agree.
         """
-        text, best, longest = self.token_ids, 0, 0
-        for at in reversed(self._long.get(tuple(context[-LONG:]), ())):
+        text, best, longest, run = self.token_ids, 0, 0, 0
+        for token_id in context[-LONG:]:
+            run = run << BITS | token_id + 1
+        at, places = self._long.get(run, 0) if len(context) >= LONG else 0, PLACES
+        while at and places:
             length, most = LONG, min(len(context), at, LONGEST_MATCH)
             while length < most and text[at - 1 - length] == context[-1 - length]:
                 length += 1
             if length > longest:
                 best, longest = at, length
-        if not longest and (at := self._short.get(tuple(context[-SHORT:]), 0)):
+            at, places = self._before[at], places - 1
+        if not longest and len(context) >= SHORT and (at := self._short.get(run & SHORT_MASK, 0)):
             best, longest = at, SHORT
             if at > SHORT and len(context) > SHORT and text[at - 1 - SHORT] == context[-1 - SHORT]:
                 longest += 1
