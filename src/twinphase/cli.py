@@ -18,12 +18,14 @@ import typer
 
 from twinphase import __version__
 from twinphase.arguments import DEFAULT_MODEL, Options, is_model_name, read_prompt, with_options
+from twinphase.cluster.config import ClusterConfig
 from twinphase.commands.bench import bench
 from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
 from twinphase.commands.lab import lab
 from twinphase.commands.roofline import roofline
 from twinphase.commands.show import show
+from twinphase.commands.status import status
 from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.request import SamplingParams
@@ -130,20 +132,24 @@ def _run(
 
 
 @app.command()
-@with_options(server=Options(ServerConfig), engine=Options(EngineConfig, defaults=SPECULATION))
+@with_options(
+    server=Options(ServerConfig), cluster=Options(ClusterConfig), engine=Options(EngineConfig, defaults=SPECULATION)
+)
 def serve(
     model: str = typer.Argument(DEFAULT_MODEL, help=MODEL_HELP),
     *,
     server: dict[str, Any],
+    cluster: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Serve a model by OpenAI's API, both phases of each request on the wire."""
-    config = ServerConfig(**server)
+    config, workers = ServerConfig(**server), ClusterConfig(**cluster)
     engine = {**SPECULATION, **engine}
     EngineConfig(**engine)  # refuses what is out of range before anything is loaded
+    from twinphase.cluster.launch import make_host
     from twinphase.server.serve import serve as serve_model
 
-    raise typer.Exit(serve_model(model, engine, config))
+    raise typer.Exit(serve_model(model, lambda: make_host(model, engine, workers), config))
 
 
 @app.command()
@@ -192,7 +198,7 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
     raise typer.Exit(1)
 
 
-for command in (show, roofline, lab, bench, estimate):
+for command in (show, roofline, lab, bench, estimate, status):
     app.command()(command)
 app.command("explain")(explain_command)
 

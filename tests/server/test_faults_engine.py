@@ -201,6 +201,7 @@ class FakeHost:
 
     num_killed = num_restarts = 0
     last_death = failure = None
+    totals_last = False
 
     def kill(self):
         self.num_killed += 1

@@ -86,6 +86,11 @@ class BlockIndex:
         names = {bit: name for name, bit in self._bits.items()} if ends else {}
         return {names[bit]: depth for workers, depth in ends for bit in _single_bits(workers)}
 
+    def num_held(self, worker: str) -> int:
+        """Blocks that a worker holds."""
+        bit = self._bits.get(worker, 0)
+        return sum(1 for mask in self._held.values() if mask & bit)
+
     def __len__(self) -> int:
         return len(self._held)
 

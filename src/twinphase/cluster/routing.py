@@ -55,6 +55,10 @@ class WorkerLoad:
             self._steps = (self.num_decodes, now, then)
         return self._steps[1:]
 
+    def forget_steps(self) -> None:
+        """Other `times` hold from now on."""
+        self._steps = (-1, 0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class Decision:

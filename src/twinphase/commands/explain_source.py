@@ -23,7 +23,7 @@ from twinphase.errors import EngineUnavailableError, InvalidRequestError, Reques
 from twinphase.explain.explanation import Explanation, explain_evidence
 from twinphase.explain.levers import Lever, rank
 
-__all__ = ["as_file", "from_file", "from_server"]
+__all__ = ["as_file", "from_file", "from_server", "get_json", "server_base"]
 
 LARGEST_FILE = 1 << 30  # bytes
 LARGEST_REPLY = 64 << 20
@@ -139,22 +139,38 @@ def from_server(url: str, api_key: str | None, request_id: str | None) -> dict[s
         EngineUnavailableError: nobody answers.
         TwinphaseError: the server refuses, or is not a twinphase server.
     """
-    base = url.rstrip("/").removesuffix("/v1")
-    if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
-        raise InvalidRequestError(f"--url is {url!r}.", "Use http://HOST:PORT.")
+    base = server_base(url)
     if request_id is None:
-        listed = _get(f"{base}/v1/requests", api_key).get("data")
+        listed = get_json(f"{base}/v1/requests", api_key).get("data")
         finished = [one for one in listed or [] if isinstance(one, dict) and one.get("finished")]
         if not finished:
             raise RequestNotFoundError("The server has finished no request of this key yet.", "Send one.")
         request_id = str(finished[0].get("id"))
-    found = _get(f"{base}/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain", api_key)
+    found = get_json(f"{base}/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain", api_key)
     if not found.get("waterfall"):
         raise TwinphaseError(f"Nothing has happened to request {request_id!r} yet.", "Ask again later.")
     return _checked(found, request_id)
 
 
-def _get(url: str, api_key: str | None) -> dict[str, Any]:
+def server_base(url: str) -> str:
+    """The URL of a server, with or without /v1 behind it.
+
+    Raises:
+        InvalidRequestError: it is no such URL.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
+        raise InvalidRequestError(f"The server's URL is {url!r}.", "Use http://HOST:PORT.")
+    return base
+
+
+def get_json(url: str, api_key: str | None) -> dict[str, Any]:
+    """The JSON object that a server answers with.
+
+    Raises:
+        EngineUnavailableError: nobody answers.
+        TwinphaseError: the server refuses, or is not a twinphase server.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=REPLY_SECONDS) as reply:

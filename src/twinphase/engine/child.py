@@ -11,10 +11,11 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from twinphase.engine.messages import FromEngine, Load, Loading, ToEngine
+from twinphase.engine.messages import FromEngine, Load, Loading, Ping, Pong, Stop, ToEngine
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
 from twinphase.errors import TwinphaseError
 
@@ -22,65 +23,101 @@ if TYPE_CHECKING:
     from twinphase.engine.embedding import LoadedEmbedder
     from twinphase.engine.loading import LoadedEngine
 
-__all__ = ["main"]
+__all__ = ["Link", "load", "main", "serve"]
 
 RECEIVE_BYTES = 1 << 18
 WARM_UP_PROMPT, WARM_UP_TOKENS = 600, 16
 PROGRESS_SECONDS = 0.1
 
 
+class Link:
+    """The engine's end of a connection: messages in and out, sent from any thread."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._socket = link
+        self._decoder: Decoder[ToEngine] = Decoder(ToEngine)
+        self._backlog: deque[ToEngine] = deque()
+        self._sending = threading.Lock()
+        self.is_broken = False
+
+    def send(self, message: FromEngine) -> None:
+        """Hand a message over; nothing is sent any more once nobody is there."""
+        data = encode(message)
+        with self._sending:
+            if not self.is_broken:
+                try:
+                    self._socket.sendall(data)
+                except OSError:
+                    self.is_broken = True
+
+    def next(self) -> ToEngine | None:
+        """The next message; None when nobody is there any more. Pings are answered here, whatever the loop does."""
+        while True:
+            while self._backlog:
+                message = self._backlog.popleft()
+                if not isinstance(message, Ping):
+                    return message
+                self.send(Pong(message.sent, time.perf_counter()))
+            try:
+                data = self._socket.recv(RECEIVE_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                self.is_broken = True
+                return None
+            self._backlog += self._decoder.feed(data)
+
+
 def main(descriptor: int) -> int:
     """Load the model that the first message names, then serve; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the front end decides when the engine ends
-    link = socket.socket(fileno=descriptor)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-    decoder: Decoder[ToEngine] = Decoder(ToEngine)
+    connection = socket.socket(fileno=descriptor)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    link = Link(connection)
+    first = link.next()
+    if not isinstance(first, Load):
+        return 2 if first else 0
 
-    def send(message: FromEngine) -> None:
-        try:
-            link.sendall(encode(message))
-        except OSError:
+    def report(message: FromEngine) -> None:
+        link.send(message)
+        if link.is_broken:
             os._exit(0)  # nobody is there any more
 
-    backlog: list[ToEngine] = []
-    while not backlog:
-        data = link.recv(RECEIVE_BYTES)
-        if not data:
-            return 0
-        backlog += decoder.feed(data)
-    first, *rest = backlog
-    if not isinstance(first, Load):
-        return 2
-
-    send(Loading("importing"))
-    from twinphase.engine.embedding_loop import make_loop
+    report(Loading("importing"))
     from twinphase.engine.loop import refusal
 
     try:
-        loaded = _load(first, send)
+        loaded = load(first, report)
     except TwinphaseError as error:
-        send(refusal(None, error))
+        link.send(refusal(None, error))
         return error.exit_code
-    loop, facts = make_loop(loaded, send)
-    send(facts)
-    for message in rest:
-        loop.put(message)
-
-    def receive() -> None:
-        while data := link.recv(RECEIVE_BYTES):
-            for message in decoder.feed(data):
-                loop.put(message)
-        os._exit(0)
-
-    threading.Thread(target=receive, name="twinphase-receive", daemon=True).start()
-    loop.run()
+    serve(loaded, link, lambda: os._exit(0))
     return 0
 
 
-def _load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | LoadedEmbedder:
+def serve(loaded: LoadedEngine | LoadedEmbedder, link: Link, gone: Callable[[], None]) -> None:
+    """Run the engine's loop on the messages of a connection, until `Stop`; `gone` is called when it breaks."""
+    from twinphase.engine.embedding_loop import make_loop
+
+    loop, facts = make_loop(loaded, link.send)
+    link.send(facts)
+
+    def receive() -> None:
+        while (message := link.next()) is not None:
+            loop.put(message)
+        loop.put(Stop())
+        gone()
+
+    threading.Thread(target=receive, name="twinphase-receive", daemon=True).start()
+    loop.run()
+
+
+def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | LoadedEmbedder:
+    """Load a model, measure what is not known of this machine, and warm up; `send` is told how far it has come."""
     from twinphase.engine.ceilings import device_of, learn_ceilings, measured_ceilings
-    from twinphase.engine.embedding import LoadedEmbedder, load
+    from twinphase.engine.embedding import LoadedEmbedder
+    from twinphase.engine.embedding import load as load_model
     from twinphase.phases.hardware import must_measure
 
     last = 0.0
@@ -92,7 +129,7 @@ def _load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | Lo
             last = now
             send(Loading(stage, done, total))
 
-    loaded = load(
+    loaded = load_model(
         wanted.model,
         compile_progress=lambda done, total, kernel: report("compiling kernels", done, total),
         load_progress=lambda done, total: report("reading weights", done, total),

@@ -54,7 +54,9 @@ def make_loop(
 ) -> tuple[EngineLoop | EmbeddingLoop, EngineFacts]:
     """The loop for what a model was loaded for, and what to tell about it."""
     if isinstance(loaded, LoadedEmbedder):
-        return EmbeddingLoop(loaded, send), EngineFacts(loaded.config, None, None, 0, None, None, loaded.size)
+        model = loaded.text.checkpoint.fingerprint
+        facts = EngineFacts(loaded.config, None, None, 0, None, None, loaded.size, model=model)
+        return EmbeddingLoop(loaded, send), facts
     loop = EngineLoop(loaded, send)
     loop.pace = loaded.settle_pace()
     return loop, engine_facts(loaded, loop.pace)

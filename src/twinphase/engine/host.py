@@ -1,4 +1,4 @@
-"""Where an engine's loop lives: in a thread of this process, or in a process of its own that is started again.
+"""Where an engine's loop lives: in a thread of this process, or at the other end of a connection that is made again.
 
 A host carries messages and says when the engine has died. Not for what the messages mean.
 """
@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,32 +20,64 @@ from twinphase.engine.checks import embeds, engine_config
 from twinphase.engine.embedding import LoadedEmbedder
 from twinphase.engine.embedding_loop import make_loop
 from twinphase.engine.exclusive_use import OwnProcess
-from twinphase.engine.messages import EngineFacts, FromEngine, Load, Loading, Refused, Stop, ToEngine
+from twinphase.engine.messages import (
+    EngineFacts,
+    FromEngine,
+    Load,
+    Loading,
+    Ping,
+    Pong,
+    Refused,
+    Stop,
+    ToEngine,
+    WorkerStatus,
+)
 from twinphase.engine.text import ModelText
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
-from twinphase.errors import EngineDeadError
+from twinphase.errors import EngineDeadError, TwinphaseError
 from twinphase.models.loader import open_model
 from twinphase.weights.hub import resolve_model
 
-__all__ = ["Host", "ProcessHost", "ThreadHost"]
+__all__ = ["Died", "Host", "LinkHost", "ProcessHost", "Receive", "ThreadHost"]
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 30.0  # seconds before a dead engine is started again
 HEALTHY_AFTER = 60.0  # seconds of life after which a death is a new one
 CLOSE_SECONDS = 10.0
+BEAT_SECONDS = 0.25  # between pings
 
 Receive = Callable[[FromEngine], None]
 Died = Callable[[EngineDeadError], None]
 
 
 class Host(Protocol):
-    """Carries messages to an engine and back."""
+    """Carries messages to an engine and back.
+
+    Attributes:
+        embeds: the model makes vectors, and writes no text.
+        is_running: the engine takes messages.
+        num_restarts: so far.
+        last_death: why the last one was needed.
+        failure: what refused the model at the first start, if it was refused.
+        totals_last: totals in `StepStats` go on after a restart; they begin at zero otherwise.
+    """
 
     text: ModelText
-    embeds: bool  # whether the model makes vectors, and writes no text
-    is_running: bool  # whether the engine takes messages
-    num_restarts: int  # so far
-    last_death: EngineDeadError | None  # why the last one was needed
-    failure: Refused | None  # what refused the model at the first start, if it was refused
+    embeds: bool
+
+    @property
+    def is_running(self) -> bool: ...
+
+    @property
+    def num_restarts(self) -> int: ...
+
+    @property
+    def last_death(self) -> EngineDeadError | None: ...
+
+    @property
+    def failure(self) -> Refused | None: ...
+
+    @property
+    def totals_last(self) -> bool: ...
 
     def start(self, receive: Receive, died: Died) -> None:
         """Begin; both functions may be called from any thread, `died` once for each death."""
@@ -60,6 +92,9 @@ class Host(Protocol):
     def kill(self) -> None:
         """End an engine that answers no more, so that it is started again, where that can be done."""
 
+    def workers(self) -> list[WorkerStatus]:
+        """The engines behind a router; empty for a host of one engine."""
+
     def close(self) -> None:
         """End the engine after the step it is in."""
 
@@ -70,6 +105,7 @@ class ThreadHost:
     num_restarts = 0
     last_death: EngineDeadError | None = None
     failure: Refused | None = None
+    totals_last = False
 
     def __init__(self, loaded: Any) -> None:
         """The `LoadedEngine` or `LoadedEmbedder` belongs to the thread from now on."""
@@ -97,6 +133,9 @@ class ThreadHost:
     def kill(self) -> None:
         """A thread cannot be ended from outside."""
 
+    def workers(self) -> list[WorkerStatus]:
+        return []
+
     def close(self) -> None:
         if not self._process.is_here:
             return
@@ -122,17 +161,23 @@ class ThreadHost:
         return EngineDeadError(f"The engine has ended{reason}.", "Start it again; requests can be sent once more.")
 
 
-class ProcessHost:
-    """An engine in a process of its own, started again whenever it dies. Used from one event loop.
+class LinkHost:
+    """An engine at the other end of a connection, which is made again whenever it breaks. Used from one event loop.
 
     Attributes:
-        num_restarts: so far.
-        last_death: why the last one was needed.
-        failure: what refused the model at the first start, if it was refused.
+        where: the machine that the engine runs on.
+        pid: of the engine's process, while there is one and it is known.
+        failure: what refused the model, or this host, at the first start; it is not tried again then.
     """
 
-    def __init__(self, model: str | Path, config: dict[str, Any]) -> None:
-        """Read the model's header; the process starts with `start`.
+    totals_last = False
+    where = "localhost"
+    pid: int | None = None
+
+    def __init__(self, model: str | Path, config: dict[str, Any], silence: float | None = None) -> None:
+        """Read the model's header; the engine is reached for with `start`.
+
+        An engine that says nothing for `silence` seconds, although it is asked, counts as dead.
 
         Raises:
             TwinphaseError: the model cannot be found or read, or the configuration is wrong.
@@ -145,24 +190,19 @@ class ProcessHost:
         self.num_restarts = 0
         self.last_death: EngineDeadError | None = None
         self.failure: Refused | None = None
-        self._load = Load(str(path), config)
+        self._model, self._config, self._silence = str(path), config, silence
         self._closing = False
         self._was_ready = self._ever_ready = False
-        self._refused: Refused | None = None  # the model, by the process that there is
+        self._refused: Refused | None = None  # the model, by the engine that there is
         self._delay = FIRST_DELAY
+        self._born = self._heard = 0.0
         self._own_process = OwnProcess()
-        self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.WriteTransport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def pid(self) -> int | None:
-        """Of the engine's process, while there is one."""
-        return self._process.pid if self._process else None
-
     def start(self, receive: Receive, died: Died) -> None:
         self._receive, self._died = receive, died
-        self._spawn(0.0)
+        self._run(self._connect(0.0))
 
     def put(self, message: ToEngine) -> None:
         self._own_process.check()
@@ -170,33 +210,37 @@ class ProcessHost:
             raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
         self._writer.write(encode(message))
 
+    def workers(self) -> list[WorkerStatus]:
+        return []
+
     def kill(self) -> None:
-        """End a process that answers no more; it is started again."""
-        if self._process is not None:
-            self._process.kill()
+        """End a connection that brings no more; it is made again."""
+        if self._writer is not None:
+            self._writer.abort()
 
     def close(self) -> None:
-        """Ask the process to end after its step, and see to it that it does."""
+        """Ask the engine to end after its step."""
         if not self._own_process.is_here:
             return
         self._closing, self.is_running = True, False
-        process = self._process
         if self._writer is not None and not self._writer.is_closing():
-            # The process may end at this very moment, and the loop, in another thread, close the transport.
+            # The engine may end at this very moment, and the loop, in another thread, close the transport.
             with suppress(OSError, AttributeError, RuntimeError):
                 self._writer.write(encode(Stop()))
-        if process is None:
-            return
-        if not self._was_ready:
-            process.kill()  # it reads no message before it has loaded
-        try:
-            process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
-    def _spawn(self, delay: float) -> None:
-        task = asyncio.get_running_loop().create_task(self._connect(delay))
+    async def _open(self) -> socket.socket:
+        """A connection to the engine, whose first message is `_load_message`."""
+        raise NotImplementedError
+
+    def _end(self) -> str:
+        """The connection has ended: see to it that the engine is no more, and say how it went."""
+        raise NotImplementedError
+
+    def _load_message(self) -> Load:
+        return Load(self._model, self._config)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -206,49 +250,59 @@ class ProcessHost:
             return
         self._receive(Loading("starting"))
         try:
-            self._process, link = _start_process()
-        except OSError as error:  # no descriptors or no memory left; there may be some later
+            link = await self._open()
+        except OSError as error:  # no descriptors or no memory left, nobody there; there may be later
             self._receive(Loading(f"waiting to start ({error.strerror or error})"))
-            self._spawn_later()
+            self._connect_later()
+            return
+        except TwinphaseError as error:  # it would be refused again
+            self.failure = Refused(None, type(error).__name__, error.cause, error.fix)
+            self._receive(self.failure)
             return
         self._born = time.monotonic()
         loop = asyncio.get_running_loop()
         self._writer, _ = await loop.create_connection(lambda: _Link(self), sock=link)
         self._writer.write(encode(self._load_message()))
 
-    def _load_message(self) -> Load:
-        """A log of steps is of one process: each has its own, the first the name that was asked for."""
-        config = dict(self._load.config)
-        if config.get("trace_file") and self.num_restarts:
-            config["trace_file"] += f".{self.num_restarts}"
-        return Load(self._load.model, config)
-
-    def _spawn_later(self) -> None:
-        self._spawn(self._delay)
+    def _connect_later(self) -> None:
+        self._run(self._connect(self._delay))
         self._delay = min(2 * self._delay, LONGEST_DELAY)
 
+    async def _beat(self, writer: asyncio.WriteTransport, silence: float) -> None:
+        """Ask for a sign of life, and end what gives none; time in which this process stood still does not count."""
+        self._heard = time.monotonic()
+        while self._writer is writer:
+            writer.write(encode(Ping(time.perf_counter())))
+            slept = time.monotonic()
+            await asyncio.sleep(BEAT_SECONDS)
+            now = time.monotonic()
+            if now - slept > 2 * BEAT_SECONDS:
+                self._heard = now
+            elif now - self._heard > silence and self._writer is writer:
+                self.kill()
+                return
+
     def take(self, message: FromEngine) -> None:
+        self._heard = time.monotonic()
+        if isinstance(message, Pong):
+            return
         if isinstance(message, EngineFacts):
             self.is_running = self._was_ready = self._ever_ready = True
+            if self._silence is not None and self._writer is not None:
+                self._run(self._beat(self._writer, self._silence))
         if isinstance(message, Refused) and message.about is None:
             self._refused = message
             self.failure = None if self._ever_ready else message
         self._receive(message)
 
     def lost(self) -> None:
-        """The connection has ended, and so has the process, or it is about to."""
+        """The connection has ended."""
         self.is_running, self._writer = False, None
-        process, self._process = self._process, None
-        if self._closing or process is None:
+        if self._closing:
             return
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)
-        process.kill()
-        code = process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how = self._end()
         reason, self._refused = f" ({self._refused.cause.rstrip('.')})" if self._refused else "", None
-        cause = f"The engine's process {how}{reason}."
-        self.last_death = EngineDeadError(cause, "It is being started again: send the request again.")
+        self.last_death = EngineDeadError(f"{how}{reason}.", "It is being started again: send the request again.")
         self._died(self.last_death)
         if self.failure is not None:
             return
@@ -256,7 +310,58 @@ class ProcessHost:
         if self._was_ready and time.monotonic() - self._born > HEALTHY_AFTER:
             self._delay = FIRST_DELAY
         self._was_ready = False
-        self._spawn_later()
+        self._connect_later()
+
+
+class ProcessHost(LinkHost):
+    """An engine in a process of its own, started again whenever it dies."""
+
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:  # type: ignore[override]
+        return self._process.pid if self._process else None
+
+    def kill(self) -> None:
+        """End a process that answers no more; it is started again."""
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Ask the process to end after its step, and see to it that it does."""
+        process = self._process
+        super().close()
+        if process is None or not self._own_process.is_here:
+            return
+        if not self._was_ready:
+            process.kill()  # it reads no message before it has loaded
+        try:
+            process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    async def _open(self) -> socket.socket:
+        self._process, link = _start_process()
+        return link
+
+    def _end(self) -> str:
+        process, self._process = self._process, None
+        if process is None:
+            return "The engine's process ended"
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        process.kill()
+        code = process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"The engine's process {how}"
+
+    def _load_message(self) -> Load:
+        """A log of steps is of one process: each has its own, the first the name that was asked for."""
+        config = dict(self._config)
+        if config.get("trace_file") and self.num_restarts:
+            config["trace_file"] += f".{self.num_restarts}"
+        return Load(self._model, config)
 
 
 def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -278,7 +383,7 @@ def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
 class _Link(asyncio.Protocol):
     """Cuts the stream of bytes into messages."""
 
-    def __init__(self, host: ProcessHost) -> None:
+    def __init__(self, host: LinkHost) -> None:
         self._host = host
         self._decoder: Decoder[FromEngine] = Decoder(FromEngine)
 

@@ -253,7 +253,10 @@ def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
     """What to tell about a loaded engine."""
     config, warm = loaded.config, loaded.warm_timeline
     prompt, ttft, tpot = (warm.prefill.tokens, warm.ttft, warm.tpot) if warm else (0, None, None)
-    return EngineFacts(config, loaded.engine.shape, measured_ceilings(config), prompt, ttft, tpot, pace=pace)
+    return EngineFacts(
+        config, loaded.engine.shape, measured_ceilings(config), prompt, ttft, tpot, 0, pace,
+        loaded.engine.cost_model.prices, loaded.checkpoint.fingerprint, loaded.backend.kv_fingerprint,
+    )  # fmt: skip
 
 
 def _stats(engine: Engine, result: StepResult) -> StepStats:

@@ -35,6 +35,8 @@ __all__ = [
     "Loading",
     "LookAt",
     "News",
+    "Ping",
+    "Pong",
     "Refused",
     "Seen",
     "StepNews",
@@ -42,6 +44,7 @@ __all__ = [
     "Stop",
     "ToEngine",
     "WatchBlocks",
+    "WorkerStatus",
 ]
 
 
@@ -107,6 +110,12 @@ class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
     """Tell which blocks can be found now, and from now on what changes; asked again, the whole is told again."""
 
 
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Pong` with the same time, at once, whatever the engine computes."""
+
+    sent: float
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """End the loop after the step it is in."""
 
@@ -131,6 +140,9 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         ttft, tpot: measured with that prompt, seconds.
         embedding_size: of the vectors of a model that embeds; 0 for one that generates.
         pace: the gap that running streams keep, and its cost; None where the engine was not warmed up.
+        prices: of the cost model.
+        model: fingerprint of the model's files.
+        kv_fingerprint: names what decides the bits of a KV block; blocks of another one are of no use here.
     """
 
     config: EngineConfig
@@ -141,6 +153,9 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     tpot: float | None
     embedding_size: int = 0
     pace: Pace | None = None
+    prices: tuple[float, ...] = ()
+    model: str = ""
+    kv_fingerprint: str = ""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -184,6 +199,13 @@ class BlocksChanged(msgspec.Struct, tag=True, frozen=True):
     stored: list[bytes]
     evicted: list[bytes] = []
     whole: bool = False
+
+
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `Ping`; `clock` is the engine's own, seconds."""
+
+    sent: float
+    clock: float
 
 
 class Embedded(msgspec.Struct, tag=True, frozen=True):
@@ -262,5 +284,37 @@ class StepNews(msgspec.Struct, tag=True, frozen=True):
     stats: StepStats | None = None
 
 
-ToEngine = Load | Add | Embed | End | LookAt | Stop | WatchBlocks
-FromEngine = Loading | EngineFacts | Refused | Accepted | Embedded | Seen | StepNews | BlocksChanged
+# Of several engines, for whoever looks at them.
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One engine behind a router.
+
+    Attributes:
+        id, role: its name, and what it is there for: both, prefill or decode.
+        host, pid: where it runs; None where that is not known.
+        state: "ready", or what it is doing instead.
+        running, waiting: requests.
+        kv_cache_usage: fraction of its blocks that requests hold.
+        cached_blocks: blocks in its prefix cache, as far as the router knows.
+        prefill_share, decode_share: of the last seconds, the fraction that it computed in each phase.
+        prefill_seconds, decode_seconds: the same since the server started, in seconds.
+        restarts: how often it was started again, or connected to again.
+    """
+
+    id: str
+    role: str
+    host: str
+    pid: int | None
+    state: str
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    cached_blocks: int = 0
+    prefill_share: float = 0.0
+    decode_share: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    restarts: int = 0
+
+
+ToEngine = Load | Add | Embed | End | LookAt | Ping | Stop | WatchBlocks
+FromEngine = Loading | EngineFacts | Refused | Accepted | Embedded | Seen | StepNews | Pong | BlocksChanged

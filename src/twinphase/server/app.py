@@ -184,6 +184,12 @@ def _add_text(api: APIRouter, service: Service) -> None:
 
 
 def _add_requests(api: APIRouter, service: Service) -> None:
+    @api.get("/v1/cluster", responses=ERRORS)
+    async def get_cluster() -> Response:
+        """The engines behind this server: where they are, what they have, what their time goes to."""
+        found = {"object": "cluster", "workers": service.workers()}
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
     @api.get("/v1/requests", responses=ERRORS)
     async def list_requests(request: Request) -> dict[str, Any]:
         """The asking key's own requests, running and lately finished, newest first; and its share of the engine."""
@@ -223,6 +229,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", responses=METRICS, response_class=Response)
     async def metrics(request: Request) -> Response:
         """Metrics for Prometheus."""
+        service.metrics.workers(service.host.workers())
         body, content_type = service.metrics.expose(request.headers.get("accept"))
         return Response(body, media_type=content_type)
 

@@ -13,7 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from twinphase.engine.messages import StepStats
+from twinphase.engine.messages import StepStats, WorkerStatus
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, RequestCounts
@@ -115,6 +115,7 @@ class Metrics:
         self._make_step_metrics(families)
         self._make_request_metrics(families)
         self._make_tenant_metrics(families, tenants or {})
+        self._make_worker_metrics(families)
 
     def _make_step_metrics(self, of: _Families) -> None:
         self._up = of.gauge("engine_up", "1 while the engine takes requests.")
@@ -183,6 +184,15 @@ class Metrics:
         text = "Last byte handed over - arrival, of answered embedding requests."
         self._embedding_seconds = of.histogram("embedding_request_seconds", text, REQUEST_BUCKETS)
 
+    def _make_worker_metrics(self, of: _Families) -> None:
+        by = "worker"
+        self._worker_up = of.gauge_by("worker_up", "Whether a worker takes requests.", by)
+        self._worker_running = of.gauge_by("worker_requests_running", "Requests that run at a worker.", by)
+        self._worker_waiting = of.gauge_by("worker_requests_waiting", "Requests that wait at a worker.", by)
+        self._worker_usage = of.gauge_by("worker_kv_cache_usage_perc", "Fraction of its blocks that are held.", by)
+        self._worker_seconds = of.counter_by("worker_step_seconds", "Time of a worker's steps, by phase.", by, "phase")
+        self._worker_known: dict[tuple[str, str], float] = {}
+
     def _make_tenant_metrics(self, of: _Families, tenants: Mapping[str, float]) -> None:
         names, by = list(tenants), "tenant"
         if not names:
@@ -220,6 +230,19 @@ class Metrics:
         for position, count in enumerate(stats.accepted):
             self._accepted_at.labels(self._families.model_name, position).inc(count)
 
+    def workers(self, found: Sequence[WorkerStatus]) -> None:
+        """The engines behind a router, as they are now; nothing for a lone engine."""
+        model = self._families.model_name
+        for one in found:
+            self._worker_up.labels(model, one.id).set(one.state == "ready")
+            self._worker_running.labels(model, one.id).set(one.running)
+            self._worker_waiting.labels(model, one.id).set(one.waiting)
+            self._worker_usage.labels(model, one.id).set(one.kv_cache_usage)
+            for phase, seconds in (("prefill", one.prefill_seconds), ("decode", one.decode_seconds)):
+                known = self._worker_known.get((one.id, phase), 0.0)
+                self._worker_seconds.labels(model, one.id, phase).inc(seconds - known)
+                self._worker_known[one.id, phase] = seconds
+
     def engine_up(self, is_up: bool) -> None:
         """Whether the engine takes requests; what it held died with it."""
         self._up.set(is_up)
@@ -231,10 +254,11 @@ class Metrics:
         for gauge in (self._running, self._waiting, self._kv_usage):
             gauge.set(0)
 
-    def engine_restarted(self) -> None:
-        """A dead engine was started again and takes requests; its totals began at zero."""
+    def engine_restarted(self, *, totals_last: bool = False) -> None:
+        """A dead engine was started again and takes requests; its totals began at zero, unless they last."""
         self._restarts.inc()
-        self._seen = dict.fromkeys(self._since_start, 0)
+        if not totals_last:
+            self._seen = dict.fromkeys(self._since_start, 0)
         self.engine_up(True)
 
     def first_token(self, seconds: float) -> None:

@@ -6,14 +6,13 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
 from twinphase import terminal
-from twinphase.engine.host import ProcessHost
+from twinphase.engine.host import Host
 from twinphase.engine.messages import EngineFacts
 from twinphase.errors import StorageError
 from twinphase.server.app import make_app
@@ -28,11 +27,11 @@ GRACE = 5  # seconds for connections to close once all requests are done
 POLL_SECONDS = 0.05
 
 
-def serve(model: str, engine_config: dict[str, Any], config: ServerConfig) -> int:
-    """Serve a model until SIGTERM or SIGINT; returns the exit code."""
+def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> int:
+    """Serve a model, on what `make_host` makes, until SIGTERM or SIGINT; returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("twinphase").setLevel(logging.INFO)
-    host = ProcessHost(model, engine_config)
+    host = make_host()
     service = Service(host, model, config)
     listener = _listen(config)
     settings = uvicorn.Config(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.host import Host
-from twinphase.engine.messages import EngineFacts, StepStats
+from twinphase.engine.messages import EngineFacts, StepStats, WorkerStatus
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
 from twinphase.server.answers import Choice
@@ -242,12 +242,23 @@ class Service:
         if engine.host.num_restarts > self._num_restarts:
             self._num_restarts = engine.host.num_restarts
             LOG.error("%s", engine.host.last_death)
-            self.metrics.engine_restarted()
+            self.metrics.engine_restarted(totals_last=engine.host.totals_last)
         self.metrics.engine_up(engine.is_running and not self.stalled)
         if not busy:
             self.metrics.idle()
         if (line := self._log.line(now)) is not None:
             LOG.info(line)
+
+    def workers(self) -> list[WorkerStatus]:
+        """The engines behind this server; a lone one is called `engine`."""
+        if found := self.host.workers():
+            return found
+        stats = self.engine.stats if self.engine and self.engine.num_unfinished else None
+        state, restarts = self.stage, self.host.num_restarts
+        if stats is None:
+            return [WorkerStatus("engine", "both", "localhost", None, state, restarts=restarts)]
+        numbers = stats.num_running, stats.num_waiting, stats.kv_cache_usage
+        return [WorkerStatus("engine", "both", "localhost", None, state, *numbers, restarts=restarts)]
 
     def state(self) -> dict[str, Any]:
         return {"status": self.stage, "running": self.admission.num_requests}

@@ -1,0 +1,52 @@
+"""How many engines a server has, and where they are."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from twinphase.config import EngineConfig, available_cores
+from twinphase.errors import InvalidRequestError
+from twinphase.settings import check_settings, setting
+
+__all__ = ["ClusterConfig"]
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The workers of one server.
+
+    Raises:
+        InvalidRequestError: a value that its declaration does not allow, or workers elsewhere and no key.
+    """
+
+    replicas: int = setting(1, "Engines on this machine, each a process of its own.", minimum=1, maximum=256)
+    threads_per_worker: int | None = setting(
+        None, "Compute threads of each engine.", minimum=1, default_text="all cores, divided by the engines"
+    )
+    worker_silence: float = setting(
+        2.0, "Seconds without a sign of life after which a worker counts as dead.", above=0, maximum=3600
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def is_cluster(self) -> bool:
+        return self.replicas > 1
+
+    def of_each(self, engine: EngineConfig) -> int | None:
+        """Compute threads of each engine here, with a warning where there are not enough cores for all."""
+        if self.threads_per_worker is not None and engine.threads is not None:
+            raise InvalidRequestError(
+                "Both --threads and --threads-per-worker are given.", "With several engines use --threads-per-worker."
+            )
+        threads, cores = self.threads_per_worker or engine.threads, available_cores()
+        if threads is None:
+            return max(1, cores // self.replicas) if self.is_cluster else None
+        if threads * self.replicas > cores:
+            logging.getLogger("twinphase.cluster").warning(
+                "%d engines with %d threads each are more than the %d cores here: they will wait for each other. "
+                "Lower --threads-per-worker or --replicas.", self.replicas, threads, cores,
+            )  # fmt: skip
+        return threads

@@ -1,0 +1,392 @@
+"""One host for several engines: sends each request where it costs least, and goes on elsewhere when an engine dies.
+
+The front end speaks to it as to any `Host`. What is where, and where the next one goes, `fleet.py` knows; here are the
+messages. An answer is the same whichever engine computes it, so that a request that lost its engine is sent on with the
+tokens it has, and its reader sees a pause and nothing else. Not for how engines are started (`launch.py`, `pools.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from dataclasses import replace as replaced
+from time import perf_counter
+
+from msgspec.structs import replace
+
+from twinphase.cache.prefix_cache import PrefixCache
+from twinphase.cluster.fleet import Fleet
+from twinphase.cluster.routing import Role, Routing
+from twinphase.cluster.timelines import joined
+from twinphase.cluster.worker_view import WorkerView
+from twinphase.engine.host import Died, LinkHost, Receive
+from twinphase.engine.messages import (
+    Accepted,
+    Add,
+    BlocksChanged,
+    Embed,
+    Embedded,
+    End,
+    EngineFacts,
+    Finished,
+    FromEngine,
+    Loading,
+    LookAt,
+    News,
+    Refused,
+    Seen,
+    StepNews,
+    ToEngine,
+    WatchBlocks,
+    WorkerStatus,
+)
+from twinphase.engine.text import ModelText
+from twinphase.errors import EngineDeadError, TwinphaseError
+from twinphase.phases.timeline import IntervalKind, RequestTimeline
+from twinphase.request import FinishReason, Request, RequestCounts, SamplingParams
+
+__all__ = ["Router"]
+
+LOG = logging.getLogger("twinphase.cluster")
+
+
+@dataclass
+class _Sent:
+    """A request that some worker has.
+
+    Attributes:
+        timeline: of its life until it was sent there.
+        token_ids: of its answer so far.
+        ending: why the front end wants it to end, if it does.
+    """
+
+    add: Add
+    timeline: RequestTimeline
+    worker: str = ""
+    reason: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    num_prefilled: int = 0
+    num_cached: int = 0
+    accepted: bool = False
+    ending: FinishReason | None = None
+
+
+class Router:
+    """A `Host` of several others, which are its workers.
+
+    Attributes:
+        fleet: what was sent where.
+        num_continued: requests so far that went on at another worker.
+        last_death: of the worker that died last.
+    """
+
+    totals_last = True
+
+    def __init__(
+        self, hosts: Mapping[str, LinkHost], *, roles: Mapping[str, Role] | None = None, routing: Routing | None = None
+    ) -> None:
+        """`hosts` by name, all of the same model; none has been started."""
+        self.workers_by_name = {
+            name: WorkerView(name, (roles or {}).get(name, "both"), host) for name, host in hosts.items()
+        }
+        first = next(iter(hosts.values()))
+        self.text: ModelText = first.text
+        self.embeds: bool = first.embeds
+        self.last_death: EngineDeadError | None = None
+        self.num_continued = 0
+        self._routing = routing
+        self.fleet: Fleet | None = None  # once the size of a block is known
+        self._sent: dict[str, _Sent] = {}
+        self._asked: dict[int, tuple[WorkerView, LookAt | Embed]] = {}  # questions that have no answer yet
+        self._facts: EngineFacts | None = None
+        self._hashes: PrefixCache | None = None
+        self._lock = threading.RLock()  # a host may bring its messages on a thread of its own
+        self._closing = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a worker takes messages, and all others have come or failed."""
+        views = self.workers_by_name.values()
+        return any(view.is_up for view in views) and all(view.is_settled for view in views)
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(view.host.num_restarts for view in self.workers_by_name.values())
+
+    @property
+    def failure(self) -> Refused | None:
+        """Why no worker could be had, where none could."""
+        failures = [view.host.failure for view in self.workers_by_name.values()]
+        return failures[0] if all(failures) else None
+
+    def start(self, receive: Receive, died: Died) -> None:
+        self._receive, self._died = receive, died
+        for view in self.workers_by_name.values():
+            view.host.start(lambda message, view=view: self._take(view, message),  # type: ignore[misc]
+                            lambda error, view=view: self._lose(view, error))  # type: ignore[misc]  # fmt: skip
+
+    def put(self, message: ToEngine) -> None:
+        with self._lock:
+            if isinstance(message, Add):
+                self._add(message)
+            elif isinstance(message, End):
+                self._end(message)
+            elif isinstance(message, (LookAt, Embed)):
+                self._ask(message)
+
+    def kill(self) -> None:
+        """Those that have work, and answer no more."""
+        for view in self.workers_by_name.values():
+            if view.is_up and any(sent.worker == view.name for sent in self._sent.values()):
+                view.host.kill()
+
+    def close(self) -> None:
+        self._closing = True
+        for view in self.workers_by_name.values():
+            view.host.close()
+
+    def workers(self) -> list[WorkerStatus]:
+        with self._lock:
+            index = self.fleet.index if self.fleet else None
+            return [view.status(self._busy(view), index, perf_counter()) for view in self.workers_by_name.values()]
+
+    # From here on: what the front end says.
+    def _add(self, add: Add) -> None:
+        if add.request_id in self._sent:
+            raise TwinphaseError(f"Request id {add.request_id!r} is in use.")
+        timeline = RequestTimeline(add.arrival)
+        timeline.mark(IntervalKind.TOKENIZE, max(add.arrival, add.tokenized))
+        sent = _Sent(add, timeline, token_ids=list(add.output_token_ids))
+        self._send(sent)
+        self._sent[add.request_id] = sent
+
+    def _send(self, sent: _Sent) -> None:
+        """Choose a worker and hand the request over, with the tokens that it has."""
+        if self.fleet is None or self._facts is None:
+            raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
+        add, done = sent.add, sent.token_ids
+        tokens = add.prompt_token_ids + done
+        chain = self._chain(tokens, add.cache_salt)
+        most = add.sampling_params.max_tokens
+        decision = self.fleet.send(add.request_id, len(tokens), chain, num_done=len(done), most=most)
+        view = self.workers_by_name[decision.worker]
+        now = max(perf_counter(), sent.timeline.end)
+        sent.worker, sent.reason = view.name, decision.reason
+        sent.timeline.mark(IntervalKind.ROUTE, now, reason=decision.reason)
+        try:
+            view.host.put(replace(add, arrival=now, tokenized=now, output_token_ids=list(done)))
+        except TwinphaseError:
+            self.fleet.end(add.request_id)
+            raise
+
+    def _chain(self, token_ids: list[int], salt: str | None) -> list[bytes]:
+        """Hashes of the full blocks, as every worker's prefix cache has them."""
+        if self._hashes is None:
+            return []
+        request = Request("", token_ids, SamplingParams(temperature=0.0), 0.0, cache_salt=salt)
+        return [self._hashes.block_hash(request, index) for index in range(len(token_ids) // self._hashes.block_size)]
+
+    def _end(self, message: End) -> None:
+        sent = self._sent.get(message.request_id)
+        if sent is not None:
+            sent.ending = message.reason
+            self.workers_by_name[sent.worker].host.put(message)
+
+    def _ask(self, message: LookAt | Embed) -> None:
+        """Of a request that a worker has, that worker; of anything else, the one with the least to do."""
+        sent = self._sent.get(message.request_id) if isinstance(message, LookAt) else None
+        running = [view for view in self.workers_by_name.values() if view.is_up]
+        if not running:
+            raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
+        asked = [view.name for view, _ in self._asked.values()]
+        view = self.workers_by_name[sent.worker] if sent else min(running, key=lambda one: asked.count(one.name))
+        self._asked[message.number] = view, message
+        view.host.put(message)
+
+    # From here on: what the workers say.
+    def _take(self, view: WorkerView, message: FromEngine) -> None:
+        with self._lock:
+            if isinstance(message, StepNews):
+                self._news(view, message)
+            elif isinstance(message, BlocksChanged):
+                self._blocks(view, message)
+            elif isinstance(message, EngineFacts):
+                self._join(view, message)
+            elif isinstance(message, Accepted):
+                sent = self._of(view, message.request_id)
+                if sent is not None and not sent.accepted:
+                    sent.accepted = True
+                    self._receive(message)
+            elif isinstance(message, Refused):
+                self._refused(view, message)
+            elif isinstance(message, (Seen, Embedded)):
+                self._answered(message)
+            elif isinstance(message, Loading):
+                view.state = message.stage
+                if not self.is_running:
+                    self._receive(message)
+
+    def _join(self, view: WorkerView, facts: EngineFacts) -> None:
+        view.join(facts)
+        if self.fleet is None:
+            self._hashes = PrefixCache(1, facts.config.block_size, facts.kv_fingerprint.encode())
+            self.fleet = Fleet(self._routing or Routing(block_size=facts.config.block_size))
+        self.fleet.join(view.name, view.role, WorkerView.shared_times([view]))
+        self._learn(view, view.prices)
+        self._watch_blocks(view)
+        self._tell_facts()
+
+    def _learn(self, view: WorkerView, prices: tuple[float, ...]) -> None:
+        """A worker's cost model has other prices: those of its machine change."""
+        if not prices or self.fleet is None:
+            return
+        view.prices = prices
+        views = [one for one in self.workers_by_name.values() if one.is_up and one.host.where == view.host.where]
+        times = WorkerView.shared_times(views)
+        for one in views:
+            if (load := self.fleet.workers.get(one.name)) is not None:
+                load.times = times
+                load.forget_steps()
+
+    def _watch_blocks(self, view: WorkerView) -> None:
+        """Have a worker tell which blocks its prefix cache has, and what changes."""
+        if view.facts is not None and view.facts.shape is not None:
+            view.host.put(WatchBlocks())
+
+    def _blocks(self, view: WorkerView, message: BlocksChanged) -> None:
+        assert self.fleet is not None, "a worker has joined"
+        index = self.fleet.index
+        if message.whole:
+            index.replace(view.name, message.first_id, message.stored)
+        elif not index.apply(view.name, message.first_id, message.stored, message.evicted):
+            self._watch_blocks(view)
+
+    def _tell_facts(self) -> None:
+        """The workers together, as one engine."""
+        up = [view.facts for view in self.workers_by_name.values() if view.facts is not None and view.is_up]
+        if not up or not self.is_running:
+            return
+        seats, blocks = (sum(getattr(facts.config, name) or 0 for facts in up) for name in
+                         ("max_num_seqs", "num_kv_blocks"))  # fmt: skip
+        config = replaced(up[0].config, max_num_seqs=seats, num_kv_blocks=blocks or None)
+        self._facts = replace(up[0], config=config)
+        self._receive(self._facts)
+
+    def _of(self, view: WorkerView, request_id: str) -> _Sent | None:
+        """The request, if that worker has it."""
+        sent = self._sent.get(request_id)
+        return sent if sent is not None and sent.worker == view.name else None
+
+    def _refused(self, view: WorkerView, message: Refused) -> None:
+        if message.about is None:
+            view.state = "failed"
+            LOG.error("%s: %s", view.name, message.error())
+            if self.failure is not None:
+                self._receive(message)
+            self._tell_facts()
+        elif isinstance(message.about, int):
+            self._asked.pop(message.about, None)
+            self._receive(message)
+        elif (sent := self._of(view, message.about)) is not None:
+            del self._sent[message.about]
+            self._forget(message.about)
+            if sent.accepted:  # what the first worker took, the second one would not
+                self._receive(StepNews([self._ended(sent, FinishReason.ERROR, str(message.error()))]))
+            else:
+                self._receive(message)
+
+    def _answered(self, message: Seen | Embedded) -> None:
+        _, question = self._asked.pop(message.number, (None, None))
+        sent = self._sent.get(question.request_id) if isinstance(question, LookAt) else None
+        if isinstance(message, Seen) and message.timeline is not None and sent is not None:
+            message = replace(message, timeline=joined(sent.timeline, message.timeline, perf_counter(), sent.reason))
+        self._receive(message)
+
+    def _news(self, view: WorkerView, message: StepNews) -> None:
+        passed = [self._passed_on(sent, news) for news in message.news
+                  if (sent := self._of(view, news.request_id)) is not None]  # fmt: skip
+        stats = message.stats
+        if stats is not None:
+            view.step(stats)
+            views = self.workers_by_name.values()
+            stats = WorkerView.together(stats, [(one, self._busy(one)) for one in views])
+        if passed or stats is not None:
+            self._receive(StepNews(passed, stats))
+
+    def _passed_on(self, sent: _Sent, news: News) -> News:
+        """As if one engine had had the request from the first on."""
+        assert self.fleet is not None, "a worker has joined"
+        finished = news.finished
+        sent.token_ids += news.token_ids
+        sent.num_prefilled = max(sent.num_prefilled, news.num_prefilled)
+        sent.num_cached = max(sent.num_cached, news.num_cached)
+        self.fleet.read(news.request_id, news.num_prefilled + len(sent.token_ids))
+        if finished is not None:
+            del self._sent[news.request_id]
+            done = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
+            self._forget(news.request_id, finished.counts.num_output_tokens if done else None)
+            self._learn(self.workers_by_name[sent.worker], finished.prices)
+            whole = joined(sent.timeline, finished.timeline, perf_counter(), sent.reason)
+            finished = replace(finished, timeline=whole)
+        return replace(news, num_prefilled=sent.num_prefilled, num_cached=sent.num_cached, finished=finished)
+
+    def _ended(self, sent: _Sent, reason: FinishReason, error: str | None = None) -> News:
+        """The end of a request that no worker has."""
+        sent.timeline.mark(IntervalKind.ROUTE, max(perf_counter(), sent.timeline.end), reason=sent.reason)
+        add = sent.add
+        counts = RequestCounts(
+            add.request_id, len(add.prompt_token_ids), len(sent.token_ids), sent.num_cached, error=error
+        )
+        return News(
+            add.request_id, [], sent.num_prefilled, sent.num_cached, [], Finished(reason, counts, sent.timeline)
+        )
+
+    # From here on: deaths.
+    def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
+        """A worker has died: what it was computing goes on elsewhere, or fails where there is nobody else."""
+        with self._lock:
+            view.leave()
+            if self._closing:
+                return
+            self.last_death = EngineDeadError(f"{view.name}: {error.cause}", error.fix)
+            if self.fleet is not None:
+                self.fleet.leave(view.name)
+            lost = [sent for sent in self._sent.values() if sent.worker == view.name]
+            questions = [message for one, message in self._asked.values() if one is view]
+            if not any(one.is_up for one in self.workers_by_name.values()):
+                for name in list(self._sent):
+                    self._forget(name)
+                self._sent.clear()
+                self._asked.clear()
+                self._died(self.last_death)
+                return
+            LOG.warning("%s %d requests go on elsewhere.", self.last_death.cause, len(lost))
+            for sent in lost:
+                self._continue(sent, view.name)
+            for message in questions:
+                self._ask(message)
+            self._tell_facts()
+
+    def _continue(self, sent: _Sent, dead: str) -> None:
+        name = sent.add.request_id
+        spent = max(perf_counter(), sent.timeline.end)
+        sent.timeline.mark(IntervalKind.ROUTE, spent, reason=f"{dead}, which died with {len(sent.token_ids)} tokens")
+        if sent.ending is not None:  # nothing more is wanted of it
+            del self._sent[name]
+            self._receive(StepNews([self._ended(sent, sent.ending)]))
+            return
+        self.num_continued += 1
+        try:
+            self._send(sent)
+        except TwinphaseError as error:
+            del self._sent[name]
+            self._receive(StepNews([self._ended(sent, FinishReason.ERROR, str(error))]))
+
+    def _forget(self, request_id: str, num_outputs: int | None = None) -> None:
+        if self.fleet is not None:
+            self.fleet.end(request_id, num_outputs)
+
+    def _busy(self, view: WorkerView) -> bool:
+        return any(sent.worker == view.name for sent in self._sent.values())

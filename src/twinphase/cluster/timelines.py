@@ -1,0 +1,42 @@
+"""A request's life from the router's part and the worker's: joined by durations, never by subtracting two clocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from twinphase.phases.timeline import IntervalKind, RequestTimeline
+
+__all__ = ["joined", "shifted"]
+
+
+def shifted(timeline: RequestTimeline, seconds: float) -> RequestTimeline:
+    """The same life on a clock that is `seconds` ahead; durations are kept."""
+    if not seconds:
+        return timeline
+    intervals = [replace(one, start=one.start + seconds, end=one.end + seconds) for one in timeline.intervals]
+    times = [moment + seconds for moment in timeline.token_times]
+    return RequestTimeline(timeline.arrival + seconds, intervals, timeline.prefill, timeline.decode, times)
+
+
+def joined(before: RequestTimeline, worker: RequestTimeline, now: float, reason: str) -> RequestTimeline:
+    """The whole life of a request: `before` it was sent to a worker, and what the worker tells of it.
+
+    The worker's part lies where its own clock says, if that is after `before` and not after `now`; else it is moved
+    there, as little as is needed. What is between both is the way there.
+    """
+    start = worker.arrival
+    late, early = worker.end - now, before.end - start
+    move = early if early > 0 else -min(late, -early) if late > 0 else 0.0
+    part = shifted(worker, move)
+    whole = RequestTimeline(
+        before.arrival, [replace(one) for one in before.intervals], part.prefill, part.decode, part.token_times
+    )
+    if part.arrival > whole.end:
+        whole.extend(IntervalKind.ROUTE, part.arrival, reason)
+    if part.intervals:  # rounding may have left a gap that no clock can tell
+        first, *rest = part.intervals
+        if first.end > whole.end:
+            whole.intervals.append(replace(first, start=whole.end))
+        whole.intervals += rest
+        whole.end = part.end
+    return whole

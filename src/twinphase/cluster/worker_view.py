@@ -1,0 +1,104 @@
+"""What the router sees of one worker: whether it is there, what it is, how its steps went."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from twinphase.cluster.block_index import BlockIndex
+from twinphase.cluster.routing import Role
+from twinphase.engine.host import LinkHost
+from twinphase.engine.messages import EngineFacts, StepStats, WorkerStatus
+from twinphase.phases.cost import FEATURES, CostModel
+
+__all__ = ["WorkerView"]
+
+NO_PRICES = (0.0,) * len(FEATURES)
+SHARE_SECONDS = 10.0  # that the shares of time are told of
+TOTALS = ("prefix_queries", "prefix_hits", "num_preemptions")
+
+
+class WorkerView:
+    """One worker.
+
+    Attributes:
+        is_up: it takes messages.
+        is_settled: it has been up, or has failed: a server waits no longer for it.
+        facts: what it said of itself when it came last.
+        prices: of its cost model, which it told last.
+    """
+
+    def __init__(self, name: str, role: Role, host: LinkHost) -> None:
+        self.name, self.role, self.host = name, role, host
+        self.is_up = self._was_there = False
+        self.facts: EngineFacts | None = None
+        self.prices = NO_PRICES
+        self.state = "starting"
+        self._stats: StepStats | None = None
+        self._before = dict.fromkeys(TOTALS, 0)  # of those that lived before this one
+        self._seconds = [0.0, 0.0]  # prefill, decode
+        self._recent: deque[tuple[float, float, float]] = deque()
+
+    @property
+    def is_settled(self) -> bool:
+        return self.is_up or self._was_there or self.host.failure is not None
+
+    def join(self, facts: EngineFacts) -> None:
+        self.facts, self.is_up, self.state = facts, True, "ready"
+        self.prices = facts.prices or NO_PRICES
+
+    def leave(self) -> None:
+        """It has died; what it counted is kept."""
+        self.is_up, self._was_there, self.state = False, True, "starting"
+        for name in TOTALS:
+            self._before[name] += getattr(self._stats, name, 0)
+        self._stats = None
+
+    def step(self, stats: StepStats) -> None:
+        self._stats = stats
+        self._recent.append((stats.end, stats.prefill_seconds, stats.decode_seconds))
+        while self._recent[0][0] < stats.end - SHARE_SECONDS:
+            self._recent.popleft()
+        self._seconds[0] += stats.prefill_seconds
+        self._seconds[1] += stats.decode_seconds
+
+    def total(self, name: str) -> int:
+        return self._before[name] + int(getattr(self._stats, name, 0))
+
+    @staticmethod
+    def shared_times(views: Sequence[WorkerView]) -> CostModel:
+        """The cost model of workers on one machine, each of which has learned by itself: what they know, together.
+
+        Apart, the noise between them would count for more than what one of them has cached.
+        """
+        shape = next((view.facts.shape for view in views if view.facts), None)
+        prices = [sum(column) / len(views) for column in zip(*(view.prices for view in views), strict=True)]
+        return CostModel(prices, shape.windowed_share if shape else 0.0)
+
+    @staticmethod
+    def together(stats: StepStats, views: Sequence[tuple[WorkerView, bool]]) -> StepStats:
+        """A worker's step, with the numbers of all workers, as if they were one engine; of each, whether it is busy."""
+        last = [view._stats for view, busy in views if busy and view._stats is not None]
+        size = sum(view.is_up for view, _ in views) or 1
+        return replace(
+            stats,
+            num_running=sum(one.num_running for one in last),
+            num_waiting=sum(one.num_waiting for one in last),
+            kv_cache_usage=sum(one.kv_cache_usage for one in last) / size,
+            **{name: sum(view.total(name) for view, _ in views) for name in TOTALS},
+        )
+
+    def status(self, busy: bool, index: BlockIndex | None, now: float) -> WorkerStatus:
+        """For people; of a worker without requests the last step says nothing."""
+        stats = self._stats if busy else None
+        recent = [one for one in self._recent if one[0] >= now - SHARE_SECONDS]
+        prefill, decode = (sum(one[part] for one in recent) / SHARE_SECONDS for part in (1, 2))
+        return WorkerStatus(
+            self.name, self.role, self.host.where, self.host.pid, self.state,
+            stats.num_running if stats else 0, stats.num_waiting if stats else 0,
+            stats.kv_cache_usage if stats else 0.0, index.num_held(self.name) if index else 0,
+            round(min(1.0, prefill), 4), round(min(1.0, decode), 4), self._seconds[0], self._seconds[1],
+            self.host.num_restarts,
+        )  # fmt: skip

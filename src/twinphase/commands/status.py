@@ -1,0 +1,54 @@
+"""`twinphase status`: the engines behind a server, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import typer
+
+from twinphase.errors import TwinphaseError
+
+__all__ = ["status"]
+
+COLUMNS = ("id", "role", "host", "pid", "state", "running", "waiting", "prefill", "decode", "KV cache", "blocks",
+           "restarts")  # fmt: skip
+
+
+def status(
+    url: str = typer.Argument("http://127.0.0.1:8000", help="The server."),
+    api_key: str = typer.Option(None, envvar="TWINPHASE_API_KEY", help="API key, if the server asks for one."),
+    json: bool = typer.Option(False, "--json", help="Print the server's JSON."),
+) -> None:
+    """Show a server's engines: where they are, what they have, and the share of time that each phase takes."""
+    from twinphase.commands.explain_source import get_json, server_base
+
+    found = get_json(f"{server_base(url)}/v1/cluster", api_key)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(found, ensure_ascii=False, indent=1))
+        return
+    workers = found.get("workers")
+    if not isinstance(workers, list) or not all(isinstance(one, Mapping) for one in workers):
+        raise TwinphaseError(f"What answers at {url} has no list of workers.", "Is it a twinphase server?")
+    print("\n".join(table([COLUMNS, *map(_row, workers)])))
+
+
+def _row(worker: Mapping[str, Any]) -> Sequence[str]:
+    def percent(name: str) -> str:
+        return f"{100 * float(worker.get(name) or 0):.0f} %"
+
+    words = [str(worker.get(name) if worker.get(name) is not None else "-")
+             for name in ("id", "role", "host", "pid", "state", "running", "waiting")]  # fmt: skip
+    shares = [percent(name) for name in ("prefill_share", "decode_share", "kv_cache_usage")]
+    return [*words, *shares, str(worker.get("cached_blocks", 0)), str(worker.get("restarts", 0))]
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of columns of equal width; numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) if index < 5 else cell.rjust(width)
+                 for index, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,54 @@
+import asyncio
+
+import pytest
+
+from steps import own_cache as make_cache
+from tiny_gguf import write_tiny_gguf
+from twinphase.cluster.router import Router
+from twinphase.engine.async_engine import AsyncEngine
+from twinphase.engine.host import ProcessHost
+from twinphase.engine.llm import LLM
+
+CONFIG = {
+    "threads": 1,
+    "max_num_batched_tokens": 64,
+    "num_kv_blocks": 96,
+    "block_size": 16,
+    "speculative_config": "auto",
+}
+VOCAB = 320
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    with make_cache(tmp_path_factory.mktemp("cache")):
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory):
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", vocab=VOCAB, context=512)
+
+
+@pytest.fixture(scope="session")
+def lone(tiny_path, own_cache):
+    """One engine, without a router."""
+    return LLM(tiny_path, **CONFIG)
+
+
+@pytest.fixture
+def serve(tiny_path, own_cache):
+    """Runs a coroutine function with a front end over a router of as many workers."""
+
+    def run(body, count=2, hosts=None, silence=2.0, seconds=240):
+        async def main():
+            made = hosts or {f"worker-{i}": ProcessHost(tiny_path, CONFIG, silence=silence) for i in range(count)}
+            engine = AsyncEngine(Router(made))
+            try:
+                await body(engine)
+            finally:
+                await asyncio.to_thread(engine.close)
+
+        asyncio.run(asyncio.wait_for(main(), seconds))
+
+    return run

@@ -1,0 +1,270 @@
+"""Several engines behind one router: the answers of a lone engine, digit for digit, whoever dies in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from twinphase.engine.messages import EngineFacts
+from twinphase.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError
+from twinphase.phases.timeline import IntervalKind
+from twinphase.request import SamplingParams, StructuredOutputsParams
+
+PATIENCE = 120.0
+PREFIXES = [[10 + (7 * i + i * i) % 250 for i in range(96)], [11] * 64, []]
+LONG = SamplingParams(temperature=1.5, seed=3, max_tokens=300, ignore_eos=True, logprobs=2)
+
+
+async def until(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not come"
+        await asyncio.sleep(0.005)
+
+
+async def read(stream):
+    """The last update, which has the whole answer."""
+    updates = [update async for update in stream]
+    assert all(not update.finished for update in updates[:-1])
+    return updates[-1].output
+
+
+def same(output, expected):
+    """Bit for bit: tokens, text, log probabilities, and why it ended."""
+    found, wanted = output.outputs[0], expected.outputs[0]
+    assert (found.token_ids, found.text, found.finish_reason) == (wanted.token_ids, wanted.text, wanted.finish_reason)
+    assert repr(found.logprobs) == repr(wanted.logprobs)
+    timeline = output.metrics
+    at = timeline.arrival
+    for interval in timeline.intervals:
+        assert interval.start == at < interval.end, f"{interval} does not begin at {at}"
+        at = interval.end
+    assert at == timeline.end and timeline.seconds(IntervalKind.ROUTE) > 0
+    assert len(timeline.token_times) == len(found.token_ids)
+    return True
+
+
+def mix(seed, count=10):
+    """Prompts and parameters that have nothing in common but some beginnings."""
+    draw = random.Random(seed)
+    for number in range(count):
+        prompt = draw.choice(PREFIXES)[: draw.choice([16, 33, 96])] + [draw.randrange(10, 300) for _ in range(9)]
+        form = draw.choice([None, None, {"regex": "(cat|dog|cart){3,9}!"}, {"choice": ["somewhat longer", "no"]}])
+        free = {"ignore_eos": True, "min_tokens": 2, "stop": draw.choice([None, ["e", "th"]])} if form is None else {}
+        yield (
+            prompt,
+            SamplingParams(
+                temperature=draw.choice([0.0, 0.7, 1.5]),
+                repetition_penalty=draw.choice([1.0, 1.3]),
+                frequency_penalty=draw.choice([0.0, 0.3]),
+                seed=number,
+                logprobs=draw.choice([None, 0, 3]),
+                max_tokens=draw.choice([2, 7, 24, 60]),
+                structured_outputs=StructuredOutputsParams(**form) if form else None,
+                **free,
+            ),
+        )
+
+
+async def all_of(engine, asked, **options):
+    streams = [await engine.submit(prompt, params, **options) for prompt, params in asked]
+    return await asyncio.gather(*map(read, streams))
+
+
+async def whole(engine):
+    """Nothing is left anywhere: the workers hold no request and no block, and the router knows of none."""
+    router = engine.host
+    await until(lambda: not router._sent and not router._asked and engine.num_unfinished == 0)
+    assert all(one.num_decodes == 0 and one.decode_tokens == 0 for one in router.fleet.workers.values())
+    assert all(abs(one.prefill_seconds) < 1e-9 for one in router.fleet.workers.values())
+    loads = router.fleet.workers
+    for name in loads:  # a last step of each says how it stands after it
+        for load in loads.values():
+            load.accepts = load.name == name
+        await all_of(engine, [([10, 11, 12], SamplingParams(temperature=0.0, max_tokens=1))])
+        stats = router.workers_by_name[name]._stats
+        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+    for load in loads.values():
+        load.accepts = True
+
+
+@pytest.mark.timeout(300)
+def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
+    """Mixes of requests with prefixes, grammars, penalties and stop strings, all at once; unseeded ones too."""
+    num_mixes = int(os.environ.get("TWINPHASE_MIXES", "10"))
+
+    async def body(engine):
+        with pytest.raises(EngineUnavailableError):
+            await engine.submit([10], LONG)
+        await until(lambda: engine.is_running)
+        assert isinstance(engine.facts, EngineFacts) and engine.facts.config.max_num_seqs == 128
+        used = set()
+        for seed in range(num_mixes):
+            asked = list(mix(seed))
+            expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+            found = await all_of(engine, asked)
+            assert all(map(same, found, expected))
+            used |= {one.reason.split(":")[0] for output in found for one in output.metrics.intervals if one.reason
+                     and one.kind is IntervalKind.ROUTE}  # fmt: skip
+        assert used == {"worker-0", "worker-1"}
+        free = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+        outputs = await all_of(engine, [([20, 21], free)] * 4)
+        assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 4
+        for prompt, options in (([], {}), ([10**6], {}), ([10], {"priority": 1})):
+            with pytest.raises(InvalidRequestError):
+                await engine.submit(prompt, LONG, **options)
+        await whole(engine)
+        found = engine.host.workers()
+        assert [(one.id, one.role, one.state, one.restarts) for one in found] == [
+            ("worker-0", "both", "ready", 0), ("worker-1", "both", "ready", 0)
+        ]  # fmt: skip
+        assert all(one.pid and one.prefill_seconds > 0 and one.decode_seconds > 0 for one in found)
+
+    serve(body)
+
+
+def pid_of(engine, name):
+    return engine.host.workers_by_name[name].host.pid
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
+    """While it queues, between two chunks, and in the middle of answers, which are the undisturbed ones."""
+    long_prompts = [([10 + (i * j) % 250 for i in range(180)], LONG) for j in (3, 7)]
+    answers = [([30 + number, 31, 32], LONG) for number in range(4)]
+    everything = answers + long_prompts
+    expected = lone.generate([prompt for prompt, _ in everything], LONG)
+
+    async def body(engine):
+        router = engine.host
+        await until(lambda: engine.is_running)
+        for turn in range(2):
+            streams = [await engine.submit(prompt, params) for prompt, params in everything]
+            first = streams[0].transcript
+            while turn and len(first.token_ids) < 20:  # else while they queue, or the long ones are being read
+                await asyncio.sleep(0.002)
+            dead = router._sent[streams[0].request_id].worker
+            lost = [name for name, sent in router._sent.items() if sent.worker == dead]
+            num_continued = router.num_continued
+            os.kill(pid_of(engine, dead), sig)
+            outputs = await asyncio.gather(*map(read, streams))
+            assert all(map(same, outputs, expected))
+            assert router.num_continued == num_continued + len(lost) and lost
+            reasons = [one.reason for one in outputs[0].metrics.intervals if one.kind is IntervalKind.ROUTE]
+            assert any("died" in reason for reason in reasons) and "died" not in reasons[-1]
+            assert f"{dead}, which died" in str(await engine.explain(streams[0]))
+            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        await whole(engine)
+        assert router.num_restarts == 2
+
+    serve(body, silence=1.0)
+
+
+@pytest.mark.timeout(300)
+def test_an_answer_that_ended_at_a_stop_string_needs_no_other_worker(serve, lone):
+    """The front end found the end; that the worker dies before it has let go of the request changes nothing."""
+    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    text = lone.generate([[40, 41]], params)[0].outputs[0].text
+    stopping = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True, stop=text[20:24])
+    expected = lone.generate([[40, 41]], stopping)[0]
+
+    async def body(engine):
+        router = engine.host
+        await until(lambda: engine.is_running)
+        put = router.put
+        stream = await engine.submit([40, 41], stopping)
+
+        def kill_first(message):
+            os.kill(pid_of(engine, router._sent[stream.request_id].worker), signal.SIGKILL)
+            router._sent[stream.request_id].ending = message.reason
+            del message  # it never reaches the worker
+
+        router.put = kill_first
+        output = await read(stream)
+        router.put = put
+        assert same(output, expected) and output.outputs[0].stop_reason == text[20:24]
+        await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        await whole(engine)
+
+    serve(body)
+
+
+@pytest.mark.timeout(300)
+def test_without_a_worker_requests_fail_at_once_and_can_be_sent_again(serve, lone):
+    expected = lone.generate([[30, 31]], LONG)[0]
+
+    async def body(engine):
+        router = engine.host
+        await until(lambda: engine.is_running)
+        streams = [await engine.submit([30, 31], LONG) for _ in range(3)]
+        began = time.monotonic()
+        for name in router.workers_by_name:
+            os.kill(pid_of(engine, name), signal.SIGKILL)
+        for result in await asyncio.gather(*map(read, streams), return_exceptions=True):
+            assert isinstance(result, EngineDeadError) and "again" in str(result)
+        assert time.monotonic() - began < 10.0  # and not the minutes of a timeout
+        with pytest.raises(EngineUnavailableError):
+            await engine.submit([30, 31], LONG)
+        await until(lambda: engine.is_running)
+        assert same(await read(await engine.submit([30, 31], LONG)), expected)
+        await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        await whole(engine)
+
+    serve(body)
+
+
+@pytest.mark.timeout(300)
+def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve):
+    async def body(engine):
+        router = engine.host
+        await until(lambda: engine.is_running)
+        for sig in (None, signal.SIGKILL):
+            streams = [await engine.submit([50 + number], LONG) for number in range(4)]
+            for stream in streams:
+                await anext(stream)
+            worker = router._sent[streams[0].request_id].worker
+            for stream in streams:
+                await stream.aclose()
+            if sig is not None:
+                os.kill(pid_of(engine, worker), sig)
+                await until(lambda: router.num_restarts == 1)
+            await until(lambda: not router._sent)
+        await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        await whole(engine)
+        assert router.num_continued == 0
+
+    serve(body)
+
+
+@pytest.mark.timeout(300)
+def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serve):
+    prefix, short = [60 + i % 90 for i in range(160)], SamplingParams(temperature=0.0, max_tokens=2)
+
+    async def body(engine):
+        router = engine.host
+        await until(lambda: engine.is_running)
+
+        async def cached(number):
+            output = await read(await engine.submit([*prefix, 200 + number], short))
+            (decision,) = [one.reason for one in output.metrics.intervals if one.kind is IntervalKind.ROUTE]
+            return output.num_cached_tokens, decision.split(":")[0], decision
+
+        first = await cached(0)
+        assert first[0] == 0
+        await until(lambda: router.fleet.index.num_held(first[1]) >= 10)
+        for number in (1, 2, 3):
+            tokens, where, words = await cached(number)
+            assert (tokens, where) == (160, first[1]) and "1 of 161 tokens to read" in words
+        os.kill(pid_of(engine, first[1]), signal.SIGKILL)
+        await until(lambda: router.num_restarts == 1)
+        assert router.fleet.index.num_held(first[1]) == 0
+        tokens, where, _ = await cached(4)
+        assert tokens == 0
+
+    serve(body)

@@ -1,0 +1,74 @@
+"""`twinphase serve --replicas`: what a lone server does, by two engines, and what is seen of them."""
+
+import os
+import signal
+
+import pytest
+
+from raw_client import LONG, PATH, PROBE, events, send, tokens, until
+from twinphase.cli import run_app
+
+
+@pytest.fixture(scope="module")
+def replicas(start):
+    with start("--replicas", "2", "--threads-per-worker", "1", "--max-num-seqs", "8") as running:
+        yield running
+
+
+def test_a_worker_dies_in_the_middle_of_a_stream_and_its_reader_sees_the_same_text(replicas, server, capsys):
+    body = {**LONG, "max_tokens": 1500, "temperature": 1.5, "seed": 5, "logprobs": 1}
+    expected = server.post(PATH, body)[1]["choices"][0]
+    with send(replicas, PATH, {**body, "stream": True}) as stream:
+        coming = events(stream)
+        got = [next(coming)]
+        (busy,) = [one for one in replicas.get("/v1/cluster")[1]["workers"] if one["running"] or one["waiting"]]
+        os.kill(busy["pid"], signal.SIGKILL)
+        *rest, last = coming
+    chunks = [event["choices"][0] for event in [*got, *rest] if event.get("choices")]
+    assert last == "[DONE]" and [token for chunk in chunks for token in chunk["token_ids"]] == expected["token_ids"]
+    assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
+    found = [value for chunk in chunks for value in (chunk["logprobs"] or {}).get("token_logprobs", [])]
+    assert found == expected["logprobs"]["token_logprobs"]
+    name = got[0]["id"]
+    _, explained = replicas.get(f"/v1/requests/{name}/explain")
+    assert f"{busy['id']}, which died with" in " ".join(explained["sentences"])
+    kinds = [(one["kind"], one.get("reason")) for one in replicas.get(f"/v1/requests/{name}/timeline")[1]["intervals"]]
+    assert kinds[0][0] == "tokenize" and kinds[1][0] == "route" and kinds[1][1].startswith(busy["id"])
+    until(lambda: all(one["state"] == "ready" for one in replicas.get("/v1/cluster")[1]["workers"]))
+    until(lambda: replicas.metric("engine_restarts_total") == 1)
+    assert "killed by signal 9" in replicas.log.read_text() and "1 requests go on elsewhere" in replicas.log.read_text()
+    replicas.wait_until_idle()
+    assert replicas.metric("worker_up") == 2
+    assert replicas.metric("worker_step_seconds_total", phase="decode") > 0
+    assert run_app(["status", replicas.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["id", "role", "host"] and [line.split()[0] for line in lines[1:]] == [
+        "worker-0", "worker-1"
+    ]  # fmt: skip
+
+
+def test_a_lone_server_is_a_cluster_of_one(server, capsys):
+    assert [one["id"] for one in server.get("/v1/cluster")[1]["workers"]] == ["engine"]
+    assert run_app(["status", f"{server.url}/v1"]) == 0
+    assert "engine  both" in capsys.readouterr().out
+    assert tokens(server.post(PATH, PROBE)[1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--replicas", "0"], "replicas"),
+        (["--replicas", "two"], "replicas"),
+        (["--replicas", "2", "--threads", "1", "--threads-per-worker", "1"], "--threads-per-worker"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(tiny_path, flags, words, capsys):
+    assert run_app(["serve", str(tiny_path), "--port", "0", *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) <= 2 and "Traceback" not in error
+
+
+def test_status_of_nobody_is_one_line(capsys):
+    assert run_app(["status", "http://127.0.0.1:9"]) != 0
+    assert "No server answers" in capsys.readouterr().err
+    assert run_app(["status", "nowhere"]) == 2
