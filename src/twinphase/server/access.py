@@ -169,12 +169,20 @@ class Admission:
         """The refusal, with the time after which to try again: that of the tenant's queue at its share."""
         seconds = 0.0
         if tenant is not None:
-            waiting = max(1, tenant.num_requests - self.num_seats)
-            seconds = waiting * tenant.usual_work / self._due(tenant)
+            seconds = max(1, self._waiting(tenant)) * tenant.usual_work / self._due(tenant)
         retry_after = min(LONGEST_RETRY, max(1, math.ceil(seconds)))
         error = OverloadedError(f"The server is overloaded: {why}.", f"Try again in {retry_after} s.")
         error.retry_after = retry_after
         return error
+
+    @property
+    def queue_seconds(self) -> float:
+        """Until those who wait now could all have been served, by what the requests of late took."""
+        return sum(self._waiting(tenant) * tenant.usual_work for tenant in self.tenants.values())
+
+    def _waiting(self, tenant: Tenant) -> int:
+        """Its requests beyond what the engine runs at once."""
+        return max(0, tenant.num_requests - self.num_seats)
 
     def _due(self, tenant: Tenant) -> float:
         here = [one.weight for one in self.tenants.values() if one.num_requests or one is tenant]

@@ -58,12 +58,14 @@ EXPOSED = ["x-request-id", "server-timing", "retry-after"]  # headers that a bro
 METRICS: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}, **ERRORS}
 
 
-def make_app(service: Service) -> Gate:
-    """The server's ASGI application; starting it starts the service."""
+def make_app(service: Service, *, when_ready: bool = False) -> Gate:
+    """The server's ASGI application; starting it starts the service, and waits for the engine if `when_ready`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
+        if when_ready:
+            await service.ready()
         yield
         await service.stop()
 

@@ -112,6 +112,13 @@ class Service:
         except TwinphaseError as error:
             LOG.warning("%s Chats will be refused.", error.cause)
 
+    async def ready(self) -> None:
+        """Wait until the engine takes requests; raises what refused the model."""
+        while self.stage != "ready":
+            if self.failure is not None:
+                raise self.failure
+            await asyncio.sleep(WATCH_SECONDS)
+
     async def stop(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()

@@ -1,0 +1,145 @@
+"""Applications for Ray Serve, configured as `ray.serve.llm`'s are: each replica is a whole server with its engine.
+
+    from ray import serve
+    from twinphase.cluster.deploy import build_openai_app
+    serve.run(build_openai_app({"llm_configs": [{"model_loading_config": {"model_id": "smollm2"}}]}))
+
+Serve's proxies carry HTTP to the replicas, and its controller starts them, watches them and decides how many there are,
+by seconds of work that wait. Not for pools of this project's own server (`pools.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from twinphase.engine.checks import engine_config
+from twinphase.engine.host import ProcessHost
+from twinphase.errors import EngineUnavailableError, InvalidRequestError
+from twinphase.server.app import make_app
+from twinphase.server.config import ServerConfig
+from twinphase.server.service import Service
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.config import AutoscalingContext
+
+__all__ = ["build_openai_app", "by_queue_seconds"]
+
+TARGET_SECONDS = 2.0  # of work that may wait for a replica
+IDLE = 0.5  # of its seats that a replica may have taken if another is to be spared
+
+
+class ModelLoading(msgspec.Struct, forbid_unknown_fields=True):
+    """Which model, and what it is called in the API."""
+
+    model_id: str
+    model_source: str | None = None
+
+
+class LLMConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """One model, with Ray's names.
+
+    Attributes:
+        deployment_config: options of a Serve deployment, such as `num_replicas` or `autoscaling_config`.
+        engine_kwargs: fields of `EngineConfig`.
+        server_kwargs: fields of `ServerConfig`; Ray's own has none of these.
+    """
+
+    model_loading_config: ModelLoading
+    deployment_config: dict[str, Any] = {}
+    engine_kwargs: dict[str, Any] = {}
+    server_kwargs: dict[str, Any] = {}
+
+
+class ServingArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """What `build_openai_app` takes."""
+
+    llm_configs: list[LLMConfig]
+
+
+class OpenAIServer:
+    """A replica: the server that `twinphase serve` is, behind Serve's proxy."""
+
+    def __init__(self, config: LLMConfig) -> None:
+        names = config.model_loading_config
+        server = ServerConfig(**{"served_model_name": (names.model_id,), **config.server_kwargs})
+        model = names.model_source or names.model_id
+        self._service = Service(ProcessHost(model, config.engine_kwargs), model, server)
+
+    def __serve_build_asgi_app__(self) -> Any:  # noqa: PLW3201 - Ray asks for the application by this name
+        return make_app(self._service, when_ready=True)
+
+    def check_health(self) -> None:
+        """Raise if Serve should start another replica in this one's place."""
+        service = self._service
+        if service.failure is not None:
+            raise service.failure
+        if service.stalled:
+            raise EngineUnavailableError("The engine makes no step.", "It is being started again.")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `by_queue_seconds` decides by: seconds of work that wait, and the share of the seats that is taken."""
+        admission = self._service.admission
+        return {"queue_seconds": admission.queue_seconds, "busy": admission.num_requests / admission.num_seats}
+
+
+def build_openai_app(llm_serving_args: Mapping[str, Any]) -> Application:
+    """A Serve application with OpenAI's API.
+
+    Args:
+        llm_serving_args: `{"llm_configs": [...]}` with one model, as `LLMConfig` describes.
+
+    Raises:
+        InvalidRequestError: a field that is not known, or a value that is not allowed.
+        ImportError: Ray Serve is not installed.
+    """
+    from ray import serve
+
+    args = _read(llm_serving_args, ServingArgs)
+    if len(args.llm_configs) != 1:
+        raise InvalidRequestError(
+            f"llm_configs has {len(args.llm_configs)} models.", "Build an application for each, with its own route."
+        )
+    (config,) = args.llm_configs
+    engine = engine_config(config.engine_kwargs)
+    options = {"ray_actor_options": {"num_cpus": engine.threads or 1}, **config.deployment_config}
+    if isinstance(options.get("autoscaling_config"), dict):
+        policy = {"policy_function": f"{__name__}:by_queue_seconds"}
+        options["autoscaling_config"] = {"policy": policy, **options["autoscaling_config"]}
+    deployment: Any = serve.deployment(serve.ingress()(OpenAIServer), **options)
+    application: Application = deployment.bind(config)
+    return application
+
+
+def by_queue_seconds(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """How many replicas there should be: Serve calls this.
+
+    More, at most twice as many, while a replica has work for over two seconds waiting; one less while nothing waits and
+    the others could take its requests with seats to spare.
+    """
+    count = context.current_num_replicas
+    metrics = context.aggregated_metrics or {}
+    waiting, busy = (_mean(metrics.get(name, {})) for name in ("queue_seconds", "busy"))
+    if waiting > TARGET_SECONDS:
+        wanted = min(2 * count, math.ceil(count * waiting / TARGET_SECONDS))
+    elif not waiting and count > 1 and busy * count / (count - 1) < IDLE:
+        wanted = count - 1
+    else:
+        wanted = count
+    low, high = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    return max(low, min(high, wanted)), {}
+
+
+def _mean(values: Mapping[Any, float]) -> float:
+    return sum(values.values()) / len(values) if values else 0.0
+
+
+def _read(values: Mapping[str, Any], kind: type[Any]) -> Any:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"The configuration cannot be used: {error}.", "See docs/cluster.md.") from None

@@ -1,0 +1,92 @@
+"""Applications for Ray Serve: the configuration, how many replicas there are, and one that really runs."""
+
+import socket
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiny_gguf import write_tiny_gguf
+from twinphase import LLM, SamplingParams
+from twinphase.cluster.deploy import build_openai_app, by_queue_seconds
+from twinphase.errors import InvalidRequestError
+
+
+def context(count, waiting, busy, low=1, high=8):
+    metrics = {"queue_seconds": dict(enumerate(waiting)), "busy": dict(enumerate(busy))}
+    return SimpleNamespace(current_num_replicas=count, aggregated_metrics=metrics,
+                           capacity_adjusted_min_replicas=low, capacity_adjusted_max_replicas=high)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "waiting", "busy", "wanted"),
+    [
+        (1, [3.0], [1.0], 2),
+        (2, [3.0, 3.0], [1.0, 1.0], 3),
+        (2, [90.0, 90.0], [1.0, 1.0], 4),  # at most twice as many at once
+        (8, [90.0] * 8, [1.0] * 8, 8),
+        (2, [1.0, 1.0], [1.0, 1.0], 2),
+        (2, [0.0, 0.0], [0.2, 0.2], 1),
+        (2, [0.0, 0.0], [0.3, 0.3], 2),  # one alone would have 0.6 of its seats taken
+        (1, [0.0], [0.0], 1),
+    ],
+)
+def test_replicas_follow_the_seconds_of_work_that_wait(count, waiting, busy, wanted):
+    assert by_queue_seconds(context(count, waiting, busy)) == (wanted, {})
+
+
+@given(st.integers(1, 20), st.floats(0, 1e6), st.floats(0, 100), st.integers(1, 5), st.integers(5, 20))
+def test_there_are_never_more_or_fewer_replicas_than_allowed(count, waiting, busy, low, high):
+    wanted, _ = by_queue_seconds(context(count, [waiting] * count, [busy] * count, low, high))
+    assert low <= wanted <= high
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({}, "llm_configs"),
+        ({"llm_configs": []}, "0 models"),
+        ({"llm_configs": [{"model_loading_config": {}}]}, "model_id"),
+        (
+            {"llm_configs": [{"model_loading_config": {"model_id": "m"}, "accelerator_type": "H100"}]},
+            "accelerator_type",
+        ),
+        ({"llm_configs": [{"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"tp": 2}}]}, "tp"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(args, told):
+    pytest.importorskip("ray.serve")
+    with pytest.raises(InvalidRequestError, match=told):
+        build_openai_app(args)
+
+
+@pytest.mark.slow
+def test_a_replica_answers_as_the_engine_does(tmp_path):
+    ray, serve = pytest.importorskip("ray"), pytest.importorskip("ray.serve")
+    model = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0")
+    params = {"max_tokens": 12, "temperature": 1.2, "seed": 5}
+    (wanted,) = LLM(model, threads=1).generate(["one two"], SamplingParams(**params), use_tqdm=False)
+    config = {
+        "model_loading_config": {"model_id": "tiny", "model_source": str(model)},
+        "engine_kwargs": {"threads": 1},
+        "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
+    }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(build_openai_app({"llm_configs": [config]}))
+        answer = httpx.post(
+            f"http://127.0.0.1:{port}/v1/completions", json={"model": "tiny", "prompt": "one two", **params}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == wanted.outputs[0].text
+        refused = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a", "top_p": 7}, timeout=60)
+        assert refused.status_code == 400
+    finally:
+        serve.shutdown()
+        ray.shutdown()
