@@ -19,6 +19,10 @@ MOST_DRAFTED = 64  # tokens; a step has 512 rows for all
 USUAL_DRAFTED = 16
 USUAL_BY_HEADS = 3
 DRAFTED = ConfigField("Tokens.", minimum=1, maximum=MOST_DRAFTED)
+NUMBERS = {
+    "suffix_decoding_max_cached_requests": ("int", ConfigField("Answers.", minimum=0)),
+    "suffix_decoding_max_spec_factor": ("float", ConfigField("Drafts per token that agrees.", above=0)),
+}
 USUAL_NGRAM = 5  # as in vLLM, where neither bound is given
 HEADS = ("medusa", "eagle3")
 METHODS = ("auto", "ngram", "suffix", "draft_model", *HEADS, "none")
@@ -28,7 +32,7 @@ OFF = ("none", "off")
 KEYS = {
     "auto": ("num_speculative_tokens",),
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
-    "suffix": ("num_speculative_tokens",),
+    "suffix": ("num_speculative_tokens", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
     "draft_model": ("num_speculative_tokens", "model"),
     **dict.fromkeys(HEADS, ("num_speculative_tokens", "model")),
     "none": (),
@@ -43,6 +47,9 @@ class SpeculativeConfig:
         method: "auto" (prediction, forced tokens, suffixes) or another of `METHODS`.
         num_speculative_tokens: tokens to draft for a request in one step, at most; fewer where fewer pay.
         prompt_lookup_min, prompt_lookup_max: of `ngram`, tokens that have to agree, and that count.
+        suffix_decoding_max_cached_requests: of `suffix`, answers to others that drafts come from, per tenant; 0 is
+            none, None as many as fit.
+        suffix_decoding_max_spec_factor: of `suffix`, most tokens to draft for each token that agrees; None is no bound.
         model: of `draft_model`, its name or path; of `medusa` and `eagle3`, the folder of the heads; empty otherwise.
     """
 
@@ -50,6 +57,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int = USUAL_DRAFTED
     prompt_lookup_min: int = USUAL_NGRAM
     prompt_lookup_max: int = USUAL_NGRAM
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
     model: str = ""
 
 
@@ -80,7 +89,8 @@ def speculative_config(given: str | Mapping[str, Any] | None) -> SpeculativeConf
             _refuse(f"has the method {method!r} without a model.", "Give the folder of the heads as its model.")
     for key, value in values.items():
         if key not in ("method", "model"):
-            check_value(f"speculative_config.{key}", value, "int", DRAFTED)
+            kind, field = NUMBERS.get(key, ("int", DRAFTED))
+            check_value(f"speculative_config.{key}", value, kind, field)
     if method in ("ngram", "draft_model") and "num_speculative_tokens" not in values:
         _refuse(f"has the method {method!r} without num_speculative_tokens.", "Say how many tokens to draft at most.")
     if method == "draft_model" and (not isinstance(values.get("model"), str) or not values["model"]):

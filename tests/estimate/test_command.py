@@ -56,6 +56,19 @@ def test_both_phases_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert formula not in text and formula in run(capsys, *A100, "--explain")
 
 
+def test_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    drafting = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}', "--acceptance", "0.7"]
+    found = run_json(capsys, *A100, *drafting)["speculation"]
+    assert found["tokens_per_step"] == pytest.approx((1 - 0.7**5) / (1 - 0.7))
+    assert found["tokens_per_second"] == pytest.approx(found["tokens_per_step"] / found["step"]["seconds"])
+    assert "2.77 tokens per step" in run(capsys, *A100, *drafting)
+    assert run_json(capsys, *A100)["speculation"] is None
+    model = '{"method": "draft_model", "num_speculative_tokens": 2, "model": "llama-2-7b"}'
+    found = run_json(capsys, *A100, "--speculative-config", model, "--acceptance", "1")
+    assert found["speculation"]["tokens_per_step"] == 3
+    assert found["speculation"]["seconds"] == pytest.approx(2 * found["decode"]["seconds"])  # it writes as it reads
+
+
 def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, *A100, "--input-len", "1000", "--output-len", "200")
     assert found["decode_tokens_per_second"] == pytest.approx(147.9, abs=0.05)
@@ -142,6 +155,10 @@ def test_what_no_datasheet_says_is_unknown_not_zero(capsys: pytest.CaptureFixtur
         ([*A100, "--price-per-hour", "0"], "price_per_hour"),
         ([*A100, "--price-per-hour", "inf"], "price_per_hour"),
         ([*A100, "--batch-size", "many"], "batch-size"),
+        ([*A100, "--acceptance", "0.5"], "--speculative-config"),
+        ([*A100, "--speculative-config", "suffix"], "--acceptance"),
+        ([*A100, "--speculative-config", "suffix", "--acceptance", "1.1"], "acceptance"),
+        ([*A100, "--speculative-config", "magic", "--acceptance", "0.5"], "magic"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

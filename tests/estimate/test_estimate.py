@@ -12,6 +12,7 @@ from twinphase.backends.base import Units
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.estimate import Estimate, assumptions, estimate, warnings
 from twinphase.estimate.inputs import (
+    Drafting,
     Hardware,
     Scenario,
     bytes_per_weight,
@@ -64,6 +65,19 @@ def test_counts_are_those_of_the_textbook(model: str, prompt: int, batch: int) -
     assert result.decode.attention.flops == 4 * b.num_layers * b.num_heads * b.head_dim * (n + 1) * batch
     assert result.decode.bytes == 2 * (p + head) + batch * (n + 1) * each
     assert result.kv_token_bytes == each
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_drafts_are_rows_that_read_the_kv_once(batch: int) -> None:
+    result = estimate(LLAMA, ROUND, scenario(500, 2, batch), Drafting(3, 0.5))
+    plain, wide = estimate(LLAMA, ROUND, scenario(500, 2, batch)), estimate(LLAMA, ROUND, scenario(500, 2, 4 * batch))
+    assert result.speculation is not None and plain.speculation is None
+    step = result.speculation.step
+    assert step.linear == replace(wide.decode.linear, memory_seconds=step.linear.memory_seconds)
+    assert step.attention.flops == wide.decode.attention.flops
+    assert step.attention.bytes == plain.decode.attention.bytes
+    assert result.speculation.drafting.tokens_per_step == 1 + 0.5 + 0.25 + 0.125
+    assert result.decode == plain.decode
 
 
 def with_windows(*windows: int | None) -> DecoderShape:

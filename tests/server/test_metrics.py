@@ -220,8 +220,9 @@ def test_the_table_of_metrics_is_complete():
 def test_guesses_are_counted_by_position():
     metrics = Metrics("some/model")
     for accepted in ([3, 1], [], [2, 2, 1]):
-        metrics.step(make_stats(num_drafts=3, num_draft_tokens=9, accepted=accepted))
+        metrics.step(make_stats(num_drafts=3, num_draft_tokens=9, accepted=accepted, num_draft_failures=2))
     values = read(metrics)
+    assert values["spec_decode_num_failures_total",] == 2
     name = "spec_decode_num_accepted_tokens_per_pos_total"
     assert (values["spec_decode_num_drafts_total",], values["spec_decode_num_draft_tokens_total",]) == (9, 27)
     assert values["spec_decode_num_accepted_tokens_total",] == 9

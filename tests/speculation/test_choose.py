@@ -158,8 +158,9 @@ def test_who_is_asked_for_nothing_is_asked_less_often_until_a_draft_is_wanted():
         return fixed.asked - before
 
     assert asked(PATIENCE, 9) == 2 * PATIENCE
-    assert asked(40, 9) == 2 * 40 // 4
-    asked(100, 7)  # the guesses turn out right, so that they are drafted ...
+    assert asked(4 * PATIENCE, 9) == 2 * PATIENCE
+    assert asked(16 * 8, 9) <= 2 * (16 + 1)
+    asked(300, 7)  # the guesses turn out right, so that they are drafted ...
     assert asked(40, 7) == 2 * 40  # ... and looked for in every step again
     speculator.forget(requests[0])
     assert not speculator.sources("0")

@@ -102,6 +102,22 @@ def test_shelves_are_bounded(monkeypatch):
     assert all(len(shelf) <= 100 + 40 for shelf in proposer._shelves.values())
 
 
+@pytest.mark.parametrize("most", [0, 1, 2, 5])
+def test_as_many_answers_are_kept_as_vllm_would_be_told(most):
+    proposer = SuffixProposer(most_answers=most)
+    for number in range(20):
+        proposer.forget(make_request("a", [9001, 9002], range(100 * number, 100 * number + 20)))
+    found = [bool(proposer.propose(make_request("b", [7], [100 * n, 100 * n + 1, 100 * n + 2]), 3)) for n in range(20)]
+    assert found[19] == (most > 0)
+    assert max(1, most // 2) * (most > 0) <= sum(found) <= most
+
+
+def test_a_draft_is_as_long_as_its_match_allows():
+    request = make_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
+    assert SuffixProposer().propose(request, 6)[0].token_ids == [4, 5, 6, 7, 8, 9]
+    assert SuffixProposer(most_per_match=1.5).propose(request, 6)[0].token_ids == [4, 5, 6, 7]
+
+
 def test_a_prediction_is_followed_from_its_beginning_and_found_again_after_a_difference():
     proposer, text = PredictionProposer(), list(range(10, 40))
     request = make_request("a", [1], [], text)

@@ -10,7 +10,7 @@ from twinphase.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from twinphase.backends.base import Units
-    from twinphase.estimate.inputs import Hardware, Scenario
+    from twinphase.estimate.inputs import Drafting, Hardware, Scenario
     from twinphase.estimate.shapes import DecoderShape
 
 __all__ = ["estimate", "scenario_of", "this_machine"]
@@ -61,6 +61,16 @@ def estimate(
     price_per_hour: float = typer.Option(
         None, help="Price per hour of all devices together; gives the cost per million tokens."
     ),
+    speculative_config: str = typer.Option(
+        None,
+        help="Speculative decoding, as for `serve`: a method or an object of vLLM's keys.",
+        rich_help_panel=REQUEST,
+    ),
+    acceptance: float = typer.Option(
+        None,
+        help="Assumed chance that a drafted token is right where those before it are. [needs --speculative-config]",
+        rich_help_panel=REQUEST,
+    ),
     explain: bool = typer.Option(False, "--explain", help="Print each formula with its numbers."),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     list_hardware: bool = typer.Option(
@@ -83,12 +93,34 @@ def estimate(
     from twinphase.estimate.estimate import estimate as compute
     from twinphase.estimate.known_models import read_shape
 
-    shape = read_shape(model)
-    result = compute(shape, _hardware(given), scenario_of(shape, given))
+    shape, machine = read_shape(model), _hardware(given)
+    result = compute(shape, machine, scenario_of(shape, given), _drafting(given, machine))
     if json:
         view.print_json(result)
     else:
         view.show_estimate(result, explain)
+
+
+def _drafting(given: dict[str, Any], hardware: Hardware) -> Drafting | None:
+    """What --speculative-config and --acceptance say; a draft model writes its tokens on the same machine."""
+    from twinphase.estimate.estimate import estimate as compute
+    from twinphase.estimate.inputs import Drafting
+    from twinphase.estimate.known_models import read_shape
+    from twinphase.speculative import HEADS, speculative_config
+
+    config = speculative_config(given["speculative_config"])
+    if (config.method == "none") != (given["acceptance"] is None):
+        raise InvalidRequestError(
+            "--speculative-config and --acceptance belong together.", "Give both, such as ngram and 0.7, or neither."
+        )
+    if config.method == "none":
+        return None
+    seconds: float | None = None if config.method in HEADS else 0.0
+    if config.method == "draft_model":
+        shape = read_shape(config.model)
+        step = compute(shape, hardware, scenario_of(shape, given)).decode.seconds
+        seconds = None if step is None else step * config.num_speculative_tokens
+    return Drafting(config.num_speculative_tokens, given["acceptance"], seconds)
 
 
 def _number(option: str, text: str | None) -> float | None:

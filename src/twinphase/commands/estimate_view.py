@@ -12,7 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from twinphase.estimate.datasheets import DATASHEETS
-from twinphase.estimate.estimate import Estimate, PartEstimate, PhaseEstimate, assumptions, warnings
+from twinphase.estimate.estimate import (
+    Estimate,
+    PartEstimate,
+    PhaseEstimate,
+    SpeculationEstimate,
+    assumptions,
+    warnings,
+)
 from twinphase.estimate.known_models import KNOWN_MODELS, read_shape
 from twinphase.estimate.shapes import DecoderShape
 from twinphase.terminal import answers
@@ -169,6 +176,18 @@ def _consequences(result: Estimate) -> Iterator[tuple[str, str]]:
         short = most is not None and 0 < most < even
         beyond = f", but only {most:,} fit{'s' if most == 1 else ''}" if short else ""
         yield "break-even batch", f"decode's linear layers are compute-bound from {_requests(even)} on{beyond}"
+    if result.speculation is not None:
+        yield "speculation", _speculation(result, result.speculation)
+
+
+def _speculation(result: Estimate, with_drafts: SpeculationEstimate) -> str:
+    drafting, rate, plain = with_drafts.drafting, with_drafts.tokens_per_second, result.decode.seconds
+    drafts = f"{drafting.num_tokens} draft{'s' if drafting.num_tokens > 1 else ''}, acceptance {drafting.acceptance:g}"
+    step = f"{drafting.tokens_per_step:.2f} tokens per step of {time_text(with_drafts.seconds)}"
+    if rate is None or plain is None:
+        return f"{drafts}: {step}"
+    writing = f" ({time_text(drafting.seconds)} of it for drafting)" if drafting.seconds else ""
+    return f"{drafts}: {step}{writing}, {_number(rate, ' tok/s')} per request, {rate * plain:.2f} times as fast"
 
 
 def _grid(rows: Iterator[tuple[str, str]]) -> Table:
@@ -259,6 +278,14 @@ def print_json(result: Estimate) -> None:
         "no_break_even": result.no_break_even,
         "price_per_million_prompt_tokens": result.prefill_cost,
         "price_per_million_output_tokens": result.decode_cost,
+        "speculation": result.speculation
+        and asdict(result.speculation.drafting)
+        | {
+            "tokens_per_step": result.speculation.drafting.tokens_per_step,
+            "step": _phase_json(result.speculation.step),
+            "step_seconds": result.speculation.seconds,
+            "tokens_per_second": result.speculation.tokens_per_second,
+        },
         "warnings": warnings(result),
         "assumptions": assumptions(result),
     }

@@ -40,6 +40,7 @@ from twinphase.errors import TwinphaseError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import Request
 from twinphase.scheduler.pace import Pace
+from twinphase.speculation.speculator import Speculator
 
 if TYPE_CHECKING:
     from twinphase.request import Constraint
@@ -272,6 +273,7 @@ def _stats(engine: Engine, result: StepResult) -> StepStats:
         kv_cache.pool.num_held / kv_cache.pool.num_blocks,
         kv_cache.num_queried_tokens, kv_cache.num_hit_tokens, scheduler.num_preemptions, scheduler.step_work,
         *_drafts(result),
+        engine.drafter.num_failures if isinstance(engine.drafter, Speculator) else 0,
     )  # fmt: skip
 
 

@@ -252,6 +252,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         work: predicted seconds of the step by tenant.
         num_drafts: requests of the step that had guesses at their next tokens; `num_draft_tokens` were computed.
         accepted: how many of these requests had a right guess at each position.
+        num_draft_failures: times that a source of guesses failed since the engine started.
     """
 
     start: float
@@ -275,6 +276,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     accepted: list[int] = []
+    num_draft_failures: int = 0
 
 
 class StepNews(msgspec.Struct, tag=True, frozen=True):

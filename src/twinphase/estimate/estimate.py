@@ -10,6 +10,7 @@ counts FLOP and bytes; here all of the last layer is in P):
                     with a window reads those within it, and holds all
     time            of the linear layers, and of attention: max(FLOP / (MFU peak), bytes / (MBU bandwidth)); a phase is
                     the sum of both, which run one after the other
+    speculation     k drafts make a step of B (k + 1) rows, which reads each sequence's KV once
     experts         E (1 - (1 - k / E)^rows) of E are reached, k per row, if rows choose evenly and independently
 
 With efficiencies of 1 this is a bound that nothing beats. Activations, norms, sampling, launches and networks are left
@@ -22,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from twinphase.batch import StepWork
-from twinphase.estimate.inputs import Hardware, Scenario, weight_bytes
+from twinphase.estimate.inputs import Drafting, Hardware, Scenario, weight_bytes
 from twinphase.estimate.shapes import DecoderShape
 from twinphase.models.size import Size
 from twinphase.phases.work import ModelShape, make_shape, step_cost, weight_bytes_read
@@ -93,6 +94,22 @@ def _sum(one: float | None, other: float | None) -> float | None:
 
 
 @dataclass(frozen=True)
+class SpeculationEstimate:
+    """The mean decode step with drafts in it."""
+
+    drafting: Drafting
+    step: PhaseEstimate
+
+    @property
+    def seconds(self) -> float | None:  # of a step, with what drafting takes
+        return _sum(self.step.seconds, self.drafting.seconds)
+
+    @property
+    def tokens_per_second(self) -> float | None:  # of one request
+        return None if self.seconds is None else self.drafting.tokens_per_step / self.seconds
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Everything that follows from a model, a machine and a request; None is unknown.
 
@@ -115,6 +132,7 @@ class Estimate:
     no_break_even: str  # why there is none, beginning with "unknown" or "never"; "" if there is one
     max_batch: int | None  # sequences of this length that fit beside the weights; 0 where the weights do not fit
     sequence_bytes: float  # KV that one sequence holds at its end, in layers with a window too
+    speculation: SpeculationEstimate | None = None
 
     @property
     def decode_seconds(self) -> float | None:
@@ -176,15 +194,16 @@ class _Model:
         linear = self.linear(tokens, 1, moved)
         return PhaseEstimate(linear, self.attention(cost.attention_flops, cost.bytes, moved))
 
-    def decode(self, position: int, steps: int) -> PhaseEstimate:
-        """The mean of `steps` steps of the batch, the first of them at `position`."""
+    def decode(self, position: int, steps: int, drafts: int = 0) -> PhaseEstimate:
+        """The mean of `steps` steps of the batch, the first of them at `position`, with so many drafts per request."""
         rows = StepWork.of_chunk(position, steps, True, self.costs.window)  # but each row reads its KV for itself
         near = rows.windowed_prefill_contexts
         cost = step_cost(self.costs, rows._replace(kv_tokens=rows.prefill_contexts, windowed_kv_tokens=near))
         batch = self.scenario.batch_size
-        flops, kv = batch * cost.attention_flops / steps, batch * cost.bytes / steps
-        moved = self.linear_bytes(batch) + kv
-        return PhaseEstimate(self.linear(batch, batch, moved), self.attention(flops, kv, moved))
+        count = batch * (1 + drafts)
+        flops, kv = count * cost.attention_flops / steps, batch * cost.bytes / steps
+        moved = self.linear_bytes(count) + kv
+        return PhaseEstimate(self.linear(count, count, moved), self.attention(flops, kv, moved))
 
     def break_even(self) -> tuple[int | None, str]:
         """Smallest batch whose linear layers are compute-bound in decode; or None, and why there is none."""
@@ -209,8 +228,8 @@ class _Model:
         return high, ""
 
 
-def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario) -> Estimate:
-    """Estimate both phases of one request.
+def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario, drafting: Drafting | None = None) -> Estimate:
+    """Estimate both phases of one request, and decode with drafts too.
 
     Raises:
         InvalidRequestError: it is not known how the weights are stored.
@@ -240,6 +259,9 @@ def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario) -> Est
         no_break_even=why_not,
         max_batch=None if free is None else max(0, int(free // sequence)),
         sequence_bytes=sequence,
+        speculation=SpeculationEstimate(drafting, model.decode(n, max(steps, 1), drafting.num_tokens))
+        if drafting
+        else None,
     )
 
 
@@ -283,5 +305,10 @@ def assumptions(result: Estimate) -> list[str]:
     if hardware.devices > 1:
         found.append(
             f"{hardware.devices} devices are assumed to share everything evenly, without any cost of communication."
+        )
+    if result.speculation is not None:
+        found.append(
+            "Speculation: every draft is right with the same chance, given that those before it are; each step drafts "
+            "as many tokens; looking up text takes no time."
         )
     return [*found, *hardware.notes]

@@ -88,6 +88,30 @@ class Scenario:
         return list(dict.fromkeys((self.units.linear, self.units.scores, self.units.values)))
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """Speculative decoding, assumed.
+
+    Attributes:
+        num_tokens: drafted per request and step.
+        acceptance: chance that a draft is right where all before it are.
+        seconds: that drafting takes per step; None is unknown.
+    """
+
+    num_tokens: int
+    acceptance: float
+    seconds: float | None = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.acceptance <= 1:
+            raise InvalidRequestError(f"acceptance is {self.acceptance!r}.", "Use a fraction from 0 to 1.")
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Leviathan et al., 2023, arXiv:2211.17192, equation 1: 1 + a + a^2 + ... + a^k."""
+        return sum(self.acceptance**position for position in range(self.num_tokens + 1))
+
+
 def datasheet_hardware(name: str) -> Hardware:
     """A product's published peaks; raises as `find_datasheet` does."""
     sheet = find_datasheet(name, "Use this, --flops with --bandwidth, or")

@@ -127,6 +127,7 @@ class Metrics:
             "prefix_queries": of.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
             "prefix_hits": of.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
             "num_preemptions": of.counter("num_preemptions", "Times that a request lost its KV to others."),
+            "num_draft_failures": of.counter("spec_decode_num_failures", "Times that a source of guesses failed."),
         }
         self._seen = dict.fromkeys(self._since_start, 0)
         text = "Requests of steps that had guesses at their next tokens."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from twinphase.request import Request
 from twinphase.speculation.proposer import Draft
@@ -52,9 +53,10 @@ class SuffixProposer:
     After SuffixDecoding (Oliaro et al., 2024, arXiv:2411.04975), with the last answers in place of a tree of all.
     """
 
-    def __init__(self, source: str = "suffix") -> None:
-        self._own = NgramProposer(source=source)
-        self._source = f"{source}-answers"
+    def __init__(self, most_answers: int | None = None, most_per_match: float | None = None) -> None:
+        """Keep `most_answers` of a tenant, draft `most_per_match` tokens per token that agrees; None is no bound."""
+        self._own = NgramProposer(source="suffix")
+        self._most_answers, self._most_per_match = most_answers, most_per_match
         self._shelves: OrderedDict[tuple[str | None, ...], TokenIndex] = OrderedDict()
 
     def propose(self, request: Request, limit: int) -> list[Draft]:
@@ -65,23 +67,36 @@ class SuffixProposer:
             known = request.num_tokens
             at, match = shelf.find(request.token_ids(max(0, known - LONGEST_MATCH), known))
             if match > (drafts[0].match if drafts else 0):
-                drafts.append(Draft(self._source, shelf.token_ids[at : at + limit], match))
-        return drafts
+                drafts.append(Draft("suffix-answers", shelf.token_ids[at : at + limit], match))
+        if self._most_per_match is None:
+            return drafts
+        bounds = [max(1, int(self._most_per_match * draft.match)) for draft in drafts]
+        return [replace(draft, token_ids=draft.token_ids[:most]) for draft, most in zip(drafts, bounds, strict=True)]
 
     def forget(self, request: Request) -> None:
         """The answer goes on its owner's shelf."""
         self._own.forget(request)
-        if len(request.output_token_ids) < LEAST_ANSWER:
+        if len(request.output_token_ids) < LEAST_ANSWER or self._most_answers == 0:
             return
         shelf = self._shelves.setdefault(_owner(request), TokenIndex())
         self._shelves.move_to_end(_owner(request))
         if len(self._shelves) > MOST_SHELVES:
             self._shelves.popitem(last=False)
-        if len(shelf) > SHELF_TOKENS:  # the older half goes
-            kept = shelf.token_ids[len(shelf) // 2 :]
+        if (since := self._kept_since(shelf.token_ids)) is not None:
+            kept = shelf.token_ids[since:]
             shelf = self._shelves[_owner(request)] = TokenIndex()
             shelf.extend(kept)
         shelf.extend([-1, *request.token_ids(max(0, len(request.prompt_token_ids) - 4), request.num_tokens)])
+
+    def _kept_since(self, token_ids: list[int]) -> int | None:
+        """Where the newer half of a full shelf begins; None of one that has room for an answer."""
+        if len(token_ids) > SHELF_TOKENS:
+            return len(token_ids) // 2
+        most = self._most_answers
+        if most is None or token_ids.count(-1) < most:
+            return None
+        begins = [at for at, token_id in enumerate(token_ids) if token_id < 0]
+        return begins[-(most // 2)] if most > 1 else len(token_ids)
 
 
 def _owner(request: Request) -> tuple[str | None, ...]:

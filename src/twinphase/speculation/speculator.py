@@ -20,7 +20,8 @@ from twinphase.speculative import SpeculativeConfig
 __all__ = ["Speculator", "StepTimes", "make_speculator"]
 
 SELDOM = 16  # steps after which a guess is looked for again where none could pay, or where making one takes long
-PATIENCE, RETRY = 8, 4  # times in a row that a request was asked for nothing; steps between times from then on
+PATIENCE, RETRY = 8, 4  # times in a row that a request was asked for nothing; steps between times from then on, which
+# double after as many times again, up to SELDOM
 HOPELESS = 128  # times in a row that anybody was: who comes is asked as seldom from the beginning
 
 
@@ -57,7 +58,6 @@ class Speculator:
     Attributes:
         proposers: asked in this order.
         acceptance: how often guesses were right.
-        num_failures: requests whose proposer raised, which it was not asked about again; see `writing` for its own.
         writing: a draft model, asked about requests for which no proposer has a guess; None without one.
     """
 
@@ -86,12 +86,12 @@ class Speculator:
             retry: steps between guesses for a request where they are not wanted.
         """
         self.acceptance = Acceptance()
-        self.num_failures = 0
+        self._num_failures = 0
         self.proposers, self._times, self._most = tuple(proposers), times, most
         self._slo_seconds, self._window, self._always, self._retry = slo_seconds, window, always, retry
         self._states: dict[str, _State] = {}
         self._guesses: dict[str, Draft] = {}  # of this step
-        self._resting: set[str] = set()  # requests that were asked for nothing too often
+        self._resting: dict[str, int] = {}  # steps between times for who was asked for nothing too often
         self._num_steps = self._num_requests = self._num_unwanted = 0
         self._least = 0.0  # chance of being right from which a guess pays
 
@@ -141,7 +141,7 @@ class Speculator:
 
     def forget(self, request: Request) -> None:
         """See `Drafter`; the request learns what its prediction was worth."""
-        self._resting.discard(request.request_id)
+        self._resting.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is not None and (counts := state.sources.get("prediction")):
             request.num_accepted_prediction_tokens = counts.accepted
@@ -151,6 +151,11 @@ class Speculator:
             proposer.forget(request)
         if self.writing is not None:
             self.writing.forget(request)
+
+    @property
+    def num_failures(self) -> int:
+        """Times that a proposer raised, or the draft model failed in a step; those requests ask it no more."""
+        return self._num_failures + (self.writing.num_failures if self.writing is not None else 0)
 
     def sources(self, request_id: str) -> dict[str, SourceCounts]:
         """What each source brought to an unfinished request."""
@@ -183,23 +188,22 @@ class Speculator:
         if self._least >= 1:  # no guess could pay; one request in turn, so that what is known stays true
             place = self._num_steps % max(SELDOM, len(requests))
             return requests[place : place + 1]
-        if self._resting and self._num_steps % self._retry:
-            return [request for request in requests if request.request_id not in self._resting]
-        return requests
+        resting, step = self._resting, self._num_steps
+        return [one for one in requests if not step % resting.get(one.request_id, 1)] if resting else requests
 
     def _learn_who_to_ask(self, asked: Sequence[Request], lengths: Mapping[str, int]) -> None:
-        """Requests for which asking brought nothing for long rest, until something is drafted for them."""
+        """Requests that were asked for nothing for long rest, ever longer, until something is drafted for them."""
         self._num_unwanted = 0 if lengths else self._num_unwanted + len(asked)
         for name in lengths:
             self._state(name).num_unwanted = 0
-            self._resting.discard(name)
+            self._resting.pop(name, None)
         for request in asked if self._least < 1 else ():
             name = request.request_id
             if name not in lengths:
                 state = self._state(name)
                 state.num_unwanted += 1
-                if state.num_unwanted >= PATIENCE:
-                    self._resting.add(name)
+                if times := state.num_unwanted // PATIENCE:
+                    self._resting[name] = min(SELDOM, self._retry << min(times, 8) - 1)
 
     def _lengths(self, requests: Sequence[Request], drafts: Mapping[str, Draft]) -> dict[str, int]:
         """Tokens to draft of each draft; those of which none is worth it are left out."""
@@ -220,7 +224,7 @@ class Speculator:
                 found += proposer.propose(request, self._most)
             except Exception:  # a guess is a favour: whoever fails at it is not asked again, and the answer goes on
                 state.proposers.remove(proposer)
-                self.num_failures += 1
+                self._num_failures += 1
                 logging.getLogger("twinphase").warning(
                     "A proposer failed and is switched off for request %s.", request.request_id, exc_info=True
                 )
@@ -263,7 +267,9 @@ def make_speculator(
     elif heads is not None:
         proposers.append(heads)
     elif config.method != "draft_model":
-        proposers.append(SuffixProposer())
+        proposers.append(
+            SuffixProposer(config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_spec_factor)
+        )
     return Speculator(
         proposers,
         times,
