@@ -14,7 +14,9 @@ error of the cost model. Every run checks that the tokens of all modes are the s
 from __future__ import annotations
 
 import argparse
+import colorsys
 import datetime
+import inspect
 import itertools
 import json
 import math
@@ -55,8 +57,7 @@ class Asked:
 
 def code(size: int, number: int) -> str:
     """A Python file of about `size` characters, in which a name differs from request to request."""
-    source = (Path(__file__).parents[1] / "src/twinphase/phases/timeline.py").read_text(encoding="utf-8")
-    return source[:size].replace("timeline", f"timeline_{number}")
+    return inspect.getsource(colorsys)[:size].replace("rgb", f"rgb{number}")
 
 
 def ask(text: str, tokens: int, prediction: str = "", temperature: float = 0.0, **params: Any) -> Asked:
@@ -66,8 +67,8 @@ def ask(text: str, tokens: int, prediction: str = "", temperature: float = 0.0, 
 
 def rewrite(size: int, tokens: int, number: int, predicted: bool = False) -> Asked:
     text = code(size, number)
-    new = text.replace("Interval", "Span")
-    task = f"Rename `Interval` to `Span` in this file. Answer with the whole file.\n```python\n{text}\n```"
+    new = text.replace("maxc", "largest")
+    task = f"Rename `maxc` to `largest` in this file. Answer with the whole file.\n```python\n{text}\n```"
     return ask(task, tokens, new if predicted else "")
 
 
