@@ -1,7 +1,7 @@
 """Speculation beside llama.cpp's: one request that copies, tokens per second of decode, on the same GGUF file.
 
     PEERS_DIR=/some/folder python benchmarks/peers/setup.py llamacpp      # once
-    PEERS_DIR=/some/folder python benchmarks/speculation_peers.py
+    PEERS_DIR=/some/folder python benchmarks/speculation_peers.py [--model FILE.gguf]
 
 llama.cpp is that of llama-cpp-python with its prompt lookup (`LlamaPromptLookupDecoding`), drafting 10 tokens, its
 default, and 2, which its documentation advises for CPUs. Each engine answers the same prompts greedily with its own
@@ -52,7 +52,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help=f"a GGUF file [default: {FILE} below PEERS_DIR]")
     parser.add_argument("--tasks", default="rewrite,quote")
-    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=200, help="of an answer")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--serve-peer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -71,7 +72,7 @@ def main() -> None:
                             env=environment)  # fmt: skip
     assert peer.stdin is not None and peer.stdout is not None
     llm = LLM(model, threads=args.threads, max_model_len=CONTEXT)
-    size, tokens = own.LENGTHS[1]
+    size, tokens = own.LENGTHS[1][0], args.tokens
     names = ["twinphase off", "twinphase auto", *(f"llama.cpp lookup {k}" if k else "llama.cpp off" for k in LOOKUPS)]
     print(f"{datetime.date.today()}, {processor_name()}, {Path(model).name}, {args.reps} repetitions, tokens/s")
     for task in args.tasks.split(","):
