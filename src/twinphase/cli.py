@@ -149,7 +149,21 @@ def serve(
     from twinphase.cluster.launch import make_host
     from twinphase.server.serve import serve as serve_model
 
-    raise typer.Exit(serve_model(model, lambda: make_host(model, engine, workers), config))
+    raise typer.Exit(serve_model(model, lambda: make_host(model, engine, workers, stall=config.stall_timeout), config))
+
+
+@app.command()
+def worker(
+    listen: str = typer.Option("127.0.0.1:0", help="Address to listen on: HOST:PORT or unix:PATH; 0 is any free port."),
+    cluster_key_file: str = typer.Option(None, help="File with the key; TWINPHASE_CLUSTER_KEY has it otherwise."),
+) -> None:
+    """Run an engine for a server elsewhere, which names the model: `twinphase serve MODEL --worker HOST:PORT`."""
+    from twinphase.cluster.address import read_key
+
+    key = read_key(cluster_key_file)
+    from twinphase.cluster.worker import run_worker
+
+    run_worker(listen, key)
 
 
 @app.command()

@@ -2,21 +2,13 @@ import asyncio
 
 import pytest
 
+from routed import CONFIG, VOCAB
 from steps import own_cache as make_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.cluster.router import Router
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.host import ProcessHost
 from twinphase.engine.llm import LLM
-
-CONFIG = {
-    "threads": 1,
-    "max_num_batched_tokens": 64,
-    "num_kv_blocks": 96,
-    "block_size": 16,
-    "speculative_config": "auto",
-}
-VOCAB = 320
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,7 +34,11 @@ def serve(tiny_path, own_cache):
 
     def run(body, count=2, hosts=None, silence=2.0, seconds=240):
         async def main():
-            made = hosts or {f"worker-{i}": ProcessHost(tiny_path, CONFIG, silence=silence) for i in range(count)}
+            made = (
+                hosts()
+                if hosts
+                else {f"worker-{i}": ProcessHost(tiny_path, CONFIG, silence=silence) for i in range(count)}
+            )
             engine = AsyncEngine(Router(made))
             try:
                 await body(engine)

@@ -4,93 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import time
 
 import pytest
 
+from routed import LONG, all_of, mix, read, same, until, whole
 from twinphase.engine.messages import EngineFacts
 from twinphase.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError
 from twinphase.phases.timeline import IntervalKind
-from twinphase.request import SamplingParams, StructuredOutputsParams
-
-PATIENCE = 120.0
-PREFIXES = [[10 + (7 * i + i * i) % 250 for i in range(96)], [11] * 64, []]
-LONG = SamplingParams(temperature=1.5, seed=3, max_tokens=300, ignore_eos=True, logprobs=2)
-
-
-async def until(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not come"
-        await asyncio.sleep(0.005)
-
-
-async def read(stream):
-    """The last update, which has the whole answer."""
-    updates = [update async for update in stream]
-    assert all(not update.finished for update in updates[:-1])
-    return updates[-1].output
-
-
-def same(output, expected):
-    """Bit for bit: tokens, text, log probabilities, and why it ended."""
-    found, wanted = output.outputs[0], expected.outputs[0]
-    assert (found.token_ids, found.text, found.finish_reason) == (wanted.token_ids, wanted.text, wanted.finish_reason)
-    assert repr(found.logprobs) == repr(wanted.logprobs)
-    timeline = output.metrics
-    at = timeline.arrival
-    for interval in timeline.intervals:
-        assert interval.start == at < interval.end, f"{interval} does not begin at {at}"
-        at = interval.end
-    assert at == timeline.end and timeline.seconds(IntervalKind.ROUTE) > 0
-    assert len(timeline.token_times) == len(found.token_ids)
-    return True
-
-
-def mix(seed, count=10):
-    """Prompts and parameters that have nothing in common but some beginnings."""
-    draw = random.Random(seed)
-    for number in range(count):
-        prompt = draw.choice(PREFIXES)[: draw.choice([16, 33, 96])] + [draw.randrange(10, 300) for _ in range(9)]
-        form = draw.choice([None, None, {"regex": "(cat|dog|cart){3,9}!"}, {"choice": ["somewhat longer", "no"]}])
-        free = {"ignore_eos": True, "min_tokens": 2, "stop": draw.choice([None, ["e", "th"]])} if form is None else {}
-        yield (
-            prompt,
-            SamplingParams(
-                temperature=draw.choice([0.0, 0.7, 1.5]),
-                repetition_penalty=draw.choice([1.0, 1.3]),
-                frequency_penalty=draw.choice([0.0, 0.3]),
-                seed=number,
-                logprobs=draw.choice([None, 0, 3]),
-                max_tokens=draw.choice([2, 7, 24, 60]),
-                structured_outputs=StructuredOutputsParams(**form) if form else None,
-                **free,
-            ),
-        )
-
-
-async def all_of(engine, asked, **options):
-    streams = [await engine.submit(prompt, params, **options) for prompt, params in asked]
-    return await asyncio.gather(*map(read, streams))
-
-
-async def whole(engine):
-    """Nothing is left anywhere: the workers hold no request and no block, and the router knows of none."""
-    router = engine.host
-    await until(lambda: not router._sent and not router._asked and engine.num_unfinished == 0)
-    assert all(one.num_decodes == 0 and one.decode_tokens == 0 for one in router.fleet.workers.values())
-    assert all(abs(one.prefill_seconds) < 1e-9 for one in router.fleet.workers.values())
-    loads = router.fleet.workers
-    for name in loads:  # a last step of each says how it stands after it
-        for load in loads.values():
-            load.accepts = load.name == name
-        await all_of(engine, [([10, 11, 12], SamplingParams(temperature=0.0, max_tokens=1))])
-        stats = router.workers_by_name[name]._stats
-        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-    for load in loads.values():
-        load.accepts = True
+from twinphase.request import SamplingParams
 
 
 @pytest.mark.timeout(300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.config import EngineConfig, available_cores
 from twinphase.errors import InvalidRequestError
 from twinphase.settings import check_settings, setting
@@ -20,7 +21,19 @@ class ClusterConfig:
         InvalidRequestError: a value that its declaration does not allow, or workers elsewhere and no key.
     """
 
-    replicas: int = setting(1, "Engines on this machine, each a process of its own.", minimum=1, maximum=256)
+    replicas: int | None = setting(
+        None,
+        "Engines on this machine, each a process of its own.",
+        minimum=1,
+        maximum=256,
+        default_text="1, or none where --worker names others",
+    )
+    workers: tuple[str, ...] = setting(
+        (), "Address of an engine that `twinphase worker` runs, HOST:PORT or unix:PATH; repeatable.", option="worker"
+    )
+    cluster_key_file: str | None = setting(
+        None, "File with the key that this server and its workers share.", default_text=f"the key in {KEY_VARIABLE}"
+    )
     threads_per_worker: int | None = setting(
         None, "Compute threads of each engine.", minimum=1, default_text="all cores, divided by the engines"
     )
@@ -32,8 +45,13 @@ class ClusterConfig:
         check_settings(self)
 
     @property
+    def num_here(self) -> int:
+        """Engines on this machine."""
+        return self.replicas if self.replicas is not None else 0 if self.workers else 1
+
+    @property
     def is_cluster(self) -> bool:
-        return self.replicas > 1
+        return self.num_here != 1 or bool(self.workers)
 
     def of_each(self, engine: EngineConfig) -> int | None:
         """Compute threads of each engine here, with a warning where there are not enough cores for all."""
@@ -43,10 +61,10 @@ class ClusterConfig:
             )
         threads, cores = self.threads_per_worker or engine.threads, available_cores()
         if threads is None:
-            return max(1, cores // self.replicas) if self.is_cluster else None
-        if threads * self.replicas > cores:
+            return max(1, cores // self.num_here) if self.num_here > 1 else None
+        if threads * self.num_here > cores:
             logging.getLogger("twinphase.cluster").warning(
                 "%d engines with %d threads each are more than the %d cores here: they will wait for each other. "
-                "Lower --threads-per-worker or --replicas.", self.replicas, threads, cores,
+                "Lower --threads-per-worker or --replicas.", self.num_here, threads, cores,
             )  # fmt: skip
         return threads

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from time import perf_counter
 
@@ -19,7 +18,7 @@ from msgspec.structs import replace
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.routing import Role, Routing
-from twinphase.cluster.timelines import joined
+from twinphase.cluster.sent import Sent
 from twinphase.cluster.worker_view import WorkerView
 from twinphase.engine.host import Died, LinkHost, Receive
 from twinphase.engine.messages import (
@@ -30,7 +29,6 @@ from twinphase.engine.messages import (
     Embedded,
     End,
     EngineFacts,
-    Finished,
     FromEngine,
     Loading,
     LookAt,
@@ -44,33 +42,12 @@ from twinphase.engine.messages import (
 )
 from twinphase.engine.text import ModelText
 from twinphase.errors import EngineDeadError, TwinphaseError
-from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, Request, RequestCounts, SamplingParams
+from twinphase.request import FinishReason, Request, SamplingParams
 
 __all__ = ["Router"]
 
 LOG = logging.getLogger("twinphase.cluster")
-
-
-@dataclass
-class _Sent:
-    """A request that some worker has.
-
-    Attributes:
-        timeline: of its life until it was sent there.
-        token_ids: of its answer so far.
-        ending: why the front end wants it to end, if it does.
-    """
-
-    add: Add
-    timeline: RequestTimeline
-    worker: str = ""
-    reason: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    num_prefilled: int = 0
-    num_cached: int = 0
-    accepted: bool = False
-    ending: FinishReason | None = None
+STALL_LOOKS = 1.0  # seconds between two looks at who makes no steps
 
 
 class Router:
@@ -85,9 +62,18 @@ class Router:
     totals_last = True
 
     def __init__(
-        self, hosts: Mapping[str, LinkHost], *, roles: Mapping[str, Role] | None = None, routing: Routing | None = None
+        self,
+        hosts: Mapping[str, LinkHost],
+        *,
+        roles: Mapping[str, Role] | None = None,
+        routing: Routing | None = None,
+        stall: float = 60.0,
     ) -> None:
-        """`hosts` by name, all of the same model; none has been started."""
+        """`hosts` by name, all of the same model; none has been started.
+
+        One that has work and makes no step for `stall` seconds is ended, though it may answer pings.
+        """
+        self._stall, self._looked = stall, 0.0
         self.workers_by_name = {
             name: WorkerView(name, (roles or {}).get(name, "both"), host) for name, host in hosts.items()
         }
@@ -98,7 +84,7 @@ class Router:
         self.num_continued = 0
         self._routing = routing
         self.fleet: Fleet | None = None  # once the size of a block is known
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, Sent] = {}
         self._asked: dict[int, tuple[WorkerView, LookAt | Embed]] = {}  # questions that have no answer yet
         self._facts: EngineFacts | None = None
         self._hashes: PrefixCache | None = None
@@ -139,7 +125,7 @@ class Router:
     def kill(self) -> None:
         """Those that have work, and answer no more."""
         for view in self.workers_by_name.values():
-            if view.is_up and any(sent.worker == view.name for sent in self._sent.values()):
+            if view.is_up and self._busy(view):
                 view.host.kill()
 
     def close(self) -> None:
@@ -156,13 +142,11 @@ class Router:
     def _add(self, add: Add) -> None:
         if add.request_id in self._sent:
             raise TwinphaseError(f"Request id {add.request_id!r} is in use.")
-        timeline = RequestTimeline(add.arrival)
-        timeline.mark(IntervalKind.TOKENIZE, max(add.arrival, add.tokenized))
-        sent = _Sent(add, timeline, token_ids=list(add.output_token_ids))
+        sent = Sent.of(add)
         self._send(sent)
         self._sent[add.request_id] = sent
 
-    def _send(self, sent: _Sent) -> None:
+    def _send(self, sent: Sent) -> None:
         """Choose a worker and hand the request over, with the tokens that it has."""
         if self.fleet is None or self._facts is None:
             raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
@@ -172,9 +156,10 @@ class Router:
         most = add.sampling_params.max_tokens
         decision = self.fleet.send(add.request_id, len(tokens), chain, num_done=len(done), most=most)
         view = self.workers_by_name[decision.worker]
-        now = max(perf_counter(), sent.timeline.end)
         sent.worker, sent.reason = view.name, decision.reason
-        sent.timeline.mark(IntervalKind.ROUTE, now, reason=decision.reason)
+        now = sent.route_until_now(decision.reason)
+        if self.fleet.workers[view.name].num_decodes == 1:
+            view.heard = now  # it had nothing to tell of
         try:
             view.host.put(replace(add, arrival=now, tokenized=now, output_token_ids=list(done)))
         except TwinphaseError:
@@ -274,7 +259,7 @@ class Router:
         self._facts = replace(up[0], config=config)
         self._receive(self._facts)
 
-    def _of(self, view: WorkerView, request_id: str) -> _Sent | None:
+    def _of(self, view: WorkerView, request_id: str) -> Sent | None:
         """The request, if that worker has it."""
         sent = self._sent.get(request_id)
         return sent if sent is not None and sent.worker == view.name else None
@@ -293,7 +278,7 @@ class Router:
             del self._sent[message.about]
             self._forget(message.about)
             if sent.accepted:  # what the first worker took, the second one would not
-                self._receive(StepNews([self._ended(sent, FinishReason.ERROR, str(message.error()))]))
+                self._receive(StepNews([sent.ended(FinishReason.ERROR, str(message.error()))]))
             else:
                 self._receive(message)
 
@@ -301,13 +286,14 @@ class Router:
         _, question = self._asked.pop(message.number, (None, None))
         sent = self._sent.get(question.request_id) if isinstance(question, LookAt) else None
         if isinstance(message, Seen) and message.timeline is not None and sent is not None:
-            message = replace(message, timeline=joined(sent.timeline, message.timeline, perf_counter(), sent.reason))
+            message = replace(message, timeline=sent.whole(message.timeline))
         self._receive(message)
 
     def _news(self, view: WorkerView, message: StepNews) -> None:
         passed = [self._passed_on(sent, news) for news in message.news
                   if (sent := self._of(view, news.request_id)) is not None]  # fmt: skip
-        stats = message.stats
+        stats, view.heard = message.stats, perf_counter()
+        self._end_stalled(view.heard)
         if stats is not None:
             view.step(stats)
             views = self.workers_by_name.values()
@@ -315,33 +301,16 @@ class Router:
         if passed or stats is not None:
             self._receive(StepNews(passed, stats))
 
-    def _passed_on(self, sent: _Sent, news: News) -> News:
-        """As if one engine had had the request from the first on."""
+    def _passed_on(self, sent: Sent, news: News) -> News:
         assert self.fleet is not None, "a worker has joined"
-        finished = news.finished
-        sent.token_ids += news.token_ids
-        sent.num_prefilled = max(sent.num_prefilled, news.num_prefilled)
-        sent.num_cached = max(sent.num_cached, news.num_cached)
+        found, finished = sent.take(news), news.finished
         self.fleet.read(news.request_id, news.num_prefilled + len(sent.token_ids))
         if finished is not None:
             del self._sent[news.request_id]
             done = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
             self._forget(news.request_id, finished.counts.num_output_tokens if done else None)
             self._learn(self.workers_by_name[sent.worker], finished.prices)
-            whole = joined(sent.timeline, finished.timeline, perf_counter(), sent.reason)
-            finished = replace(finished, timeline=whole)
-        return replace(news, num_prefilled=sent.num_prefilled, num_cached=sent.num_cached, finished=finished)
-
-    def _ended(self, sent: _Sent, reason: FinishReason, error: str | None = None) -> News:
-        """The end of a request that no worker has."""
-        sent.timeline.mark(IntervalKind.ROUTE, max(perf_counter(), sent.timeline.end), reason=sent.reason)
-        add = sent.add
-        counts = RequestCounts(
-            add.request_id, len(add.prompt_token_ids), len(sent.token_ids), sent.num_cached, error=error
-        )
-        return News(
-            add.request_id, [], sent.num_prefilled, sent.num_cached, [], Finished(reason, counts, sent.timeline)
-        )
+        return found
 
     # From here on: deaths.
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
@@ -369,24 +338,33 @@ class Router:
                 self._ask(message)
             self._tell_facts()
 
-    def _continue(self, sent: _Sent, dead: str) -> None:
+    def _continue(self, sent: Sent, dead: str) -> None:
         name = sent.add.request_id
-        spent = max(perf_counter(), sent.timeline.end)
-        sent.timeline.mark(IntervalKind.ROUTE, spent, reason=f"{dead}, which died with {len(sent.token_ids)} tokens")
+        sent.route_until_now(f"{dead}, which died with {len(sent.token_ids)} tokens")
         if sent.ending is not None:  # nothing more is wanted of it
             del self._sent[name]
-            self._receive(StepNews([self._ended(sent, sent.ending)]))
+            self._receive(StepNews([sent.ended(sent.ending)]))
             return
         self.num_continued += 1
         try:
             self._send(sent)
         except TwinphaseError as error:
             del self._sent[name]
-            self._receive(StepNews([self._ended(sent, FinishReason.ERROR, str(error))]))
+            self._receive(StepNews([sent.ended(FinishReason.ERROR, str(error))]))
 
     def _forget(self, request_id: str, num_outputs: int | None = None) -> None:
         if self.fleet is not None:
             self.fleet.end(request_id, num_outputs)
 
     def _busy(self, view: WorkerView) -> bool:
-        return any(sent.worker == view.name for sent in self._sent.values())
+        load = self.fleet.workers.get(view.name) if self.fleet else None
+        return load is not None and load.num_decodes > 0
+
+    def _end_stalled(self, now: float) -> None:
+        """While others work; where none does, the server notices."""
+        if now - self._looked > STALL_LOOKS:
+            self._looked = now
+            for view in self.workers_by_name.values():
+                if view.is_up and self._busy(view) and now - view.heard > self._stall:
+                    LOG.error("%s made no step for %.0f s; it is ended.", view.name, self._stall)
+                    view.host.kill()

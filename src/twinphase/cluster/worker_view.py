@@ -28,6 +28,7 @@ class WorkerView:
         is_settled: it has been up, or has failed: a server waits no longer for it.
         facts: what it said of itself when it came last.
         prices: of its cost model, which it told last.
+        heard: when a step of it was told last, or its first request was sent, seconds.
     """
 
     def __init__(self, name: str, role: Role, host: LinkHost) -> None:
@@ -35,7 +36,7 @@ class WorkerView:
         self.is_up = self._was_there = False
         self.facts: EngineFacts | None = None
         self.prices = NO_PRICES
-        self.state = "starting"
+        self.state, self.heard = "starting", 0.0
         self._stats: StepStats | None = None
         self._before = dict.fromkeys(TOTALS, 0)  # of those that lived before this one
         self._seconds = [0.0, 0.0]  # prefill, decode

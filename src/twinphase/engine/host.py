@@ -35,8 +35,6 @@ from twinphase.engine.messages import (
 from twinphase.engine.text import ModelText
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
 from twinphase.errors import EngineDeadError, TwinphaseError
-from twinphase.models.loader import open_model
-from twinphase.weights.hub import resolve_model
 
 __all__ = ["Died", "Host", "LinkHost", "ProcessHost", "Receive", "ThreadHost"]
 
@@ -183,14 +181,13 @@ class LinkHost:
             TwinphaseError: the model cannot be found or read, or the configuration is wrong.
         """
         wanted = engine_config(config)
-        path = resolve_model(str(model))
-        self.text = ModelText(open_model(path, header_only=True))
+        self.text = ModelText.of_model(model)
         self.embeds = embeds(self.text.checkpoint, wanted)
         self.is_running = False
         self.num_restarts = 0
         self.last_death: EngineDeadError | None = None
         self.failure: Refused | None = None
-        self._model, self._config, self._silence = str(path), config, silence
+        self._model, self._config, self._silence = str(model), config, silence
         self._closing = False
         self._was_ready = self._ever_ready = False
         self._refused: Refused | None = None  # the model, by the engine that there is
@@ -361,7 +358,7 @@ class ProcessHost(LinkHost):
         config = dict(self._config)
         if config.get("trace_file") and self.num_restarts:
             config["trace_file"] += f".{self.num_restarts}"
-        return Load(self._model, config)
+        return Load(str(self.text.checkpoint.path), config)
 
 
 def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:

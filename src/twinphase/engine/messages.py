@@ -50,10 +50,15 @@ __all__ = [
 
 # To the engine.
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a process: load this model; `config` has fields of `EngineConfig`."""
+    """The first message to a process: load this model; `config` has fields of `EngineConfig`.
+
+    To a process elsewhere it also says which `version` it comes from, and the `fingerprint` of the model's files.
+    """
 
     model: str
     config: dict[str, Any]
+    version: str = ""
+    fingerprint: str = ""
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):

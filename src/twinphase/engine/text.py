@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from twinphase.engine.checks import Message, Prompt, is_plain, plain_prompt
 from twinphase.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from twinphase.models.loader import open_model
 from twinphase.request import Constraint, SamplingParams
 from twinphase.tokenizer.think_tags import think_tags
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import quantization_name
+from twinphase.weights.hub import resolve_model
 
 if TYPE_CHECKING:
     from twinphase.sampling.structured import GrammarCompiler
@@ -32,6 +35,15 @@ class ModelText:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
+
+    @classmethod
+    def of_model(cls, model: str | Path) -> ModelText:
+        """Of a model by its name or path.
+
+        Raises:
+            TwinphaseError: it cannot be found or read.
+        """
+        return cls(open_model(resolve_model(str(model)), header_only=True))
 
     @property
     def quantization(self) -> str:

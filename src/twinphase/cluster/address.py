@@ -1,0 +1,100 @@
+"""Where a worker listens, and the key that it and its server share."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from twinphase.errors import InvalidRequestError, StorageError
+
+__all__ = ["KEY_VARIABLE", "connect", "listen", "read_key"]
+
+KEY_VARIABLE = "TWINPHASE_CLUSTER_KEY"
+LEAST_KEY_BYTES = 16
+CONNECT_SECONDS = 5.0
+
+
+def read_key(file: str | None = None) -> bytes:
+    """The key in a file, or else in the environment; never on a command line, which every user of a machine can read.
+
+    Raises:
+        StorageError: the file cannot be read.
+        InvalidRequestError: there is none, or a short one.
+    """
+    if file is not None:
+        try:
+            key = Path(file).read_bytes().strip()
+        except OSError as error:
+            raise StorageError(f"Cannot read the key in {file}: {error.strerror}.", "Give another file.") from None
+    else:
+        key = os.environ.get(KEY_VARIABLE, "").encode(errors="surrogateescape").strip()
+    if len(key) < LEAST_KEY_BYTES:
+        raise InvalidRequestError(
+            f"The workers' key has {len(key)} characters." if key else "The workers have no key.",
+            f"Set {KEY_VARIABLE}, or give --cluster-key-file, with {LEAST_KEY_BYTES} characters or more; "
+            "`openssl rand -hex 32` makes one.",
+        )
+    return key
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """A socket that listens at HOST:PORT or unix:PATH, and the address with the port that it got.
+
+    Raises:
+        InvalidRequestError: it is no address.
+        StorageError: nobody can listen there.
+    """
+    family, place = _parse(address)
+    listener = socket.socket(family)
+    try:
+        if family != socket.AF_UNIX:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        if family == socket.AF_UNIX:
+            os.chmod(str(place), 0o600)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StorageError(
+            f"Cannot listen on {address}: {error.strerror or error}.", "Choose another --listen."
+        ) from None
+    if family == socket.AF_UNIX:
+        return listener, address
+    return listener, f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
+
+
+def connect(address: str) -> socket.socket:
+    """A blocking connection to a worker.
+
+    Raises:
+        InvalidRequestError: it is no address.
+        OSError: nobody listens there.
+    """
+    family, place = _parse(address)
+    link = socket.socket(family)
+    try:
+        link.settimeout(CONNECT_SECONDS)
+        link.connect(place)
+        link.settimeout(None)
+        prepare(link)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def prepare(link: socket.socket) -> None:
+    """Tokens are small and wanted at once."""
+    if link.family != socket.AF_UNIX:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _parse(address: str) -> tuple[int, str | tuple[str, int]]:
+    if address.startswith("unix:") and len(address) > len("unix:"):
+        return socket.AF_UNIX, address.removeprefix("unix:")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise InvalidRequestError(f"{address!r} is not the address of a worker.", "Use HOST:PORT or unix:PATH.")
+    name = host.strip("[]")
+    return (socket.AF_INET6 if ":" in name else socket.AF_INET), (name, int(port))

@@ -1,0 +1,137 @@
+"""An engine for a server elsewhere: `twinphase worker`, or `python -m twinphase.cluster.worker --listen HOST:PORT`.
+
+Listens for one server at a time, which proves that it has the key, names the model, and then speaks as to any engine.
+When the connection breaks, its requests are given up; model and prefix cache stay for whoever connects next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import threading
+from time import perf_counter
+
+from msgspec.structs import replace
+
+from twinphase import __version__
+from twinphase.cluster.address import listen, prepare, read_key
+from twinphase.cluster.handshake import authenticate
+from twinphase.engine.child import Link, load, serve
+from twinphase.engine.embedding import LoadedEmbedder
+from twinphase.engine.loading import LoadedEngine
+from twinphase.engine.loop import refusal
+from twinphase.engine.messages import Add, Load, Loading, ToEngine
+from twinphase.engine.text import ModelText
+from twinphase.engine.wire import SEND_BUFFER
+from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.request import FinishReason
+
+__all__ = ["main", "run_worker"]
+
+LOST_SECONDS = 10.0  # without a ping, after which the server is gone
+
+
+class _ServerLink(Link):
+    """A request arrives when it comes here: the server's clock is another one."""
+
+    def next(self) -> ToEngine | None:
+        message = super().next()
+        if isinstance(message, Add):
+            now = perf_counter()
+            return replace(message, arrival=now, tokenized=now)
+        return message
+
+
+class Worker:
+    """The model that there is, for one connection after the other."""
+
+    def __init__(self) -> None:
+        self._wanted: Load | None = None
+        self._loaded: LoadedEngine | LoadedEmbedder | None = None
+
+    def serve(self, connection: socket.socket) -> None:
+        """Do what a server wants that has proved its key, until it leaves."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        connection.settimeout(LOST_SECONDS)
+        link = _ServerLink(connection)
+        first = link.next()
+        if not isinstance(first, Load):
+            return
+        try:
+            loaded = self._load(first, link)
+        except TwinphaseError as error:
+            link.send(refusal(None, error))
+            return
+        if isinstance(loaded, LoadedEngine):
+            engine = loaded.engine
+            for request_id in list(engine.timelines):  # of the connection before
+                engine.finish(request_id, FinishReason.ABORT)
+        serve(loaded, link, lambda: None)
+
+    def _load(self, wanted: Load, link: Link) -> LoadedEngine | LoadedEmbedder:
+        if wanted.version != __version__:
+            raise InvalidRequestError(
+                f"The worker is twinphase {__version__}, and the server {wanted.version or 'unknown'}.",
+                "Install the same version on both.",
+            )
+        if ModelText.of_model(wanted.model).checkpoint.fingerprint != wanted.fingerprint:
+            raise InvalidRequestError(
+                f"The worker's {wanted.model} is another model than the server's.", "Give both the same files."
+            )
+        if self._loaded is None or self._wanted != wanted:
+            self._loaded = None  # before the next one takes as much memory
+            link.send(Loading("importing"))
+            self._loaded, self._wanted = load(wanted, link.send), wanted
+        return self._loaded
+
+
+def run_worker(address: str, key: bytes, *, ends_with_stdin: bool = False) -> None:
+    """Listen, and serve whoever has the key; prints the address first. With `ends_with_stdin`, until stdin closes.
+
+    Raises:
+        TwinphaseError: nobody can listen there.
+    """
+    listener, address = listen(address)
+    print(f"listening on {address}", flush=True)
+    if ends_with_stdin:
+        threading.Thread(target=_end_with_stdin, name="twinphase-parent", daemon=True).start()
+    worker = Worker()
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            try:
+                prepare(connection)
+                authenticate(connection, key, listening=True)
+            except (TwinphaseError, OSError) as error:
+                print(f"Refused a connection: {error}", file=sys.stderr, flush=True)
+                continue
+            worker.serve(connection)
+
+
+def _end_with_stdin() -> None:
+    while sys.stdin.buffer.read(1 << 16):
+        pass
+    os._exit(0)
+
+
+def main(arguments: list[str]) -> int:
+    """The process that others start; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="twinphase.cluster.worker")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT or unix:PATH")
+    parser.add_argument("--cluster-key-file", help="file with the key; the environment's otherwise")
+    parser.add_argument("--ends-with-stdin", action="store_true", help="end when standard input closes")
+    asked = parser.parse_args(arguments)
+    try:
+        run_worker(asked.listen, read_key(asked.cluster_key_file), ends_with_stdin=asked.ends_with_stdin)
+    except TwinphaseError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""Workers that somebody else started: found by address, let in by a key, connected to again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from children import end
+from routed import CONFIG, LONG, VOCAB, all_of, mix, read, same, until, whole
+from tiny_gguf import write_tiny_gguf
+from twinphase.cli import run_app
+from twinphase.cluster import remote
+from twinphase.cluster.address import KEY_VARIABLE, connect, listen, read_key
+from twinphase.cluster.remote import RemoteHost
+from twinphase.cluster.timelines import joined, shifted
+from twinphase.engine.async_engine import AsyncEngine
+from twinphase.errors import InvalidRequestError, StorageError
+from twinphase.phases.timeline import IntervalKind, RequestTimeline
+
+KEY = "0123456789abcdef"
+
+
+class Started:
+    """A worker's process; it ends with the `with` block, or when its stdin closes."""
+
+    def __init__(self, address="127.0.0.1:0", key=KEY):
+        command = [sys.executable, "-m", "twinphase.cluster.worker", "--listen", address, "--ends-with-stdin"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, **pipes, env={**os.environ, KEY_VARIABLE: key}, text=True)
+        self.address = self.process.stdout.readline().split()[-1]
+
+
+@contextmanager
+def started(*addresses):
+    workers = []
+    try:
+        for address in addresses:
+            workers.append(Started(address))
+        yield workers
+    finally:
+        for worker in workers:
+            end(worker.process)
+
+
+def hosts_of(workers, path, silence=2.0):
+    return lambda: {
+        f"worker-{i}": RemoteHost(one.address, KEY.encode(), path, CONFIG, silence) for i, one in enumerate(workers)
+    }
+
+
+@pytest.mark.timeout(300)
+def test_workers_by_tcp_and_by_unix_socket_answer_as_one_engine(serve, lone, tiny_path, tmp_path):
+    """And when the server leaves, they wait for the next, with what they had loaded and cached."""
+    asked = [one for seed in (1, 2) for one in mix(seed)]
+    expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+
+    with started("127.0.0.1:0", f"unix:{tmp_path}/worker") as workers:
+
+        async def body(engine):
+            await until(lambda: engine.is_running)
+            assert all(map(same, await all_of(engine, asked), expected))
+            assert "of its tokens" in str(await engine.explain(await engine.submit([10, 11], LONG)))
+            await whole(engine)
+            assert [one.host for one in engine.host.workers()] == ["127.0.0.1", "unix"]
+
+        for _ in range(2):
+            serve(body, hosts=hosts_of(workers, tiny_path))
+        workers[0].process.stdin.close()
+        assert workers[0].process.wait(30) == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_that_stands_still_is_left_and_taken_again_when_it_goes_on(serve, lone, tiny_path):
+    prompts = [[30 + number, 31] for number in range(4)]
+    expected = lone.generate(prompts, LONG)
+
+    with started("127.0.0.1:0", "127.0.0.1:0") as workers:
+
+        async def body(engine):
+            router = engine.host
+            await until(lambda: engine.is_running)
+            streams = [await engine.submit(prompt, LONG) for prompt in prompts]
+            await anext(streams[0])
+            stopped = int(router._sent[streams[0].request_id].worker[-1])
+            workers[stopped].process.send_signal(signal.SIGSTOP)
+            outputs = await asyncio.gather(*map(read, streams))
+            assert all(map(same, outputs, expected))
+            assert router.num_continued > 0 and "broke" in str(router.last_death)
+            workers[stopped].process.send_signal(signal.SIGCONT)
+            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+            outputs = await all_of(engine, [(prompt, LONG) for prompt in prompts])
+            assert all(map(same, outputs, expected))
+            await whole(engine)
+
+        serve(body, hosts=hosts_of(workers, tiny_path, silence=1.0))
+
+
+def refused(workers, path, key=KEY):
+    """What a server says that no worker lets in."""
+
+    async def main():
+        engine = AsyncEngine(RemoteHost(workers[0].address, key.encode(), path, CONFIG))
+        await until(lambda: engine.host.failure is not None)
+        assert not engine.is_running
+        await asyncio.to_thread(engine.close)
+        return engine.host.failure.error()
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.timeout(300)
+def test_a_wrong_key_another_version_and_another_model_are_refused_in_a_line(tiny_path, tmp_path, monkeypatch):
+    with started("127.0.0.1:0") as workers:
+        assert "key" in str(refused(workers, tiny_path, "another key, as long"))
+        with connect(workers[0].address) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + b"x" * 200)
+            assert stranger.recv(1 << 16)  # its greeting, and nothing behind it
+        other = write_tiny_gguf(tmp_path / "other.gguf", vocab=VOCAB, context=256)
+        host = RemoteHost.__init__
+
+        def of_another(self, *arguments):
+            host(self, *arguments)
+            self.text.checkpoint = type(self.text).of_model(other).checkpoint
+
+        monkeypatch.setattr(RemoteHost, "__init__", of_another)
+        assert "another model" in str(refused(workers, tiny_path))
+        monkeypatch.setattr(RemoteHost, "__init__", host)
+        monkeypatch.setattr(remote, "__version__", "0.0.1")
+        found = str(refused(workers, tiny_path))
+        assert "0.0.1" in found and "same version" in found
+        monkeypatch.undo()
+        assert workers[0].process.poll() is None
+
+
+def test_bad_keys_and_addresses_are_refused_in_a_line(tmp_path, monkeypatch, capsys, tiny_path):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    for arguments in (["worker"], ["serve", str(tiny_path), "--port", "0", "--worker", "127.0.0.1:1"]):
+        assert run_app(arguments) == 2
+        error = capsys.readouterr().err
+        assert "have no key" in error and "openssl" in error and len(error.splitlines()) <= 2
+    with pytest.raises(StorageError, match="Cannot read the key"):
+        read_key(str(tmp_path / "none"))
+    (tmp_path / "short").write_text("abc\n")
+    with pytest.raises(InvalidRequestError, match="3 characters"):
+        read_key(str(tmp_path / "short"))
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    assert read_key() == KEY.encode()
+    for address in ("", "host", "host:", ":1", "host:99999", "unix:", "host:x"):
+        with pytest.raises(InvalidRequestError, match="not the address"):
+            listen(address)
+    listener, address = listen("127.0.0.1:0")
+    with listener, pytest.raises(StorageError, match="Cannot listen"):
+        listen(address)
+    assert run_app(["serve", str(tiny_path), "--port", "0", "--worker", "nowhere"]) == 2
+    assert "not the address of a worker" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.2, -0.5, 7.0, -1e6, 1e6])
+def test_two_clocks_are_joined_by_durations(offset):
+    """A worker's part of 2 s within the 3 s between sending and the end; what its clock says beyond that is not so."""
+    before = RequestTimeline(10.0)
+    before.mark(IntervalKind.TOKENIZE, 10.5)
+    before.mark(IntervalKind.ROUTE, 11.0, reason="why")
+    part = RequestTimeline(11.25)
+    part.mark(IntervalKind.QUEUE, 12.0)
+    part.mark(IntervalKind.PREFILL, 13.25)
+    whole = joined(before, shifted(part, offset), 14.0, "why")
+    start = min(12.0, max(11.0, 11.25 + offset))
+    assert whole.end == whole.intervals[-1].end == pytest.approx(start + 2.0)
+    assert whole.seconds(IntervalKind.ROUTE) == pytest.approx(start - 10.5)
+    assert whole.seconds(IntervalKind.QUEUE) == pytest.approx(0.75)
+    assert whole.seconds(IntervalKind.PREFILL) == pytest.approx(1.25)
+    at = whole.arrival
+    for interval in whole.intervals:
+        assert interval.start == at
+        at = interval.end
+    assert before.end == 11.0 and len(before.intervals) == 2
