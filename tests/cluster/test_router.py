@@ -10,7 +10,7 @@ import time
 import pytest
 
 from routed import LONG, all_of, mix, read, same, until, whole
-from twinphase.engine.messages import EngineFacts
+from twinphase.engine.messages import EngineFacts, Pong
 from twinphase.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError
 from twinphase.phases.timeline import IntervalKind
 from twinphase.request import SamplingParams
@@ -38,7 +38,7 @@ def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
         free = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
         outputs = await all_of(engine, [([20, 21], free)] * 4)
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 4
-        for prompt, options in (([], {}), ([10**6], {}), ([10], {"priority": 1})):
+        for prompt, options in (([], {}), ([10**6], {}), ([10**12] * 40, {}), ([10], {"priority": 1})):
             with pytest.raises(InvalidRequestError):
                 await engine.submit(prompt, LONG, **options)
         await whole(engine)
@@ -189,5 +189,39 @@ def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serv
         assert router.fleet.index.num_held(first[1]) == 0
         tokens, where, _ = await cached(4)
         assert tokens == 0
+
+    serve(body)
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_whose_loop_stands_still_is_ended_while_others_work(serve, lone, caplog):
+    """It answers pings, which another thread does, and makes no step."""
+    expected = lone.generate([[30, 31], [30, 32]], LONG)
+
+    async def body(engine):
+        router = engine.host
+        await until(lambda: engine.is_running)
+        router._stall = 1.0
+        streams = [await engine.submit([30, 31 + number], LONG) for number in range(2)]
+        for stream in streams:
+            await anext(stream)
+        stuck, works = (router.workers_by_name[router._sent[stream.request_id].worker] for stream in streams)
+        assert stuck is not works
+        take = stuck.host.take
+        stuck.host.take = lambda message: take(message) if isinstance(message, Pong) else None
+        more = asyncio.create_task(keep_busy(engine, works.name))
+        outputs = await asyncio.gather(*map(read, streams))
+        stuck.host.take = take
+        await more
+        assert all(map(same, outputs, expected)) and router.num_continued == 1
+        assert f"{stuck.name} made no step for 1 s" in caplog.text
+
+    async def keep_busy(engine, name):
+        router = engine.host
+        router.fleet.workers[name].accepts, others = True, [one for one in router.fleet.workers if one != name]
+        for other in others:
+            router.fleet.workers[other].accepts = False
+        while router.num_continued == 0:
+            await all_of(engine, [([10, 11, 12], SamplingParams(temperature=0.0, max_tokens=20))])
 
     serve(body)

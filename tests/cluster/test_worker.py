@@ -67,7 +67,7 @@ def test_workers_by_tcp_and_by_unix_socket_answer_as_one_engine(serve, lone, tin
             assert all(map(same, await all_of(engine, asked), expected))
             assert "of its tokens" in str(await engine.explain(await engine.submit([10, 11], LONG)))
             await whole(engine)
-            assert [one.host for one in engine.host.workers()] == ["127.0.0.1", "unix"]
+            assert [one.host for one in engine.host.workers()] == [worker.address for worker in workers]
 
         for _ in range(2):
             serve(body, hosts=hosts_of(workers, tiny_path))
@@ -99,6 +99,24 @@ def test_a_worker_that_stands_still_is_left_and_taken_again_when_it_goes_on(serv
             await whole(engine)
 
         serve(body, hosts=hosts_of(workers, tiny_path, silence=1.0))
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_that_is_not_there_is_not_waited_for_and_taken_when_it_comes(serve, tiny_path, caplog):
+    with started("127.0.0.1:0", "127.0.0.1:0") as workers:
+        end(workers[1].process)
+
+        async def body(engine):
+            router = engine.host
+            await until(lambda: engine.is_running)
+            assert f"worker-1 is not there yet: {workers[1].address}: Connection refused" in caplog.text
+            assert [one.state for one in router.workers()][0] == "ready"
+            workers[1] = Started(workers[1].address)
+            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+            assert engine.facts.config.max_num_seqs == 128
+            await whole(engine)
+
+        serve(body, hosts=hosts_of(workers, tiny_path))
 
 
 def refused(workers, path, key=KEY):

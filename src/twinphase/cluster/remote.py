@@ -44,7 +44,7 @@ class RemoteHost(LinkHost):
         """`address` is asked for again at each connection if it is a function; arguments and errors as `LinkHost`."""
         super().__init__(model, config, silence)
         self._address, self._key = address, key
-        self.where = address.rpartition(":")[0] if isinstance(address, str) else "elsewhere"
+        self.where = address if isinstance(address, str) else "elsewhere"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._offset, self._shortest = 0.0, float("inf")  # the other clock - ours; seconds
 
@@ -92,7 +92,7 @@ class RemoteHost(LinkHost):
 
     def _connected(self) -> socket.socket:
         address = self._address if isinstance(self._address, str) else self._address()
-        self.where = address.rpartition(":")[0]
+        self.where = address
         link = connect(address)
         try:
             authenticate(link, self._key, listening=False)

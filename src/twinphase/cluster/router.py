@@ -41,7 +41,7 @@ from twinphase.engine.messages import (
     WorkerStatus,
 )
 from twinphase.engine.text import ModelText
-from twinphase.errors import EngineDeadError, TwinphaseError
+from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
 from twinphase.request import FinishReason, Request, SamplingParams
 
 __all__ = ["Router"]
@@ -141,7 +141,7 @@ class Router:
     # From here on: what the front end says.
     def _add(self, add: Add) -> None:
         if add.request_id in self._sent:
-            raise TwinphaseError(f"Request id {add.request_id!r} is in use.")
+            raise InvalidRequestError(f"Request id {add.request_id!r} is in use.", "Use another.")
         sent = Sent.of(add)
         self._send(sent)
         self._sent[add.request_id] = sent
@@ -171,7 +171,11 @@ class Router:
         if self._hashes is None:
             return []
         request = Request("", token_ids, SamplingParams(temperature=0.0), 0.0, cache_salt=salt)
-        return [self._hashes.block_hash(request, index) for index in range(len(token_ids) // self._hashes.block_size)]
+        blocks = range(len(token_ids) // self._hashes.block_size)
+        try:
+            return [self._hashes.block_hash(request, index) for index in blocks]
+        except OverflowError:  # a token id that none can be: the engine says so
+            return []
 
     def _end(self, message: End) -> None:
         sent = self._sent.get(message.request_id)
@@ -210,6 +214,10 @@ class Router:
                 self._answered(message)
             elif isinstance(message, Loading):
                 view.state = message.stage
+                if view.host.waits_for and not view.is_settled:
+                    LOG.warning("%s is not there yet: %s. It is tried again.", view.name, view.host.waits_for)
+                    view.is_absent = True
+                    self._tell_facts()
                 if not self.is_running:
                     self._receive(message)
 
@@ -228,7 +236,7 @@ class Router:
         if not prices or self.fleet is None:
             return
         view.prices = prices
-        views = [one for one in self.workers_by_name.values() if one.is_up and one.host.where == view.host.where]
+        views = [one for one in self.workers_by_name.values() if one.is_up and one.machine == view.machine]
         times = WorkerView.shared_times(views)
         for one in views:
             if (load := self.fleet.workers.get(one.name)) is not None:

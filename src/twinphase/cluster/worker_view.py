@@ -25,6 +25,7 @@ class WorkerView:
 
     Attributes:
         is_up: it takes messages.
+        is_absent: it was not to be had when it was wanted first, or has died.
         is_settled: it has been up, or has failed: a server waits no longer for it.
         facts: what it said of itself when it came last.
         prices: of its cost model, which it told last.
@@ -33,7 +34,7 @@ class WorkerView:
 
     def __init__(self, name: str, role: Role, host: LinkHost) -> None:
         self.name, self.role, self.host = name, role, host
-        self.is_up = self._was_there = False
+        self.is_up = self.is_absent = False
         self.facts: EngineFacts | None = None
         self.prices = NO_PRICES
         self.state, self.heard = "starting", 0.0
@@ -44,7 +45,12 @@ class WorkerView:
 
     @property
     def is_settled(self) -> bool:
-        return self.is_up or self._was_there or self.host.failure is not None
+        return self.is_up or self.is_absent or self.host.failure is not None
+
+    @property
+    def machine(self) -> str:
+        """Where it runs, without the port."""
+        return self.host.where.rpartition(":")[0]
 
     def join(self, facts: EngineFacts) -> None:
         self.facts, self.is_up, self.state = facts, True, "ready"
@@ -52,7 +58,7 @@ class WorkerView:
 
     def leave(self) -> None:
         """It has died; what it counted is kept."""
-        self.is_up, self._was_there, self.state = False, True, "starting"
+        self.is_up, self.is_absent, self.state = False, True, "starting"
         for name in TOTALS:
             self._before[name] += getattr(self._stats, name, 0)
         self._stats = None

@@ -166,11 +166,13 @@ class LinkHost:
         where: the machine that the engine runs on.
         pid: of the engine's process, while there is one and it is known.
         failure: what refused the model, or this host, at the first start; it is not tried again then.
+        waits_for: why the engine could not be reached, while it cannot.
     """
 
     totals_last = False
     where = "localhost"
     pid: int | None = None
+    waits_for = ""
 
     def __init__(self, model: str | Path, config: dict[str, Any], silence: float | None = None) -> None:
         """Read the model's header; the engine is reached for with `start`.
@@ -249,6 +251,7 @@ class LinkHost:
         try:
             link = await self._open()
         except OSError as error:  # no descriptors or no memory left, nobody there; there may be later
+            self.waits_for = f"{self.where}: {error.strerror or error}"
             self._receive(Loading(f"waiting to start ({error.strerror or error})"))
             self._connect_later()
             return
@@ -256,7 +259,7 @@ class LinkHost:
             self.failure = Refused(None, type(error).__name__, error.cause, error.fix)
             self._receive(self.failure)
             return
-        self._born = time.monotonic()
+        self._born, self.waits_for = time.monotonic(), ""
         loop = asyncio.get_running_loop()
         self._writer, _ = await loop.create_connection(lambda: _Link(self), sock=link)
         self._writer.write(encode(self._load_message()))
