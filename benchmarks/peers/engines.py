@@ -66,6 +66,7 @@ ENGINES: tuple[EngineSpec, ...] = (
     _twinphase("twinphase-q4_0", "Q4_0"),
     _twinphase("twinphase-q4_0-kv8", "Q4_0", kv_cache_dtype="int8"),
     _twinphase("twinphase-q8_0", "Q8_0"),
+    _twinphase("twinphase-avx2", "Q4_1", isa="avx2"),
     *(_llamacpp(file_type, flash) for file_type in ("Q4_0", "Q4_1", "Q8_0") for flash in (False, True)),
     EngineSpec("openvino-int4", "openvino", "openvino_adapter.py", "ov-int4", {"weights": "int4"}),
     EngineSpec("openvino-int8", "openvino", "openvino_adapter.py", "ov-int8", {"weights": "int8"}),
