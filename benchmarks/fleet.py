@@ -13,6 +13,7 @@ prefix is read once. Prints one line for each routing policy, then what a decisi
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import sys
 import time
@@ -58,7 +59,7 @@ class Trace:
         lap, place = divmod(number, len(self.lines))
         line = self.lines[place]
         length = self.scaling.length(line.num_prompt_tokens)
-        tokens = [LAP * lap + block for block in line.blocks for _ in range(self.block)][:length]
+        tokens = [token for block in line.blocks for token in [LAP * lap + block] * self.block][:length]
         return tokens + [ALONE + number] * (length - len(tokens))
 
     def requests(self, count: int, per_second: float) -> Iterator[TraceRequest]:
@@ -127,7 +128,9 @@ def capacity(spec: FleetSpec, trace: Trace, slos: Slos) -> float:
 def play(spec: FleetSpec, trace: Trace, policy: str, count: int, rate: float, progress: Progress) -> Simulation:
     simulation = Simulation(spec, Routing(block_size=spec.block_size, policy=policy))
     task = progress.add_task(policy, total=count)
+    gc.disable()  # which would go through millions of blocks again and again, and find nothing
     simulation.run(trace.requests(count, rate), tick=lambda: progress.advance(task))
+    gc.enable()
     return simulation
 
 
