@@ -1,0 +1,96 @@
+"""Two hosts, as far as one machine has them: a network namespace at the other end of a cable that is pulled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from children import end
+from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
+from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.cluster.remote import RemoteHost
+from twinphase.engine.host import ProcessHost
+
+KEY = "0123456789abcdef"
+HERE, THERE = "10.231.77.1", "10.231.77.2"
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+class OtherHost:
+    """A namespace with a worker in it, and the cable to it."""
+
+    def __init__(self):
+        self.name, self.cable = f"tp{os.getpid()}", f"tp{os.getpid()}v"
+        ip("netns", "add", self.name)
+        ip("link", "add", self.cable, "type", "veth", "peer", "name", "cable", "netns", self.name)
+        ip("addr", "add", f"{HERE}/24", "dev", self.cable)
+        ip("link", "set", self.cable, "up")
+        ip("-n", self.name, "addr", "add", f"{THERE}/24", "dev", "cable")
+        ip("-n", self.name, "link", "set", "cable", "up")
+        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "twinphase.cluster.worker"]
+        self.process = subprocess.Popen(
+            [*command, "--listen", f"{THERE}:0", "--ends-with-stdin"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, KEY_VARIABLE: KEY}, text=True,
+        )  # fmt: skip
+        self.address = self.process.stdout.readline().split()[-1]
+
+    def pull(self):
+        ip("link", "set", self.cable, "down")
+
+    def plug(self):
+        ip("link", "set", self.cable, "up")
+
+
+@contextmanager
+def other_host():
+    try:
+        host = OtherHost()
+    except (OSError, subprocess.CalledProcessError) as error:
+        subprocess.run(["ip", "netns", "del", f"tp{os.getpid()}"], capture_output=True)
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    try:
+        yield host
+    finally:
+        end(host.process)
+        ip("netns", "del", host.name)  # and the cable with it
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone, tiny_path):
+    prompts = [[40 + number, 41] for number in range(6)]
+    expected = lone.generate(prompts, LONG)
+    later = list(mix(7))
+    expected_later = lone.generate([prompt for prompt, _ in later], [params for _, params in later])
+
+    with other_host() as there:
+
+        def hosts():
+            return {
+                "here": ProcessHost(tiny_path, CONFIG, silence=2.0),
+                "there": RemoteHost(there.address, KEY.encode(), tiny_path, CONFIG, 2.0),
+            }
+
+        async def body(engine):
+            await until(lambda: engine.is_running)
+            router = engine.host
+            streams = [await engine.submit(prompt, LONG) for prompt in prompts]
+            await until(lambda: all(stream.transcript.token_ids for stream in streams))
+            assert {sent.worker for sent in router._sent.values()} == {"here", "there"}
+            there.pull()
+            assert all([same(await read(stream), wanted) for stream, wanted in zip(streams, expected, strict=True)])
+            assert router.num_continued
+            assert [one.state for one in router.workers() if one.id == "there"] != ["ready"]
+            there.plug()
+            await until(lambda: all(one.state == "ready" for one in router.workers()))
+            assert all(map(same, await all_of(engine, later), expected_later))
+            await whole(engine)
+
+        serve(body, hosts=hosts)
