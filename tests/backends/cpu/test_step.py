@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,18 @@ def check_plan(memory: StepMemory, counts: dict[str, int], contexts: list[int], 
                 assert found == [(row, head, tile, h) for h in range(3)]
     assert merged == cut_rows
     return len(merged)
+
+
+@pytest.mark.parametrize("tokens", (32, 48, 64, 80, 96, 144))
+@pytest.mark.parametrize(("threads", "kv_heads"), ((1, 1), (2, 1), (2, 3), (3, 2), (4, 3)))
+def test_a_chunk_is_cut_so_that_threads_end_together(threads: int, kv_heads: int, tokens: int) -> None:
+    memory = step_memory(1, 8192, kv_heads, threads)
+    counts = memory.fill(step_of([4096], [tokens]))
+    check_plan(memory, counts, [4096], [tokens], kv_heads)
+    units = memory.units["prefill"][: counts["prefill_units"], 3]
+    ranges = np.arange(threads + 1) * len(units) // threads  # as the program shares tiles out
+    loads = [int(units[first:end].sum()) for first, end in pairwise(ranges)]
+    assert max(loads) <= 1.15 * kv_heads * tokens / threads
 
 
 def test_tiles_stay_together_where_partial_results_have_no_room() -> None:

@@ -15,6 +15,7 @@ __all__ = ["COUNTS", "StepMemory"]
 UNITS_PER_THREAD = 8  # shares of the KV tiles of few rows that a thread should find, so that threads end together
 FEW_ROWS = 64  # heads of a group times tokens; a sequence with more in a step has work enough, its tiles stay together
 INT8_TOKENS = 3  # of a sequence, up to which int8 values are best converted in registers, once for each register tile
+FEW_UNITS, BUSY = 6, 0.93  # units a thread, below which they are cut until threads are busy for that part of the time
 PARTIAL_TOKENS = 4  # whose partial results there is room for, where the longest sequences are cut
 COUNTS = ("tokens", "logits", "decode_units", "prefill_units", "merges")  # what differs from step to step
 Ints = NDArray[np.int32]
@@ -57,10 +58,10 @@ class StepMemory:
         self._few = max(1, FEW_ROWS // self._group)
         self._short = min(self._few, INT8_TOKENS) if dtype == "int8" else self._few
         # Pieces of spread sequences: each has at least half a share's tiles, but for its last piece.
-        # One more, since kernels look one unit ahead.
+        # Few chunks are cut into 4 * FEW_UNITS units a thread at most. One more, since kernels look one unit ahead.
         most = {"decode": max_seqs, "prefill": max_tokens // query_tile_tokens(self._group) + max_seqs + 1}
         self.units: dict[str, Ints] = {
-            phase: aligned((count * blueprint.num_kv_heads + 4 * shares + 1) * UNIT, np.int32)
+            phase: aligned((count * blueprint.num_kv_heads + 7 * shares + 1) * UNIT, np.int32)
             .view(np.int32)
             .reshape(-1, UNIT)
             for phase, count in most.items()
@@ -117,8 +118,11 @@ class StepMemory:
             counts[phase] = self._whole_units(self.units[phase], whole, plan)
             for sequence in pieces.tolist():
                 counts[phase] += self._pieces(phase, counts[phase], sequence, plan, share, merges)
-        for sequence in np.flatnonzero(~few).tolist():
-            counts["prefill"] += self._query_tiles(counts["prefill"], sequence, plan)
+        chunks = np.flatnonzero(~few)
+        parts = -(-rows[chunks] // query_tile_tokens(self._group))
+        parts *= self._even(int(parts.sum()) * self._blueprint.num_kv_heads)
+        for sequence, count in zip(chunks.tolist(), parts.tolist(), strict=True):
+            counts["prefill"] += self._query_tiles(counts["prefill"], sequence, plan, count)
         if merges:
             self.merges[: len(merges)] = merges
         return {"decode_units": counts["decode"], "prefill_units": counts["prefill"], "merges": len(merges)}
@@ -158,10 +162,22 @@ class StepMemory:
         merges += [(row + i, position + 1 + i, base + i * self._group, per_tile, per_head) for i in range(tokens)]
         return len(pieces)
 
-    def _query_tiles(self, at: int, sequence: int, plan: Ints) -> int:
-        """Cut a chunk of many rows into units, from number `at` on; returns how many."""
+    def _even(self, count: int) -> int:
+        """By how much to multiply so few units that a thread would wait for another's last one: 1 where they are many.
+
+        Each unit converts the keys and values it reads, so that fewer are better where threads end together.
+        """
+        if not 0 < count < FEW_UNITS * self._threads:
+            return 1
+        busy = [count * times / (-(-count * times // self._threads) * self._threads) for times in (1, 2, 3, 4)]
+        return 1 + next((i for i, part in enumerate(busy) if part >= BUSY), busy.index(max(busy)))
+
+    def _query_tiles(self, at: int, sequence: int, plan: Ints, parts: int) -> int:
+        """Cut a chunk of many rows into units, `parts` for each KV head, from number `at` on; returns how many."""
         row, tokens, position, _ = plan[sequence].tolist()
-        size = query_tile_tokens(self._group)
+        size = -(-tokens // parts)
+        size += -size * self._group % self._heights["prefill"] // self._group  # whole register tiles
+        size = min(size, query_tile_tokens(self._group))
         units = [
             (
                 sequence,
