@@ -1,5 +1,6 @@
 """What an engine knows when it is ready: its own speed, and whether the kept ceilings can be right."""
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from twinphase.engine import loading as load
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.loop import engine_facts
 from twinphase.phases.hardware import Ceilings
+from twinphase.scheduler.pace import Pace
 
 CEILINGS = Ceilings("p", 1, "generic", ((1, 1e15),), 1e15, 1e15, 1e15)
 
@@ -37,6 +39,21 @@ def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded: Loade
     # Two chunks: 2 x 2 ms for the weights, 60 ms for the rows, 3.6 ms for what they attend to, one row of logits.
     assert facts.ttft == pytest.approx(0.0677, abs=0.001)
     assert facts.tpot == pytest.approx(0.0022, abs=0.0001)
+
+
+def test_a_pace_that_was_chosen_on_a_busy_machine_is_soon_forgotten(
+    loaded: LoadedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Busy at the start and for two choices in between; then for good."""
+    choices = [150.0, 80.0, 82.0, 300.0, 290.0, 79.0, 81.0, 78.0, 160.0, 161.0, 162.0]
+    slos = [150, 80, 82, 82, 150, 82, 82, 81, 81, 81, 160]
+    monkeypatch.setattr(loaded, "_paces", deque(maxlen=load.PACES))
+    monkeypatch.setattr(load.Pacing, "choose", lambda pacing: Pace(choices[len(kept)], True, choices[len(kept)] / 1e4))
+    kept: list[tuple[float | None, float]] = []
+    for _ in choices:
+        loaded.choose_pace()
+        kept.append((loaded.engine.scheduler.slo_seconds, loaded.engine.scheduler.prefill_room))
+    assert kept == [(pytest.approx(slo / 1e3), pytest.approx(slo / 1e4)) for slo in slos]
 
 
 @pytest.mark.parametrize("faster", [False, True])

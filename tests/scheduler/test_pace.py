@@ -13,12 +13,13 @@ ROW, STEP = 1e-3, 5e-3
 @dataclass
 class Noisy(Times):
     margin: float = 1.2
+    between: float = 0.0
 
     def step_limit(self, slo_seconds):
-        return slo_seconds / self.margin
+        return (slo_seconds - self.between) / self.margin
 
     def slo_seconds(self, step_seconds):
-        return step_seconds * self.margin
+        return step_seconds * self.margin + self.between
 
 
 def make_pacing(times=None, **limits):
@@ -37,9 +38,18 @@ def test_the_chunk_is_the_smallest_that_is_read_nearly_as_fast_as_a_full_one():
     assert pace.itl_slo_ms == pytest.approx(1.2e3 * (STEP + ROW * (chunk + 1)), rel=0.02)
 
 
+def test_what_passes_between_steps_is_a_steps_own_time_too():
+    def room(between):
+        return make_pacing(Noisy(ROW, STEP, between=between)).choose().prefill_room
+
+    chunk, whole = room(2e-3) / ROW, STEP + 2e-3
+    assert chunk / (whole + ROW * chunk) == pytest.approx(FULL_RATE * 512 / (whole + ROW * 512))
+    assert room(0.0) < room(2e-3) < room(STEP) == room(1.0)  # one long pause does not make the chunks long
+
+
 def test_what_a_pace_brings_and_costs_is_what_the_scheduler_then_does():
     pacing = make_pacing()
-    for pace in (pacing.choose(), pacing.told(Pace(50.0, False)), pacing.told(Pace(None, False))):
+    for pace in (pacing.told(pacing.choose()), pacing.told(Pace(50.0, False)), pacing.told(Pace(None, False))):
         slo = pace.itl_slo_ms
         scheduler = make_scheduler(
             1000, 16, 8192, pacing.times, max_num_batched_tokens=512, itl_slo_ms=slo, max_num_seqs=2
@@ -94,7 +104,8 @@ def test_a_lone_prompt_is_read_in_whole_chunks():
 
 @pytest.mark.parametrize("limits", [{"max_model_len": 2}, {"max_num_batched_tokens": 1}, {"block_size": 1}])
 def test_small_limits_are_paced_too(limits):
-    pace = make_pacing(**limits).choose()
+    pacing = make_pacing(**limits)
+    pace = pacing.told(pacing.choose())
     assert pace.prompt == min(3000, limits.get("max_model_len", 8192) - 1)
     assert 0 < pace.whole_seconds <= pace.prompt_seconds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -42,6 +43,7 @@ __all__ = ["LoadedEngine", "make_backend", "make_engine"]
 
 
 WARM_UP_PARTS = (8, 4, 16, 32)  # of the warm-up's prompt; the first of them finds everything cold
+PACES = 5  # choices of the pace that are remembered
 
 
 class LoadedEngine:
@@ -63,6 +65,7 @@ class LoadedEngine:
         **config: Any,
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors. `load_progress` is told (done, total) layers."""
+        self._paces: deque[Pace] = deque(maxlen=PACES)
         wanted = engine_config(config)
         self.checkpoint = (
             model
@@ -148,16 +151,26 @@ class LoadedEngine:
 
         With the SLO "auto" it is chosen here.
         """
-        engine, config = self.engine, self.config
-        if not engine.cost_model.knows_both_phases:
+        if not self.engine.cost_model.knows_both_phases:
             return None
-        limits = config.max_num_batched_tokens, config.max_model_len or 1, config.block_size
-        pacing = Pacing(engine.cost_model, *limits, engine.shape.window)
-        if config.itl_slo_ms != "auto":
-            return pacing.told(Pace(config.slo_number, False))
-        pace = pacing.choose()
-        engine.keep_pace(pace)
+        auto = self.config.itl_slo_ms == "auto"
+        return self._pacing.told(self.choose_pace() if auto else Pace(self.config.slo_number, False))
+
+    def choose_pace(self) -> Pace:
+        """Choose the gap by what is known of steps now, and keep the middle one of the last choices.
+
+        A machine that was busy for a while, at the start or later, is a choice or two out of the way.
+        """
+        self._paces.append(self._pacing.choose())
+        pace = sorted(self._paces, key=lambda one: one.itl_slo_ms or 0.0)[(len(self._paces) - 1) // 2]
+        self.engine.keep_pace(pace)
         return pace
+
+    @property
+    def _pacing(self) -> Pacing:
+        engine, config = self.engine, self.config
+        limits = config.max_num_batched_tokens, config.max_model_len or 1, config.block_size
+        return Pacing(engine.cost_model, *limits, engine.shape.window)
 
     def explain(self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False) -> Explanation:
         """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""

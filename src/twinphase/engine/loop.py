@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineLoop", "engine_facts", "refusal"]
 
 GRAMMAR_THREADS = 2
-PACE_STEPS = 256  # after which a pace that was chosen is chosen again, by what is known of steps then
+PACE_STEPS = 64  # after which a pace that was chosen is chosen again, by what is known of steps then
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,10 @@ class EngineLoop:
         result = engine.step()
         self._send(StepNews(self._news(engine, result), _stats(engine, result)))
         engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
-        if self.pace is None or (self.pace.chosen and engine.ledger.num_steps % PACE_STEPS == 0):
+        if self.pace is None:
             self.pace = self.loaded.settle_pace()
+        elif self.pace.chosen and engine.ledger.num_steps % PACE_STEPS == 0:
+            self.loaded.choose_pace()
 
     def _drain(self, engine: Engine) -> None:
         """Take all waiting messages; without work, wait for one."""

@@ -13,7 +13,7 @@ from twinphase.scheduler.chunk import ChunkBudget, StepTimes
 
 __all__ = ["Pace", "Pacing"]
 
-FULL_RATE = 0.96  # of the tokens per second of a full chunk, that the smallest sensible chunk has
+FULL_RATE = 0.97  # of the tokens per second of a full chunk, that the smallest sensible chunk has
 CONTEXT = 256  # tokens of the stream that a prompt is read beside
 LONG_PROMPT = 3000  # tokens
 
@@ -26,7 +26,7 @@ class Pace:
         itl_slo_ms: the target, milliseconds; None where there is none.
         chosen: by `Pacing.choose`, not by the user.
         prefill_room: seconds that prefill may add to a step whatever the target.
-        gap_ms: predicted for one stream while a prompt is read beside it, milliseconds.
+        gap_ms: predicted for one stream while a prompt is read beside it, milliseconds; with the rest by `told`.
         prompt: tokens of the long prompt that the next two are of.
         prompt_seconds, whole_seconds: until it is read beside one stream, at this pace and in whole chunks.
     """
@@ -53,16 +53,16 @@ class Pacing:
     def choose(self) -> Pace:
         """The decode of one stream, and the time of the smallest sensible chunk: one read nearly as fast as a full one.
 
-        A step has its own time besides that of its tokens, in which the weights are read. Between many decodes a chunk
-        has the same time, so that prompts go on at nearly their rate.
+        A step has its own time besides that of its tokens: the weights are read, and what passes before the next one.
+        Between many decodes a chunk has the same time, so that prompts go on at nearly their rate.
         """
         times, full = self.times, self.max_num_batched_tokens
-        own = times.seconds(StepWork())
-        tokens = max(0.0, times.seconds(StepWork.of_chunk(0, full, False, self.window)) - own)
+        empty = times.seconds(StepWork())
+        own = empty + min(empty, times.slo_seconds(0.0))  # what passes is a fading mean, which one pause can lift
+        tokens = max(0.0, times.seconds(StepWork.of_chunk(0, full, False, self.window)) - empty)
         part = FULL_RATE * tokens / (own + tokens)  # that tokens have of a sensible step's time
         room = own * part / (1 - part)
-        slo = times.slo_seconds(times.seconds(self._stream) + room)
-        return self.told(Pace(1e3 * slo, True, room))
+        return Pace(1e3 * times.slo_seconds(times.seconds(self._stream) + room), True, room)
 
     def told(self, pace: Pace) -> Pace:
         """The same pace, and what it brings and costs."""
