@@ -103,9 +103,9 @@ def test_whoever_watches_is_told_what_can_be_found(path):
     assert told[0] == BlocksChanged(0, [], whole=True)
     known, next_id = set(), 0
     for message in told[1:-1]:
-        assert message.first_id == next_id and not message.whole
-        next_id += len(message.stored) + len(message.evicted)
+        assert message.number == next_id and not message.whole
+        next_id += 1
         known = (known | set(message.stored)) - set(message.evicted)
     assert {block.block_hash for block in blocks} <= {name for message in told for name in message.stored}
     assert any(message.evicted for message in told)
-    assert told[-1].whole and told[-1].first_id == next_id and set(told[-1].stored) == known
+    assert told[-1].whole and told[-1].number == next_id and set(told[-1].stored) == known

@@ -151,8 +151,8 @@ class EngineLoop:
         elif isinstance(message, _Call):
             self._calls.append(message.function)
         elif isinstance(message, WatchBlocks):
-            first_id, hashes = engine.scheduler.kv_cache.prefix_cache.watch()
-            self._send(BlocksChanged(first_id, hashes, whole=True))
+            number, hashes = engine.scheduler.kv_cache.prefix_cache.watch()
+            self._send(BlocksChanged(number, hashes, whole=True))
         elif isinstance(message, Stop):
             self._stopped = True
 
@@ -222,9 +222,9 @@ class EngineLoop:
     def _tell_blocks(self, engine: Engine) -> None:
         changes = engine.scheduler.kv_cache.prefix_cache.changes
         if changes is not None:
-            first_id, stored, evicted = changes.take()
+            number, stored, evicted = changes.take()
             if stored or evicted:
-                self._send(BlocksChanged(first_id, stored, evicted))
+                self._send(BlocksChanged(number, stored, evicted))
 
     def _news(self, engine: Engine, result: StepResult) -> list[News]:
         finished = {request.request_id: request for request in result.finished}

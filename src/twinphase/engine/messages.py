@@ -195,12 +195,12 @@ class BlocksChanged(msgspec.Struct, tag=True, frozen=True):
     """Which blocks the prefix cache holds more, and no longer; sent after `WatchBlocks` only.
 
     Attributes:
-        first_id: number of the first change. The next message's is higher by the changes of this one, or one was lost.
+        number: of this event, one more than the last one's, or one was lost; with `whole`, the next event's.
         stored, evicted: chain hashes; none is in both.
-        whole: `stored` are all blocks that can be found, whatever was told before; they are not numbered.
+        whole: `stored` are all blocks that can be found, whatever was told before.
     """
 
-    first_id: int
+    number: int
     stored: list[bytes]
     evicted: list[bytes] = []
     whole: bool = False

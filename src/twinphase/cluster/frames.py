@@ -1,0 +1,144 @@
+"""What two workers say about KV blocks: which are offered, which are wanted, the blocks, and what became of them.
+
+    message   magic "TPKV" | version | bytes of the header | bytes of the payload | header | payload
+    header    MessagePack, one of the structs below; never pickle
+    payload   of a `Frame` over TCP only: what `Backend.read_blocks` gave, which begins with the fingerprint
+
+A frame names its block by its chain hash, and carries what the hash is made of: so the receiver proves the name, and the
+checksum proves header and bits. Not for how bytes travel (`transport.py`).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from twinphase.cache.prefix_cache import CachedBlock
+from twinphase.errors import TwinphaseError
+
+__all__ = [
+    "ENVELOPE",
+    "Ack",
+    "Frame",
+    "Hello",
+    "Offer",
+    "ProtocolError",
+    "Wanted",
+    "checksum",
+    "decode_header",
+    "encode_message",
+    "open_envelope",
+]
+
+MAGIC, VERSION = b"TPKV", 1
+ENVELOPE = struct.Struct("<4sHxxII")
+MOST_HEADER_BYTES = 1 << 24
+HASH_BYTES = 32
+
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class ProtocolError(TwinphaseError):
+    """What came is not such a message, or not of this version: nothing that follows can be understood."""
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """The first message each way.
+
+    Attributes:
+        fingerprint: of the backend's blocks; others are of no use.
+        slot_bytes: of a slot of the memory whose descriptor comes along; 0 where frames carry their payload.
+    """
+
+    fingerprint: str
+    slot_bytes: Count = 0
+
+
+class Offer(msgspec.Struct, tag=True, frozen=True):
+    """These blocks could be sent; answered by `Wanted` with the same number."""
+
+    number: int
+    hashes: list[Hash]
+
+
+class Wanted(msgspec.Struct, tag=True, frozen=True):
+    """Of an offer, for each block whether it is not here yet. A hint: things may have changed when the block comes."""
+
+    number: int
+    wanted: list[bool]
+
+
+class Frame(msgspec.Struct, tag=True, frozen=True):
+    """A block; answered by `Ack` with the same number.
+
+    Attributes:
+        length: bytes of the block as `Backend.read_blocks` gives it.
+        slot: where these lie in shared memory; None where they follow.
+    """
+
+    number: int
+    block_hash: Hash
+    parent: Hash
+    index: Count
+    token_ids: list[TokenId]
+    length: Count
+    checksum: int
+    slot: Count | None = None
+
+    @property
+    def block(self) -> CachedBlock:
+        return CachedBlock(self.block_hash, self.parent, tuple(self.token_ids), self.index)
+
+
+class Ack(msgspec.Struct, tag=True, frozen=True):
+    """What became of frames: "stored", or why not."""
+
+    numbers: list[int]
+    verdicts: list[str]
+
+
+Message = Hello | Offer | Wanted | Frame | Ack
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode_message(message: Message, payload_bytes: int = 0) -> bytes:
+    """Envelope and header; `payload_bytes` follow."""
+    header = _ENCODER.encode(message)
+    return ENVELOPE.pack(MAGIC, VERSION, len(header), payload_bytes) + header
+
+
+def open_envelope(data: bytes | bytearray) -> tuple[int, int]:
+    """Bytes of the header and of the payload.
+
+    Raises:
+        ProtocolError: these are not the first bytes of a message.
+    """
+    magic, version, header_bytes, payload_bytes = ENVELOPE.unpack(data)
+    if magic != MAGIC or version != VERSION or header_bytes > MOST_HEADER_BYTES:
+        raise ProtocolError("What came is no KV message of this version.", "Run one version of twinphase everywhere.")
+    return header_bytes, payload_bytes
+
+
+def decode_header(data: bytes | bytearray) -> Message:
+    """Raises `ProtocolError` for what is no header."""
+    try:
+        return _DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"A KV message cannot be read: {error}.", "Run one version everywhere.") from None
+
+
+def checksum(block: CachedBlock, payload: bytes | bytearray | memoryview) -> int:
+    """CRC-32 of everything that a frame says of its block, and of its bits."""
+    names = block.block_hash + block.parent + struct.pack("<Q", block.index)
+    return zlib.crc32(payload, zlib.crc32(names + _token_bytes(block.token_ids)))
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
