@@ -47,7 +47,7 @@ class Acceptance(StrEnum):
 
 
 class BlockChanges:
-    """Which blocks can be found since it was last asked, and which no longer can: an event, of which each has a number."""
+    """Which blocks can be found since it was last asked, and which no longer can: events with numbers."""
 
     def __init__(self) -> None:
         self.next_id = 0

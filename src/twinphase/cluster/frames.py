@@ -4,8 +4,8 @@
     header    MessagePack, one of the structs below; never pickle
     payload   of a `Frame` over TCP only: what `Backend.read_blocks` gave, which begins with the fingerprint
 
-A frame names its block by its chain hash, and carries what the hash is made of: so the receiver proves the name, and the
-checksum proves header and bits. Not for how bytes travel (`transport.py`).
+A frame names its block by its chain hash, and carries what the hash is made of: so the receiver proves the name, and
+the checksum proves header and bits. Not for how bytes travel (`transport.py`).
 """
 
 from __future__ import annotations

@@ -252,8 +252,8 @@ class Router:
         assert self.fleet is not None, "a worker has joined"
         index = self.fleet.index
         if message.whole:
-            index.replace(view.name, message.first_id, message.stored)
-        elif not index.apply(view.name, message.first_id, message.stored, message.evicted):
+            index.replace(view.name, message.number, message.stored)
+        elif not index.apply(view.name, message.number, message.stored, message.evicted):
             self._watch_blocks(view)
 
     def _tell_facts(self) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from twinphase.engine.ceilings import measured_ceilings
 from twinphase.engine.engine import Engine, StepResult
@@ -28,6 +28,7 @@ from twinphase.engine.messages import (
     FromEngine,
     LookAt,
     News,
+    PushTo,
     Refused,
     Seen,
     StepNews,
@@ -36,7 +37,7 @@ from twinphase.engine.messages import (
     ToEngine,
     WatchBlocks,
 )
-from twinphase.errors import TwinphaseError
+from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import Request
 from twinphase.scheduler.pace import Pace
@@ -65,6 +66,16 @@ class _Call:
     function: Callable[[Engine], None]
 
 
+class Pushes(Protocol):
+    """Sends a request's KV blocks on to another engine, on the loop's thread."""
+
+    def begin(self, request: Request, to: PushTo) -> None:
+        """From now on, send what is computed of the request's prompt."""
+
+    def progress(self) -> None:
+        """Called between two steps."""
+
+
 class EngineLoop:
     """Runs an engine on messages; `send` takes its own, on the loop's thread."""
 
@@ -77,7 +88,8 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._timelines: dict[str, RequestTimeline] = {}  # of unfinished requests that came by message
         self._looks: deque[LookAt] = deque()  # one is answered between two steps: looking must not slow others
-        self._calls: deque[Callable[[Engine], None]] = deque()  # likewise
+        self._calls: deque[Callable[[Engine], None]] = deque()
+        self.pushes: Pushes | None = None  # where this engine's blocks can be sent on
         self._stopped = False
         self.pace: Pace | None = None
 
@@ -95,7 +107,7 @@ class EngineLoop:
         self._inbox.put(message)
 
     def between_steps(self, function: Callable[[Engine], None]) -> None:
-        """Have the loop's thread call `function`, from any thread; one is called between two steps."""
+        """Have the loop's thread call `function` between two steps, from any thread; it is to be short."""
         self._inbox.put(_Call(function))
 
     def run(self) -> None:
@@ -108,10 +120,12 @@ class EngineLoop:
                 self._drain(engine)
                 if self._looks:
                     self._look(engine, self._looks.popleft())
-                if self._calls:
+                for _ in range(len(self._calls)):
                     self._calls.popleft()(engine)
                 if engine.has_work and not self._stopped:
                     self._step(engine)
+                if self.pushes is not None:
+                    self.pushes.progress()
                 self._tell_blocks(engine)
         finally:
             if self._compilers is not None:
@@ -178,6 +192,8 @@ class EngineLoop:
         try:
             if queued.error is not None:
                 raise queued.error
+            if add.push_to is not None and self.pushes is None:
+                raise InvalidRequestError("This engine cannot send KV blocks on.", "Start it as a worker of a cluster.")
             request = Request(
                 add.request_id, add.prompt_token_ids, add.sampling_params, add.arrival, add.priority, add.cache_salt,
                 add.tenant, add.weight,
@@ -187,6 +203,8 @@ class EngineLoop:
             if queued.constraint is not None:
                 timeline.mark(IntervalKind.QUEUE, max(timeline.end, engine.clock()), reason="grammar")
             engine.add_request(request, timeline=timeline)
+            if add.push_to is not None and self.pushes is not None:
+                self.pushes.begin(request, add.push_to)
         except TwinphaseError as error:
             self._send(refusal(add.request_id, error))
             return

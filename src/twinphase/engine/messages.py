@@ -37,6 +37,8 @@ __all__ = [
     "News",
     "Ping",
     "Pong",
+    "PushTo",
+    "Pushed",
     "Refused",
     "Seen",
     "StepNews",
@@ -61,6 +63,18 @@ class Load(msgspec.Struct, tag=True, frozen=True):
     fingerprint: str = ""
 
 
+class PushTo(msgspec.Struct, frozen=True):
+    """Where a request's KV blocks are to be sent as they are computed.
+
+    Attributes:
+        addresses: of the other worker, the nearest first.
+        lease: seconds behind the request's end after which no answer is waited for.
+    """
+
+    addresses: list[str]
+    lease: float = 5.0
+
+
 class Add(msgspec.Struct, tag=True, frozen=True):
     """Queue a request; answered by `Accepted` or `Refused`.
 
@@ -69,6 +83,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
         tenant, weight: whose it is, and that tenant's share beside others.
         prediction_token_ids: what its user expects the answer to be.
         output_token_ids: of an answer that another engine began: this one goes on with it, bit for bit.
+        push_to: another engine, which is to have the KV blocks of the prompt; answered by `Pushed` as well.
     """
 
     request_id: str
@@ -82,6 +97,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     weight: float = 1.0
     prediction_token_ids: list[int] = []
     output_token_ids: list[int] = []
+    push_to: PushTo | None = None
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
@@ -213,6 +229,26 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
     clock: float
 
 
+class Pushed(msgspec.Struct, tag=True, frozen=True):
+    """A request with `Add.push_to` has finished, and its blocks are where they should be, or no more will come.
+
+    Attributes:
+        num_blocks: full blocks of the prompt; `num_stored` of them the other worker has.
+        num_early: were there before the request had finished, so that their way cost no time.
+        num_bytes: sent.
+        seconds: from the request's end to the last answer.
+        problem: why the others are not there, if it is known.
+    """
+
+    request_id: str
+    num_blocks: int
+    num_stored: int
+    num_early: int
+    num_bytes: int
+    seconds: float
+    problem: str = ""
+
+
 class Embedded(msgspec.Struct, tag=True, frozen=True):
     """The answer to `Embed`: float32, little endian."""
 
@@ -324,4 +360,4 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 ToEngine = Load | Add | Embed | End | LookAt | Ping | Stop | WatchBlocks
-FromEngine = Loading | EngineFacts | Refused | Accepted | Embedded | Seen | StepNews | Pong | BlocksChanged
+FromEngine = Loading | EngineFacts | Refused | Accepted | Embedded | Seen | StepNews | Pong | BlocksChanged | Pushed

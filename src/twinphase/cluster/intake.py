@@ -1,0 +1,267 @@
+"""The receiving end of KV blocks: checks each, and puts it into an engine's prefix cache between two steps.
+
+A block is used only if its fingerprint, its checksum and its name are right. Whatever else comes is dropped and
+counted: it costs a shorter prefix, which is computed here with the same bits. Not for what a cache holds (`cache/`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import queue
+import socket
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinphase.cache.prefix_cache import CachedBlock
+from twinphase.cluster.frames import Ack, Frame, Hello, Message, Offer, ProtocolError, Wanted, checksum, encode_message
+from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate
+from twinphase.cluster.transport import NO_SHRINKING, read_message
+from twinphase.engine.engine import Engine
+from twinphase.engine.loading import LoadedEngine
+from twinphase.errors import TwinphaseError
+
+__all__ = ["BlockIntake", "BlockListener", "frame_head"]
+
+MOST_WAITING = 64  # blocks that have come and are not stored yet
+PER_STEP = 16  # blocks stored between two steps at most
+LOG = logging.getLogger("twinphase.cluster")
+
+
+def frame_head(fingerprint: str) -> bytes:
+    """What every block of `Backend.read_blocks` begins with."""
+    head = fingerprint.encode()
+    return len(head).to_bytes(4, "little") + head
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    block: CachedBlock
+    payload: bytearray
+    reply: Callable[[list[tuple[int, str]]], None]
+    number: int
+
+
+class BlockIntake:
+    """An engine's door for blocks.
+
+    Attributes:
+        fingerprint: of the blocks that fit.
+        nbytes: of each, as `Backend.read_blocks` gives it.
+        counts: what became of all blocks so far, by verdict.
+        store_seconds: that the engine's thread has spent on them.
+    """
+
+    def __init__(self, loaded: LoadedEngine, call: Callable[[Callable[[Engine], None]], None]) -> None:
+        """`call` has the engine's thread run a function between two steps (`EngineLoop.between_steps`)."""
+        self._backend, self._call = loaded.backend, call
+        self._clock = loaded.engine.clock
+        self._prefix_cache = loaded.engine.scheduler.kv_cache.prefix_cache
+        self.fingerprint = self._backend.kv_fingerprint
+        self.head = frame_head(self.fingerprint)
+        self.nbytes = len(self.head) + self._backend.kv_bytes_per_token() * loaded.config.block_size
+        self.counts: Counter[str] = Counter()
+        self.store_seconds = 0.0
+        self._waiting: deque[_Arrived] = deque()
+        self._room = threading.Condition()
+        self._called = self._closed = False
+
+    def close(self) -> None:
+        """The engine stores no more blocks."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
+
+    def wanted(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Which blocks are not here; from any thread, a hint."""
+        return [self._prefix_cache.find(block_hash) is None for block_hash in hashes]
+
+    def put(self, frame: Frame, payload: bytearray, reply: Callable[[list[tuple[int, str]]], None]) -> None:
+        """Check a block and have it stored; `reply` is told (number, verdict) of blocks. Waits where too many wait."""
+        verdict = self._check(frame, payload)
+        if verdict:
+            self._count([verdict])
+            reply([(frame.number, verdict)])
+            return
+        with self._room:
+            self._room.wait_for(lambda: self._closed or len(self._waiting) < MOST_WAITING)
+            if self._closed:
+                return
+            self._waiting.append(_Arrived(frame.block, payload, reply, frame.number))
+            self._wake()
+
+    def _check(self, frame: Frame, payload: bytearray) -> str:
+        if frame.length != self.nbytes or len(payload) != self.nbytes:
+            return "length"
+        if checksum(frame.block, payload) != frame.checksum:
+            return "damaged"
+        return "" if payload.startswith(self.head) else "fingerprint"
+
+    def _wake(self) -> None:
+        if not self._called:
+            self._called = True
+            self._call(self._store)
+
+    def _store(self, engine: Engine) -> None:
+        start = self._clock()
+        with self._room:
+            some = [self._waiting.popleft() for _ in range(min(PER_STEP, len(self._waiting)))]
+            self._called = False
+            if self._waiting:
+                self._wake()
+            self._room.notify_all()
+
+        def write(block_ids: list[int], which: list[int]) -> None:
+            self._backend.write_blocks(block_ids, [memoryview(some[number].payload) for number in which])
+
+        try:
+            verdicts = [str(verdict) for verdict in engine.accept([one.block for one in some], write)]
+        except Exception as error:  # blocks that cannot be stored must not cost anybody an answer
+            LOG.warning("KV blocks from another worker could not be stored: %s", error)
+            verdicts = ["failed"] * len(some)
+        self.store_seconds += self._clock() - start
+        self._count(verdicts)
+        replies: dict[Callable[[list[tuple[int, str]]], None], list[tuple[int, str]]] = {}
+        for one, verdict in zip(some, verdicts, strict=True):
+            replies.setdefault(one.reply, []).append((one.number, verdict))
+        for reply, news in replies.items():
+            reply(news)
+
+    def _count(self, verdicts: list[str]) -> None:
+        with self._room:
+            self.counts.update(verdicts)
+
+
+class BlockListener:
+    """Listens for other workers, and hands what they send to an intake.
+
+    Attributes:
+        addresses: where, the nearest first.
+    """
+
+    def __init__(self, intake: BlockIntake, key: bytes, *, host: str = "127.0.0.1", folder: Path | None = None) -> None:
+        """Listen on a free port of `host`, and with a `folder` that only this user can enter on a Unix socket in it.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        self._intake, self._key = intake, key
+        self._links: set[socket.socket] = set()
+        self._closed = False
+        tcp = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.addresses = [f"tcp:{host}:{tcp.getsockname()[1]}"]
+        self._servers = [tcp]
+        if folder is not None:
+            path = folder / f"kv-{os.getpid()}-{id(self):x}.sock"
+            unix = socket.socket(socket.AF_UNIX)
+            unix.bind(str(path))
+            unix.listen()
+            self.addresses.insert(0, f"unix:{path}")
+            self._servers.append(unix)
+        for server in self._servers:
+            threading.Thread(target=self._listen, args=(server,), name="twinphase-kv-listen", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more blocks."""
+        self._closed = True
+        for link in [*self._servers, *self._links]:
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+        for address in self.addresses:
+            if address.startswith("unix:"):
+                Path(address.removeprefix("unix:")).unlink(missing_ok=True)
+
+    def _listen(self, server: socket.socket) -> None:
+        while not self._closed:
+            try:
+                link, _ = server.accept()
+            except OSError:
+                return
+            self._links.add(link)
+            name = "twinphase-kv-receive"
+            threading.Thread(target=self._serve, args=(link, server.family), name=name, daemon=True).start()
+
+    def _serve(self, link: socket.socket, family: int) -> None:
+        try:
+            with link:
+                _Receiver(link, self._intake, shared=family == socket.AF_UNIX).run(self._key)
+        except TwinphaseError as error:
+            LOG.warning("A worker's connection for KV blocks was refused: %s", error)
+        except OSError:
+            pass  # it is gone; what it had begun is a shorter prefix
+        finally:
+            self._links.discard(link)
+
+
+class _Receiver:
+    """One connection."""
+
+    def __init__(self, link: socket.socket, intake: BlockIntake, *, shared: bool) -> None:
+        self._link, self._intake, self._shared = link, intake, shared
+        self._memory: memoryview | None = None
+        self._slot_bytes = 0
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # the engine's thread never waits
+
+    def run(self, key: bytes) -> None:
+        """Serve until the other end is gone."""
+        authenticate(self._link, key, listening=True)
+        self._greet()
+        threading.Thread(target=self._answer, name="twinphase-kv-answer", daemon=True).start()
+        try:
+            self._receive()
+        finally:
+            self._outbox.put(None)
+
+    def _receive(self) -> None:
+        while True:
+            message, payload = read_message(self._link, 2 * self._intake.nbytes)
+            if isinstance(message, Offer):
+                self._outbox.put(Wanted(message.number, self._intake.wanted(message.hashes)))
+            elif isinstance(message, Frame):
+                self._intake.put(message, self._bits(message, payload), self._reply)
+            else:
+                raise ProtocolError("A worker sent a message that belongs to the other end.", "Start it again.")
+
+    def _greet(self) -> None:
+        self._link.settimeout(HANDSHAKE_SECONDS)
+        descriptors = socket.recv_fds(self._link, 1, 1)[1] if self._shared else []
+        try:
+            hello, _ = read_message(self._link)
+            if isinstance(hello, Hello):
+                self._link.sendall(encode_message(Hello(self._intake.fingerprint)))
+            if not isinstance(hello, Hello) or hello.fingerprint != self._intake.fingerprint:
+                raise ProtocolError("Its KV blocks are of another kind.", "Run the same model and version everywhere.")
+            if descriptors:
+                self._map(descriptors[0], hello.slot_bytes)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._link.settimeout(None)
+
+    def _map(self, descriptor: int, slot_bytes: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & NO_SHRINKING != NO_SHRINKING:
+            raise ProtocolError("Its shared memory could shrink while it is read.", "Run one version everywhere.")
+        self._slot_bytes = slot_bytes
+        self._memory = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+
+    def _bits(self, frame: Frame, payload: bytearray) -> bytearray:
+        """A copy that nobody else can change; a slot that is not there has no bytes."""
+        if self._memory is None or frame.slot is None:
+            return payload
+        start = frame.slot * self._slot_bytes
+        return bytearray(self._memory[start : start + min(frame.length, self._slot_bytes)])
+
+    def _reply(self, news: list[tuple[int, str]]) -> None:
+        self._outbox.put(Ack([number for number, _ in news], [verdict for _, verdict in news]))
+
+    def _answer(self) -> None:
+        with suppress(OSError):  # whoever is gone needs no answer
+            while (message := self._outbox.get()) is not None:
+                self._link.sendall(encode_message(message))

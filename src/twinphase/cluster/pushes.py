@@ -1,0 +1,227 @@
+"""The sending end of KV blocks: each block of a prompt is sent on when its chunk is computed, beside the next chunk.
+
+Lives on the engine's thread, which copies blocks into slots between two steps; everything else is done by the
+transport's threads. Nothing is pinned: a block that is not sent yet may be evicted like any other, the youngest last,
+and costs the other end a shorter prefix. Not for who is pushed to (the router's decision).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from twinphase.cache.prefix_cache import CachedBlock
+from twinphase.cluster.transport import KVTransport, Outgoing, SharedSlots, SocketTransport
+from twinphase.engine.loading import LoadedEngine
+from twinphase.engine.messages import Pushed, PushTo
+from twinphase.request import Request
+
+__all__ = ["BlockPushes"]
+
+SLOT_BYTES = 64 << 20  # of all blocks on their way together
+MOST_SLOTS, LEAST_SLOTS = 256, 4
+PER_STEP = 64  # blocks copied between two steps at most
+HERE = frozenset({"stored", "known"})
+
+
+@dataclass
+class _Push:
+    """One request's blocks.
+
+    Attributes:
+        wanted: by block; None while the other end has not said.
+        next: the first block that was not handed to the transport yet.
+        away: numbers of frames that have no answer.
+        finished: when the request was, by the engine's clock.
+    """
+
+    request: Request
+    to: PushTo
+    transport: KVTransport
+    blocks: list[CachedBlock]
+    wanted: list[bool] | None = None
+    next: int = 0
+    away: set[int] = field(default_factory=set)
+    num_stored: int = 0
+    num_early: int = 0
+    num_bytes: int = 0
+    finished: float | None = None
+    problem: str = ""
+    timer: threading.Timer | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.problem) or (self.wanted is not None and self.next == len(self.blocks) and not self.away)
+
+
+class BlockPushes:
+    """Blocks on their way from an engine to others.
+
+    Attributes:
+        read_seconds: that the engine's thread has spent on copying blocks.
+    """
+
+    def __init__(
+        self, loaded: LoadedEngine, key: bytes, wake: Callable[[], None], tell: Callable[[Pushed], None]
+    ) -> None:
+        """`wake` has the engine's thread call `progress` soon; `tell` is called by that thread."""
+        self._backend, self._key, self._wake, self._tell = loaded.backend, key, wake, tell
+        self._prefix_cache = loaded.engine.scheduler.kv_cache.prefix_cache
+        self._clock = loaded.engine.clock
+        self._nbytes = self._backend.kv_bytes_per_token() * loaded.config.block_size + 4
+        self._nbytes += len(self._backend.kv_fingerprint.encode())
+        self._slots: SharedSlots | None = None
+        self._transports: dict[str, KVTransport] = {}
+        self._pushes: dict[int, _Push] = {}  # by the number of their offer
+        self._frames: dict[int, _Push] = {}  # by the number of a frame that is away
+        self._numbers = itertools.count()
+        self._events: deque[Callable[[], None]] = deque()
+        self.read_seconds = 0.0
+
+    def begin(self, request: Request, to: PushTo) -> None:
+        """Push the full blocks of a request's prompt; `Pushed` is told when all have arrived, or no more will."""
+        count = len(request.prompt_token_ids) // self._prefix_cache.block_size
+        blocks = [self._prefix_cache.block(request, index) for index in range(count)]
+        number, transport = next(self._numbers), self._transport(to)
+        self._pushes[number] = _Push(request, to, transport, blocks, wanted=None if blocks else [])
+        if blocks:
+            transport.offer(number, [block.block_hash for block in blocks])
+
+    def progress(self) -> None:
+        """On the engine's thread, between two steps: take what was heard, and send on what was computed."""
+        while self._events:
+            self._events.popleft()()
+        if not self._pushes:
+            return
+        room = PER_STEP
+        for number, push in list(self._pushes.items()):
+            if push.finished is None and push.request.finish_reason is not None:
+                self._finish(push)
+            if push.wanted is not None and not push.problem:
+                room -= self._send(push, room)
+            if push.finished is not None and push.is_done:
+                self._end(number, push)
+
+    def close(self) -> None:
+        """Give up what is on its way."""
+        for push in self._pushes.values():
+            if push.timer is not None:
+                push.timer.cancel()
+        for transport in self._transports.values():
+            transport.close()
+        self._pushes.clear()
+
+    # From the transports' threads.
+    def wanted(self, number: int, wanted: list[bool]) -> None:
+        self._post(partial(self._hear_wanted, number, wanted))
+
+    def acknowledged(self, numbers: list[int], verdicts: list[str]) -> None:
+        self._post(partial(self._hear_verdicts, numbers, verdicts))
+
+    def room(self) -> None:
+        if any(push.next < len(push.blocks) for push in list(self._pushes.values())):
+            self._wake()
+
+    def lost(self, transport: KVTransport, reason: str) -> None:
+        self._post(partial(self._hear_lost, transport, reason))
+
+    def _post(self, event: Callable[[], None]) -> None:
+        self._events.append(event)
+        self._wake()
+
+    # On the engine's thread.
+    def _transport(self, to: PushTo) -> KVTransport:
+        near = (one for one in to.addresses if one.startswith("unix:") and Path(one.removeprefix("unix:")).exists())
+        address = next(near, None) or next((one for one in to.addresses if one.startswith("tcp:")), "")
+        if address not in self._transports:
+            if self._slots is None:
+                count = min(MOST_SLOTS, max(LEAST_SLOTS, SLOT_BYTES // self._nbytes))
+                self._slots = SharedSlots(count, self._nbytes)
+            fingerprint = self._backend.kv_fingerprint
+            self._transports[address] = SocketTransport(address, self._key, fingerprint, self._slots, self)
+        return self._transports[address]
+
+    def _hear_wanted(self, number: int, wanted: list[bool]) -> None:
+        push = self._pushes.get(number)
+        if push is not None and push.wanted is None and len(wanted) == len(push.blocks):
+            push.wanted = wanted
+            push.num_stored += wanted.count(False)
+
+    def _hear_verdicts(self, numbers: list[int], verdicts: list[str]) -> None:
+        for number, verdict in zip(numbers, verdicts, strict=True):
+            push = self._frames.pop(number, None)
+            if push is not None:
+                push.away.discard(number)
+                push.num_stored += verdict in HERE
+                push.num_early += verdict in HERE and push.finished is None
+
+    def _hear_lost(self, transport: KVTransport, reason: str) -> None:
+        for address in [address for address, one in self._transports.items() if one is transport]:
+            del self._transports[address]
+        for push in self._pushes.values():
+            if push.transport is transport:
+                push.problem = push.problem or reason
+
+    def _finish(self, push: _Push) -> None:
+        push.finished = self._clock()
+
+        def end_lease() -> None:
+            self._post(lambda: setattr(push, "problem", push.problem or f"no answer in {push.to.lease:g} s"))
+
+        push.timer = threading.Timer(push.to.lease, end_lease)
+        push.timer.daemon = True
+        push.timer.start()
+
+    def _send(self, push: _Push, most: int) -> int:
+        """Copy into slots what is computed and wanted, in order; returns how many blocks."""
+        assert push.wanted is not None and self._slots is not None
+        chosen: list[tuple[CachedBlock, int, int]] = []
+        while push.next < len(push.blocks) and len(chosen) < most:
+            block = push.blocks[push.next]
+            if push.wanted[push.next]:
+                block_id = self._prefix_cache.find(block.block_hash)
+                if block_id is None:  # not computed yet; or no more, and then what follows is of no use
+                    push.next = len(push.blocks) if push.finished is not None else push.next
+                    break
+                slot = self._slots.take()
+                if slot is None:
+                    break
+                chosen.append((block, block_id, slot))
+            push.next += 1
+        if chosen:
+            self._copy(push, chosen)
+            if len(chosen) == most:
+                self._wake()
+        return len(chosen)
+
+    def _copy(self, push: _Push, chosen: list[tuple[CachedBlock, int, int]]) -> None:
+        start = self._clock()
+        assert self._slots is not None
+        outgoing = []
+        for (block, _, slot), bits in zip(chosen, self._read([one[1] for one in chosen]), strict=True):
+            self._slots.view(slot, len(bits))[:] = bits
+            number = next(self._numbers)
+            outgoing.append(Outgoing(number, block, slot, len(bits)))
+            push.away.add(number)
+            push.num_bytes += len(bits)
+            self._frames[number] = push
+        push.transport.send(outgoing)
+        self.read_seconds += self._clock() - start
+
+    def _read(self, block_ids: list[int]) -> list[bytes]:
+        return self._backend.read_blocks(block_ids)
+
+    def _end(self, number: int, push: _Push) -> None:
+        del self._pushes[number]
+        for frame in push.away:
+            self._frames.pop(frame, None)
+        if push.timer is not None:
+            push.timer.cancel()
+        late = self._clock() - push.finished if push.finished is not None else 0.0
+        self._tell(Pushed(push.request.request_id, len(push.blocks), push.num_stored, push.num_early, push.num_bytes,
+                          late, push.problem))  # fmt: skip

@@ -1,0 +1,269 @@
+"""How KV blocks travel from one worker to another: the seam `KVTransport`, over TCP and through shared memory.
+
+Two verbs: offer hashes, of which the other end wants some; send blocks. Both return at once, threads do the rest, and
+what came of it is told to `TransportEvents`. A slow receiver fills the sender's slots, and slows nobody's steps. The
+receiving end is `intake.py`. Not for which blocks go where (`pushes.py`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import queue
+import socket
+import struct
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from twinphase.cache.prefix_cache import CachedBlock
+from twinphase.cluster.frames import (
+    ENVELOPE,
+    Ack,
+    Frame,
+    Hello,
+    Message,
+    Offer,
+    ProtocolError,
+    Wanted,
+    checksum,
+    decode_header,
+    encode_message,
+    open_envelope,
+)
+from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate, receive_exactly
+from twinphase.errors import TwinphaseError
+
+__all__ = ["KVTransport", "Outgoing", "SharedSlots", "SocketTransport", "TransportEvents", "read_message"]
+
+SEND_SECONDS = 10.0  # after which an end that reads nothing counts as lost
+NO_SHRINKING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class TransportEvents(Protocol):
+    """Told by a transport's threads."""
+
+    def wanted(self, number: int, wanted: list[bool]) -> None:
+        """The answer to an offer."""
+
+    def acknowledged(self, numbers: list[int], verdicts: list[str]) -> None:
+        """What became of frames."""
+
+    def room(self) -> None:
+        """A slot is free again."""
+
+    def lost(self, transport: KVTransport, reason: str) -> None:
+        """The other end cannot be reached, or is gone; nothing else comes from this transport."""
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A block in a slot, `length` bytes of it."""
+
+    number: int
+    block: CachedBlock
+    slot: int
+    length: int
+
+
+class KVTransport(Protocol):
+    """To one other worker."""
+
+    def offer(self, number: int, hashes: list[bytes]) -> None:
+        """Ask which of these blocks the other end wants."""
+
+    def send(self, outgoing: list[Outgoing]) -> None:
+        """Send blocks; their slots are free again when they have left."""
+
+    def close(self) -> None:
+        """Drop the connection."""
+
+
+class SharedSlots:
+    """Memory for blocks on their way; workers on this machine may map it, and read a block where it was put."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        """`count` slots of `nbytes` bytes."""
+        self.nbytes = -(-nbytes // 64) * 64
+        self.descriptor = os.memfd_create("twinphase-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, count * self.nbytes)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, NO_SHRINKING)  # or a reader could be made to fault
+        self._memory = memoryview(mmap.mmap(self.descriptor, count * self.nbytes))
+        self._free, self._lock = list(range(count)), threading.Lock()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free slot, or None."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
+    def give(self, slot: int) -> None:
+        """The slot may be filled anew; whoever still reads it finds that the checksum is wrong."""
+        with self._lock:
+            self._free.append(slot)
+
+    def view(self, slot: int, length: int) -> memoryview:
+        return self._memory[slot * self.nbytes :][:length]
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class SocketTransport:
+    """Over a socket: blocks follow their headers over TCP, and lie in shared memory for an end on this machine."""
+
+    def __init__(self, address: str, key: bytes, fingerprint: str, slots: SharedSlots, events: TransportEvents) -> None:
+        """Connect in a thread; see `parse_address`."""
+        self.address, self._key, self._fingerprint, self._slots = address, key, fingerprint, slots
+        self._events = events
+        self._shared = address.startswith("unix:")
+        self._jobs: queue.SimpleQueue[Offer | Outgoing | None] = queue.SimpleQueue()
+        self._away: dict[int, int] = {}  # slots that the other end may be reading, by number
+        self._lock = threading.Lock()
+        self._link: socket.socket | None = None
+        self._gone = False
+        threading.Thread(target=self._run, name="twinphase-kv-send", daemon=True).start()
+
+    def offer(self, number: int, hashes: list[bytes]) -> None:
+        self._jobs.put(Offer(number, hashes))
+
+    def send(self, outgoing: list[Outgoing]) -> None:
+        with self._lock:
+            gone = self._gone
+            if not gone:
+                self._away.update({one.number: one.slot for one in outgoing})
+        for one in outgoing:
+            if gone:
+                self._slots.give(one.slot)
+            else:
+                self._jobs.put(one)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        if self._link is not None:
+            with suppress(OSError):
+                self._link.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        reason = "it was closed"
+        try:
+            with connect(self.address) as link:
+                self._link = link
+                self._greet(link)
+                threading.Thread(target=self._read, args=(link,), name="twinphase-kv-acks", daemon=True).start()
+                try:
+                    self._work(link)
+                finally:
+                    with suppress(OSError):
+                        link.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+        except TwinphaseError as error:
+            reason = error.cause
+        except OSError as error:
+            reason = f"{error.strerror or error}"
+        self._lose(reason)
+
+    def _work(self, link: socket.socket) -> None:
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, Offer):
+                link.sendall(encode_message(job))
+            else:
+                self._send(link, job)
+
+    def _greet(self, link: socket.socket) -> None:
+        authenticate(link, self._key, listening=False)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_SECONDS), 0))
+        if self._shared:
+            socket.send_fds(link, [b"M"], [self._slots.descriptor])
+        link.sendall(encode_message(Hello(self._fingerprint, self._slots.nbytes if self._shared else 0)))
+        link.settimeout(HANDSHAKE_SECONDS)
+        answer, _ = read_message(link)
+        link.settimeout(None)
+        if not isinstance(answer, Hello) or answer.fingerprint != self._fingerprint:
+            raise ProtocolError("The other worker's KV blocks are of another kind.", "Run the same model and version.")
+
+    def _send(self, link: socket.socket, one: Outgoing) -> None:
+        view, block = self._slots.view(one.slot, one.length), one.block
+        frame = Frame(one.number, block.block_hash, block.parent, block.index, list(block.token_ids), one.length,
+                      checksum(block, view), one.slot if self._shared else None)  # fmt: skip
+        if self._shared:
+            link.sendall(encode_message(frame))
+        else:
+            link.sendall(encode_message(frame, one.length))
+            link.sendall(view)
+            self._free([one.number])
+
+    def _read(self, link: socket.socket) -> None:
+        reason = "the connection was closed"
+        try:
+            while True:
+                message, _ = read_message(link)
+                if isinstance(message, Wanted):
+                    self._events.wanted(message.number, message.wanted)
+                elif isinstance(message, Ack) and len(message.numbers) == len(message.verdicts):
+                    self._free(message.numbers)
+                    self._events.acknowledged(message.numbers, message.verdicts)
+        except TwinphaseError as error:
+            reason = error.cause
+        except OSError as error:
+            reason = f"{error.strerror or error}"
+        self._lose(reason)
+        self.close()
+
+    def _free(self, numbers: list[int]) -> None:
+        with self._lock:
+            slots = [self._away.pop(number) for number in numbers if number in self._away]
+        for slot in slots:
+            self._slots.give(slot)
+        if slots:
+            self._events.room()
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            known, self._gone = self._gone, True
+            numbers = list(self._away)
+        self._free(numbers)
+        if not known:
+            self._events.lost(self, reason)
+
+
+def connect(address: str) -> socket.socket:
+    """A connection to "tcp:HOST:PORT" or "unix:PATH".
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    kind, _, rest = address.partition(":")
+    if kind == "unix":
+        link = socket.socket(socket.AF_UNIX)
+        try:
+            link.connect(rest)
+        except OSError:
+            link.close()
+            raise
+        return link
+    host, _, port = rest.rpartition(":")
+    if kind != "tcp" or not port.isdecimal():
+        raise OSError(f"{address!r} is no address of a worker's port for KV blocks")
+    link = socket.create_connection((host, int(port)), HANDSHAKE_SECONDS)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return link
+
+
+def read_message(link: socket.socket, most_payload: int = 0) -> tuple[Message, bytearray]:
+    """The next message and its payload.
+
+    Raises:
+        ProtocolError: it is none, or its payload is larger than `most_payload` bytes.
+        OSError: the other end is gone.
+    """
+    header_bytes, payload_bytes = open_envelope(receive_exactly(link, ENVELOPE.size))
+    if payload_bytes > most_payload:
+        raise ProtocolError(
+            f"A KV message has {payload_bytes} bytes, more than a block.", "Run one version everywhere."
+        )
+    return decode_header(receive_exactly(link, header_bytes)), receive_exactly(link, payload_bytes)

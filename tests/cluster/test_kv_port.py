@@ -1,0 +1,316 @@
+"""KV blocks from one engine to another: pushed beside the prompt, checked, and used with the same bits, or not at all."""
+
+import queue
+import random
+import socket
+import threading
+
+import pytest
+
+import steps
+from kv_workers import KEY, FaultProxy, Worker, workers
+from tiny_gguf import write_tiny_gguf
+from twinphase.cluster.handshake import WrongKeyError, authenticate
+from twinphase.engine.messages import Pushed, PushTo
+from twinphase.request import FinishReason, SamplingParams
+
+CONFIG = {"threads": 1, "num_kv_blocks": 40, "max_num_batched_tokens": 48, "block_size": 16}
+PARAMS = SamplingParams(temperature=1.2, seed=5, max_tokens=12, logprobs=3, ignore_eos=True)
+FIRST = SamplingParams(temperature=1.2, seed=5, max_tokens=1, logprobs=3, ignore_eos=True)
+
+
+def prompt(length=200, seed=0):
+    choose = random.Random(seed)
+    return [choose.randrange(300) for _ in range(length)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with steps.own_cache(tmp_path_factory.mktemp("cache")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, own_cache):
+    return write_tiny_gguf(tmp_path_factory.mktemp("kv") / "tiny.gguf", context=512)
+
+
+@pytest.fixture(scope="module")
+def pair(model):
+    with workers(model, 2, **CONFIG) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """The answers of an engine that nobody sends blocks."""
+    with workers(model, 1, **CONFIG) as (worker,):
+        yield worker
+
+
+@pytest.fixture(autouse=True)
+def fresh(pair):
+    for worker in pair:
+        worker.forget()
+
+
+def by(worker, kind, lease=30.0):
+    """Where to push to, by one transport alone."""
+    return PushTo([address for address in worker.port.addresses if address.startswith(kind)], lease)
+
+
+def same(answer, other):
+    return (answer.tokens, answer.logprobs) == (other.tokens, other.logprobs)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("length", [15, 16, 17, 200, 208])
+def test_a_prompt_is_read_here_and_answered_there(pair, alone, kind, length):
+    reader, writer = pair
+    expected = alone.ask(prompt(length), PARAMS)
+    first = reader.ask(prompt(length), FIRST, by(writer, kind))
+    answer = writer.ask(prompt(length), PARAMS)
+    assert (first.tokens, first.logprobs) == (answer.tokens[:1], answer.logprobs[:1])
+    assert same(answer, expected)
+    assert answer.num_cached == (length - 1) // 16 * 16
+    pushed, blocks = first.pushed, length // 16
+    assert (pushed.num_blocks, pushed.num_stored, pushed.problem) == (blocks, blocks, "")
+    assert pushed.num_bytes == blocks * writer.port.intake.nbytes
+    again = reader.ask(prompt(length), FIRST, by(writer, kind))  # nothing is sent twice
+    assert (again.pushed.num_stored, again.pushed.num_bytes) == (blocks, 0)
+    for worker in pair:
+        worker.check()
+
+
+def test_blocks_leave_before_the_prompt_is_read(pair):
+    """Chunks of 48 tokens: what the first ones computed has arrived when the last one is done, given the time."""
+    reader, writer = pair
+    slow = threading.Event()
+
+    def wait(engine):  # a step later everything that was sent is stored
+        slow.wait(0.05)
+
+    name = reader.begin(prompt(480), FIRST, by(writer, "tcp"))
+    for _ in range(10):
+        reader.loop.between_steps(wait)
+    pushed = reader.wait(name, lambda answer: answer.pushed).pushed
+    assert (pushed.num_blocks, pushed.num_stored) == (30, 30) and pushed.num_early > 0
+
+
+def test_many_at_once_and_salts_apart(pair, alone):
+    reader, writer = pair
+    prompts = [prompt(50 + 10 * number, number) for number in range(5)]
+    salts = [None, "a", None, "b", "a"]
+    names = [
+        reader.begin(one, FIRST, by(writer, kind), salt)
+        for one, salt, kind in zip(prompts, salts, ["unix", "tcp"] * 3, strict=False)
+    ]
+    for name in names:
+        reader.wait(name, lambda answer: answer.pushed)
+    answers = [writer.begin(one, PARAMS, salt=salt) for one, salt in zip(prompts, salts, strict=True)]
+    for one, name in zip(prompts, answers, strict=True):
+        answer = writer.wait(name, lambda answer: answer.finished)
+        assert same(answer, alone.ask(one, PARAMS)) and answer.num_cached == (len(one) - 1) // 16 * 16
+    other = writer.ask(prompts[1], PARAMS)
+    assert other.num_cached == 0 and same(other, alone.ask(prompts[1], PARAMS))
+
+
+def drop(choose, data):
+    return [] if choose.random() < 0.3 else data
+
+
+def duplicate(choose, data):
+    return data * choose.randint(1, 3)
+
+
+def truncate(choose, data):
+    return [data[0][: -choose.randint(1, 3000)]] if choose.random() < 0.3 else data
+
+
+def flip(choose, data):
+    if choose.random() < 0.5:
+        return data
+    spoilt = bytearray(data[0])
+    spoilt[choose.randrange(100, len(spoilt))] ^= 1 << choose.randrange(8)
+    return [bytes(spoilt)]
+
+
+def hang_up(choose, data):
+    return None if choose.random() < 0.2 else data
+
+
+class Reorder:
+    """Holds some messages back until a later one has gone by."""
+
+    def __init__(self):
+        self.held = []
+
+    def __call__(self, choose, data):
+        if choose.random() < 0.4:
+            self.held += data
+            return []
+        data, self.held = data + self.held, []
+        return data
+
+
+def delay(choose, data):
+    threading.Event().wait(choose.choice([0.0, 0.0, 0.02]))
+    return data
+
+
+FAULTS = {
+    "drop": drop,
+    "delay": delay,
+    "truncate": truncate,
+    "duplicate": duplicate,
+    "reorder": Reorder(),
+    "flip": flip,
+    "hang_up": hang_up,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_happens_on_the_way_the_answer_is_the_same(pair, alone, fault):
+    reader, writer = pair
+    before = writer.port.intake.counts.copy()
+    spoilt = frames = 0
+    for seed in range(6):
+        one = prompt(random.Random(seed).randint(60, 300), 100 + seed)
+        proxy = FaultProxy(by(writer, "tcp").addresses[0], FAULTS[fault], seed)
+        try:
+            first = reader.ask(one, FIRST, PushTo([proxy.address], 0.3))
+            answer = writer.ask(one, PARAMS)
+            assert same(answer, alone.ask(one, PARAMS))
+            assert first.tokens == answer.tokens[:1] and first.logprobs == answer.logprobs[:1]
+            assert first.pushed.num_stored <= first.pushed.num_blocks
+            for worker in pair:
+                worker.check()
+        finally:
+            proxy.close()
+        spoilt, frames = spoilt + proxy.num_spoilt, frames + proxy.num_frames
+    assert spoilt or fault == "delay"
+    new = writer.port.intake.counts - before
+    assert frames and sum(new.values()) > 0
+    if fault == "flip":
+        assert new["damaged"] > 0
+    if fault == "duplicate":
+        assert new["known"] > 0 and new["stored"] == frames
+    if fault == "reorder":
+        assert new["orphan"] > 0
+
+
+def test_a_lease_ends_and_late_blocks_are_ordinary_ones(pair, alone):
+    reader, writer = pair
+    go_on = threading.Event()
+
+    def hold(choose, data):
+        assert go_on.wait(60)
+        return data
+
+    proxy = FaultProxy(by(writer, "tcp").addresses[0], hold)
+    first = reader.ask(prompt(), FIRST, PushTo([proxy.address], 0.2))
+    assert first.pushed.problem == "no answer in 0.2 s" and first.pushed.num_stored == 0
+    reader.check()
+    answer = writer.ask(prompt(), PARAMS)
+    assert answer.num_cached == 0 and same(answer, alone.ask(prompt(), PARAMS))
+    go_on.set()  # now they come: what is known already is passed over
+    assert same(writer.ask(prompt(), PARAMS), answer)
+    proxy.close()
+
+
+@pytest.mark.parametrize("address", ["tcp:127.0.0.1:1", "unix:/nowhere", "what", "tcp:no:port"])
+def test_nobody_there_costs_nothing_but_the_blocks(pair, address):
+    reader, _ = pair
+    first = reader.ask(prompt(), FIRST, PushTo([address], 20.0))
+    assert len(first.tokens) == 1 and first.pushed.problem and first.pushed.num_stored == 0
+    reader.check()
+
+
+def test_a_full_cache_takes_what_it_has_room_for(pair, alone):
+    """Requests hold 36 of the 40 blocks of the engine that answers."""
+    reader, writer = pair
+    before = writer.port.intake.counts.copy()
+    held = writer.between_steps(lambda engine: engine.scheduler.kv_cache.pool.allocate(36))
+    first = reader.ask(prompt(), FIRST, by(writer, "unix"))
+    assert (first.pushed.num_blocks, first.pushed.num_stored) == (12, 4)
+    counts = writer.port.intake.counts - before
+    assert counts["stored"] == 4 and counts["no_room"] > 0 and counts["no_room"] + counts["orphan"] == 8
+    writer.between_steps(lambda engine: engine.scheduler.kv_cache.pool.release(held))
+    answer = writer.ask(prompt(), PARAMS)
+    assert answer.num_cached == 64 and same(answer, alone.ask(prompt(), PARAMS))
+
+
+def test_another_model_or_key_is_refused(pair, model, tmp_path):
+    reader, _ = pair
+    other = write_tiny_gguf(tmp_path / "other.gguf", context=512, seed=7)
+    for path, key, problem in ((other, KEY, "of another kind"), (model, b"another", "closed|another key")):
+        stranger = Worker(path, key=key, **CONFIG)
+        for kind in ("unix", "tcp"):
+            first = reader.ask(prompt(), FIRST, by(stranger, kind))
+            assert first.pushed.num_stored == 0
+            assert any(part in first.pushed.problem for part in problem.split("|")), first.pushed.problem
+        assert not stranger.port.intake.counts
+        stranger.check()
+        stranger.close()
+
+
+def test_an_aborted_request_stops_its_push(pair):
+    reader, writer = pair
+    name = reader.begin(prompt(400), PARAMS, by(writer, "tcp"))
+    reader.between_steps(lambda engine: engine.finish(name, FinishReason.ABORT))
+    assert reader.wait(name, lambda answer: answer.pushed).pushed.num_stored <= 25
+    reader.check()
+    writer.check()
+
+
+def test_both_ends_prove_the_key():
+    for keys in ((b"a", b"a"), (b"a", b"b")):
+        left, right = socket.socketpair()
+        found = queue.SimpleQueue()
+
+        def other(link=right, key=keys[1], found=found):
+            try:
+                authenticate(link, key, listening=True)
+                found.put(None)
+            except (WrongKeyError, OSError) as error:
+                found.put(error)
+                link.close()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        if keys[0] == keys[1]:
+            authenticate(left, keys[0], listening=False)
+            assert found.get(timeout=60) is None
+        else:
+            with pytest.raises((WrongKeyError, OSError)):
+                authenticate(left, keys[0], listening=False)
+            assert isinstance(found.get(timeout=60), (WrongKeyError, OSError))
+        thread.join()
+        left.close()
+        right.close()
+
+
+def test_an_echo_of_the_challenge_proves_nothing():
+    left, right = socket.socketpair()
+
+    def echo():
+        while data := right.recv(1 << 12):
+            right.sendall(data)
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    with pytest.raises(WrongKeyError, match="another key"):
+        authenticate(left, KEY, listening=False)
+    left.close()
+    thread.join()
+    right.close()
+
+
+def test_an_engine_without_a_port_refuses_to_push(pair):
+    reader, writer = pair
+    seen = queue.SimpleQueue()
+    pushes, reader.loop.pushes, taker, reader.loop._send = reader.loop.pushes, None, reader.loop._send, seen.put
+    reader.begin(prompt(), FIRST, by(writer, "tcp"))
+    message = seen.get(timeout=60)
+    reader.loop.pushes, reader.loop._send = pushes, taker
+    assert message.kind == "InvalidRequestError" and not isinstance(message, Pushed)

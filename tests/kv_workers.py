@@ -1,0 +1,188 @@
+"""Engines in threads of this process, with ports for KV blocks; and a proxy that spoils what goes through it."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from twinphase.cluster.frames import Frame, encode_message
+from twinphase.cluster.handshake import DIGEST_BYTES, GREETING, NONCE_BYTES, receive_exactly
+from twinphase.cluster.kv_port import KVPort
+from twinphase.cluster.transport import connect, read_message
+from twinphase.engine.loading import LoadedEngine
+from twinphase.engine.loop import EngineLoop
+from twinphase.engine.messages import Add, Finished, FromEngine, Pushed, PushTo, Refused, StepNews, Stop
+from twinphase.request import SamplingParams
+
+KEY = b"a key of this test"
+SECONDS = 20  # that no answer takes
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    num_cached: int = 0
+    finished: Finished | None = None
+    pushed: Pushed | None = None
+
+
+class Worker:
+    """An engine's loop in a thread; its messages are sorted by request."""
+
+    def __init__(self, model, *, key: bytes = KEY, **config) -> None:
+        self.loaded = LoadedEngine(model, **config)
+        self.loop = EngineLoop(self.loaded, self._take)
+        self.port = KVPort(self.loop, self._take, key)
+        self._answers: dict[str, Answer] = defaultdict(Answer)
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self.loop.run, daemon=True)
+        self._thread.start()
+        self._number = 0
+
+    def _take(self, message: FromEngine) -> None:
+        with self._changed:
+            if isinstance(message, StepNews):
+                for news in message.news:
+                    answer = self._answers[news.request_id]
+                    answer.tokens += news.token_ids
+                    answer.logprobs += news.logprobs
+                    answer.num_cached, answer.finished = news.num_cached, news.finished
+            elif isinstance(message, Pushed):
+                self._answers[message.request_id].pushed = message
+            elif isinstance(message, Refused):
+                raise message.error()
+            self._changed.notify_all()
+
+    def begin(self, prompt, params: SamplingParams, push_to: PushTo | None = None, salt=None) -> str:
+        self._number += 1
+        name = str(self._number)
+        self.loop.put(Add(name, list(prompt), params, 0.0, 0.0, cache_salt=salt, push_to=push_to))
+        return name
+
+    def wait(self, name: str, done: Callable[[Answer], object]) -> Answer:
+        with self._changed:
+            assert self._changed.wait_for(lambda: done(self._answers[name]) or not self._thread.is_alive(), SECONDS)
+            assert self._thread.is_alive()
+            return self._answers[name]
+
+    def ask(self, prompt, params: SamplingParams, push_to: PushTo | None = None, salt=None) -> Answer:
+        """The whole answer, and what became of its blocks."""
+        name = self.begin(prompt, params, push_to, salt)
+        return self.wait(name, lambda answer: answer.finished and (answer.pushed or not push_to))
+
+    def between_steps(self, function):
+        """What `function` returns, or raises, on the engine's thread."""
+        found: Future = Future()
+
+        def call(engine) -> None:
+            try:
+                found.set_result(function(engine))
+            except BaseException as error:
+                found.set_exception(error)
+
+        self.loop.between_steps(call)
+        return found.result(SECONDS)
+
+    def check(self) -> None:
+        """No block leaked, nothing is on its way."""
+        self.between_steps(lambda engine: engine.scheduler.check_integrity())
+        assert self.loaded.engine.scheduler.kv_cache.pool.num_held == 0
+        pushes = self.port.pushes
+        assert not pushes._pushes and not pushes._frames
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+
+        def evict(engine):
+            pool = engine.scheduler.kv_cache.pool
+            pool.release(pool.allocate(pool.num_available))
+
+        self.between_steps(evict)
+
+    def close(self) -> None:
+        self.loop.put(Stop())
+        self._thread.join(SECONDS)
+        self.port.close()
+
+
+@contextmanager
+def workers(model, count: int, **config) -> Iterator[list[Worker]]:
+    made: list[Worker] = []
+    try:
+        for _ in range(count):
+            made.append(Worker(model, **config))
+        yield made
+        for worker in made:
+            worker.check()
+    finally:
+        for worker in made:
+            worker.close()
+
+
+Fault = Callable[[random.Random, list[bytes]], list[bytes] | None]
+
+
+class FaultProxy:
+    """Between a sender and a receiver, over TCP; a fault is given each message and says what goes on, None to hang up.
+
+    Attributes:
+        num_frames: that came by.
+        num_spoilt: of them not passed on as they were.
+    """
+
+    def __init__(self, address: str, fault: Fault, seed: int = 0) -> None:
+        self._target, self._fault, self._random = address, fault, random.Random(seed)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp:127.0.0.1:{self._server.getsockname()[1]}"
+        self.num_frames = self.num_spoilt = 0
+        self._links: list[socket.socket] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        with suppress(OSError):
+            while True:
+                link, _ = self._server.accept()
+                there = connect(self._target)
+                there.settimeout(None)
+                self._links += [link, there]
+                threading.Thread(target=self._back, args=(there, link), daemon=True).start()
+                threading.Thread(target=self._forth, args=(link, there), daemon=True).start()
+
+    def _back(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        self._hang_up()
+
+    def _forth(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            sink.sendall(receive_exactly(source, len(GREETING) + NONCE_BYTES + DIGEST_BYTES))
+            while True:
+                message, payload = read_message(source, 1 << 30)
+                data = [encode_message(message, len(payload)) + bytes(payload)]
+                if isinstance(message, Frame):
+                    self.num_frames += 1
+                    passed = self._fault(self._random, data)
+                    self.num_spoilt += passed != data
+                    if passed is None:
+                        break
+                    data = passed
+                for part in data:
+                    sink.sendall(part)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for link in self._links:
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._server.close()
+        self._hang_up()
