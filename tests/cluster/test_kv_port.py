@@ -1,4 +1,4 @@
-"""KV blocks from one engine to another: pushed beside the prompt, checked, and used with the same bits, or not at all."""
+"""KV blocks from one engine to another: pushed beside the prompt, checked, used with the same bits, or not at all."""
 
 import queue
 import random
