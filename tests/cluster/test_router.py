@@ -10,8 +10,8 @@ import time
 import pytest
 
 from routed import LONG, all_of, mix, read, same, until, whole
-from twinphase.engine.messages import EngineFacts, Pong
-from twinphase.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError
+from twinphase.engine.messages import Add, EngineFacts, Pong
+from twinphase.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError, TwinphaseError
 from twinphase.phases.timeline import IntervalKind
 from twinphase.request import SamplingParams
 
@@ -225,3 +225,31 @@ def test_a_worker_whose_loop_stands_still_is_ended_while_others_work(serve, lone
             await all_of(engine, [([10, 11, 12], SamplingParams(temperature=0.0, max_tokens=20))])
 
     serve(body)
+
+
+@pytest.mark.timeout(300)
+def test_a_request_that_kills_its_workers_does_not_kill_all_of_them(serve, lone):
+    expected = lone.generate([[30, 31]], LONG)[0]
+
+    async def body(engine):
+        router = engine.host
+        await until(lambda: engine.is_running)
+        for view in router.workers_by_name.values():
+            put, host = view.host.put, view.host
+
+            def deadly(message, put=put, host=host):
+                if isinstance(message, Add) and message.request_id == "poison":
+                    os.kill(host.pid, signal.SIGKILL)
+                put(message)
+
+            host.put = deadly
+        stream = await engine.submit([30, 31], LONG)
+        poison = asyncio.create_task(engine.submit([40, 41], LONG, request_id="poison"))
+        with pytest.raises(TwinphaseError, match="3 workers died"):
+            await read(await poison)
+        assert same(await read(stream), expected)
+        await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        assert router.num_restarts == 3
+        await whole(engine)
+
+    serve(body, count=4)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace as replaced
 from time import perf_counter
 
@@ -47,6 +47,7 @@ from twinphase.request import FinishReason, Request, SamplingParams
 __all__ = ["Router"]
 
 LOG = logging.getLogger("twinphase.cluster")
+MOST_VAIN = 3  # workers that may die in a row before they give a request a token
 STALL_LOOKS = 1.0  # seconds between two looks at who makes no steps
 
 
@@ -68,12 +69,14 @@ class Router:
         roles: Mapping[str, Role] | None = None,
         routing: Routing | None = None,
         stall: float = 60.0,
+        closed: Callable[[], None] | None = None,
     ) -> None:
         """`hosts` by name, all of the same model; none has been started.
 
-        One that has work and makes no step for `stall` seconds is ended, though it may answer pings.
+        One that has work and makes no step for `stall` seconds is ended, though it may answer pings. `closed` is
+        called when all hosts are closed.
         """
-        self._stall, self._looked = stall, 0.0
+        self._stall, self._looked, self._closed = stall, 0.0, closed
         self.workers_by_name = {
             name: WorkerView(name, (roles or {}).get(name, "both"), host) for name, host in hosts.items()
         }
@@ -132,6 +135,8 @@ class Router:
         self._closing = True
         for view in self.workers_by_name.values():
             view.host.close()
+        if self._closed is not None:
+            self._closed()
 
     def workers(self) -> list[WorkerStatus]:
         with self._lock:
@@ -157,7 +162,7 @@ class Router:
         decision = self.fleet.send(add.request_id, len(tokens), chain, num_done=len(done), most=most)
         view = self.workers_by_name[decision.worker]
         sent.worker, sent.reason = view.name, decision.reason
-        now = sent.route_until_now(decision.reason)
+        now, sent.num_when_sent = sent.route_until_now(decision.reason), len(done)
         if self.fleet.workers[view.name].num_decodes == 1:
             view.heard = now  # it had nothing to tell of
         try:
@@ -348,17 +353,23 @@ class Router:
 
     def _continue(self, sent: Sent, dead: str) -> None:
         name = sent.add.request_id
-        sent.route_until_now(f"{dead}, which died with {len(sent.token_ids)} tokens")
+        sent.lost(dead)
         if sent.ending is not None:  # nothing more is wanted of it
             del self._sent[name]
             self._receive(StepNews([sent.ended(sent.ending)]))
             return
         self.num_continued += 1
         try:
+            if sent.num_vain >= MOST_VAIN:
+                cause = f"{sent.num_vain} workers died one after the other when they had the request."
+                raise TwinphaseError(cause, "Change it: it may be what kills them.")
             self._send(sent)
         except TwinphaseError as error:
             del self._sent[name]
-            self._receive(StepNews([sent.ended(FinishReason.ERROR, str(error))]))
+            if sent.accepted:
+                self._receive(StepNews([sent.ended(FinishReason.ERROR, str(error))]))
+            else:
+                self._receive(Refused(name, type(error).__name__, error.cause, error.fix))
 
     def _forget(self, request_id: str, num_outputs: int | None = None) -> None:
         if self.fleet is not None:

@@ -27,6 +27,8 @@ class Sent:
         num_prefilled, num_cached: of its prompt, as far as its reader was told.
         accepted: its reader knows that it is queued.
         ending: why the front end wants it to end, if it does.
+        num_when_sent: tokens of its answer when it was sent to this worker.
+        num_vain: workers in a row that died before they gave it a token: it may be what kills them.
     """
 
     add: Add
@@ -38,6 +40,8 @@ class Sent:
     num_cached: int = 0
     accepted: bool = False
     ending: FinishReason | None = None
+    num_when_sent: int = 0
+    num_vain: int = 0
 
     @classmethod
     def of(cls, add: Add) -> Sent:
@@ -50,6 +54,11 @@ class Sent:
         now = max(perf_counter(), self.timeline.end)
         self.timeline.mark(IntervalKind.ROUTE, now, reason=reason)
         return now
+
+    def lost(self, worker: str) -> None:
+        """Its worker has died."""
+        self.route_until_now(f"{worker}, which died with {len(self.token_ids)} tokens")
+        self.num_vain = 0 if len(self.token_ids) > self.num_when_sent else self.num_vain + 1
 
     def whole(self, timeline: RequestTimeline) -> RequestTimeline:
         """The request's life, of which the worker tells its part."""
