@@ -60,10 +60,12 @@ class Worker:
                 raise message.error()
             self._changed.notify_all()
 
-    def begin(self, prompt, params: SamplingParams, push_to: PushTo | None = None, salt=None) -> str:
+    def begin(self, prompt, params: SamplingParams, push_to: PushTo | None = None, salt=None, output=()) -> str:
         self._number += 1
         name = str(self._number)
-        self.loop.put(Add(name, list(prompt), params, 0.0, 0.0, cache_salt=salt, push_to=push_to))
+        self.loop.put(
+            Add(name, list(prompt), params, 0.0, 0.0, cache_salt=salt, push_to=push_to, output_token_ids=list(output))
+        )
         return name
 
     def wait(self, name: str, done: Callable[[Answer], object]) -> Answer:
@@ -72,9 +74,9 @@ class Worker:
             assert self._thread.is_alive()
             return self._answers[name]
 
-    def ask(self, prompt, params: SamplingParams, push_to: PushTo | None = None, salt=None) -> Answer:
-        """The whole answer, and what became of its blocks."""
-        name = self.begin(prompt, params, push_to, salt)
+    def ask(self, prompt, params: SamplingParams, push_to: PushTo | None = None, salt=None, output=()) -> Answer:
+        """The whole answer, or what follows `output` of it; and what became of its blocks."""
+        name = self.begin(prompt, params, push_to, salt, output)
         return self.wait(name, lambda answer: answer.finished and (answer.pushed or not push_to))
 
     def between_steps(self, function):

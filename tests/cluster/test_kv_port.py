@@ -4,6 +4,7 @@ import queue
 import random
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,28 @@ def test_a_prompt_is_read_here_and_answered_there(pair, alone, kind, length):
     assert (again.pushed.num_stored, again.pushed.num_bytes) == (blocks, 0)
     for worker in pair:
         worker.check()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_answer_goes_on_where_its_blocks_went(pair, alone, seed):
+    """The first token comes from the engine that read the prompt, all others from the one that has the blocks."""
+    (reader, writer), choose = pair, random.Random(seed)
+    one = prompt(choose.randint(20, 300), 1000 + seed)
+    params = SamplingParams(
+        temperature=choose.choice([0.0, 0.7, 1.5]),
+        seed=seed,
+        top_p=choose.choice([1.0, 0.9]),
+        presence_penalty=choose.choice([0.0, 0.5]),
+        max_tokens=choose.randint(2, 20),
+        logprobs=2,
+        ignore_eos=True,
+    )
+    expected = alone.ask(one, params)
+    first = reader.ask(one, replace(params, max_tokens=1), by(writer, choose.choice(["unix", "tcp"])))
+    rest = writer.ask(one, params, output=first.tokens)
+    assert first.tokens + rest.tokens == expected.tokens
+    assert first.logprobs + rest.logprobs == expected.logprobs
+    assert rest.num_cached == len(one) // 16 * 16  # the last prompt token's block too, where it is full
 
 
 def test_blocks_leave_before_the_prompt_is_read(pair):
