@@ -13,7 +13,7 @@ from routed import LONG, all_of, mix, read, same, until, whole
 from twinphase.engine.messages import Add, EngineFacts, Pong
 from twinphase.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError, TwinphaseError
 from twinphase.phases.timeline import IntervalKind
-from twinphase.request import SamplingParams
+from twinphase.request import SamplingParams, StructuredOutputsParams
 
 
 @pytest.mark.timeout(300)
@@ -159,6 +159,12 @@ def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve
                 await until(lambda: router.num_restarts == 1)
             await until(lambda: not router._sent)
         await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        wanted = StructuredOutputsParams(regex="[ab]{4}")
+        for pause in (0.0, 0.0, 0.001, 0.003):  # nobody waits for its grammar, which is being compiled or is not
+            task = asyncio.create_task(engine.submit([60], SamplingParams(structured_outputs=wanted)))
+            await asyncio.sleep(pause)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await whole(engine)
         assert router.num_continued == 0
 

@@ -186,6 +186,9 @@ class Router:
         sent = self._sent.get(message.request_id)
         if sent is not None:
             sent.ending = message.reason
+            if not sent.accepted:  # a worker that compiles its grammar gives it up without a word
+                del self._sent[message.request_id]
+                self._forget(message.request_id)
             self.workers_by_name[sent.worker].host.put(message)
 
     def _ask(self, message: LookAt | Embed) -> None:
@@ -344,7 +347,8 @@ class Router:
                 self._asked.clear()
                 self._died(self.last_death)
                 return
-            LOG.warning("%s %d requests go on elsewhere.", self.last_death.cause, len(lost))
+            self.last_death = EngineDeadError(self.last_death.cause, "It is being started again.")
+            LOG.warning("%s: what it had goes on elsewhere, %d requests.", view.name, len(lost))
             for sent in lost:
                 self._continue(sent, view.name)
             for message in questions:
