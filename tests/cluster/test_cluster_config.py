@@ -20,6 +20,7 @@ from twinphase.errors import InvalidRequestError
         ({"replicas": 16}, 16, True, 1),
         ({"workers": ("a:1",)}, 0, True, None),
         ({"workers": ("a:1", "b:1"), "replicas": 2}, 2, True, 4),
+        ({"ray_address": "auto", "replicas": 2, "threads_per_worker": 64}, 2, True, 64),
     ],
 )
 def test_engines_share_the_cores(fields, num_here, is_cluster, threads, monkeypatch, caplog):

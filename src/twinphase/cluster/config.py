@@ -37,6 +37,11 @@ class ClusterConfig:
     threads_per_worker: int | None = setting(
         None, "Compute threads of each engine.", minimum=1, default_text="all cores, divided by the engines"
     )
+    ray_address: str | None = setting(
+        None,
+        "Have Ray start the --replicas: the address of a Ray cluster, auto, or local to start Ray here.",
+        default_text="without Ray",
+    )
     worker_silence: float = setting(
         2.0, "Seconds without a sign of life after which a worker counts as dead.", above=0, maximum=3600
     )
@@ -51,7 +56,7 @@ class ClusterConfig:
 
     @property
     def is_cluster(self) -> bool:
-        return self.num_here != 1 or bool(self.workers)
+        return self.num_here != 1 or bool(self.workers) or self.ray_address is not None
 
     def of_each(self, engine: EngineConfig) -> int | None:
         """Compute threads of each engine here, with a warning where there are not enough cores for all."""
@@ -62,7 +67,7 @@ class ClusterConfig:
         threads, cores = self.threads_per_worker or engine.threads, available_cores()
         if threads is None:
             return max(1, cores // self.num_here) if self.num_here > 1 else None
-        if threads * self.num_here > cores:
+        if threads * self.num_here > cores and self.ray_address is None:
             logging.getLogger("twinphase.cluster").warning(
                 "%d engines with %d threads each are more than the %d cores here: they will wait for each other. "
                 "Lower --threads-per-worker or --replicas.", self.num_here, threads, cores,

@@ -1,0 +1,198 @@
+"""Workers on a Ray cluster: an actor for each, which starts it and starts it again. No token goes through Ray.
+
+Ray lives in a process of its own, `python -m twinphase.cluster.pools`, which tells the server where the workers are, a
+JSON object a line. So the server outlives Ray: what the workers compute goes on while it is away, and when it is back,
+the workers are asked for again. Not for what workers do (`worker.py`), nor for Ray Serve (`deploy.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+from twinphase.cluster.address import KEY_VARIABLE, read_key
+from twinphase.config import module_command
+from twinphase.errors import InvalidRequestError, TwinphaseError
+
+__all__ = ["RayPool", "WorkerKeeper", "main"]
+
+LOG = logging.getLogger("twinphase.cluster")
+LOCAL = "local"  # instead of an address: Ray is started here, and ends with the server
+LOOK_SECONDS = 0.5  # between two looks at the actors
+REPLY_SECONDS = 5.0
+FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds before Ray is tried again
+OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: nothing is put there
+
+
+def key_id(key: bytes) -> str:
+    """What may be said of a key, so that two ends can tell whether theirs are the same."""
+    return hashlib.sha256(b"twinphase key id" + key).hexdigest()[:12]
+
+
+class WorkerKeeper:
+    """The actor: one worker's process on its machine, which ends when the actor does."""
+
+    def __init__(self, listen: str | None) -> None:
+        """`listen` is the address that the worker gets a port at; None is that of its machine in the cluster."""
+        if listen is None:
+            import ray
+
+            own_address: Any = ray.util.get_node_ip_address  # which has no types
+            listen = own_address()
+        self._listen, self._address = listen, ""
+        self._process: subprocess.Popen[str] | None = None
+        self._key_id = key_id(read_key())
+
+    def where(self) -> tuple[str, str]:
+        """The worker's address, and the id of its key; one that has ended is started again before."""
+        if self._process is None or self._process.poll() is not None:
+            command = [*module_command("twinphase.cluster.worker"), "--listen", f"{self._listen}:0"]
+            command.append("--ends-with-stdin")
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+            assert self._process.stdout is not None
+            self._address = self._process.stdout.readline().rpartition(" ")[2].strip()
+        return self._address, self._key_id
+
+
+class RayPool:
+    """The server's view of its workers on Ray."""
+
+    def __init__(self, count: int, threads: int, ray_address: str) -> None:
+        """Nothing is started yet. The workers' key is made here where Ray is local and there is none.
+
+        Raises:
+            InvalidRequestError: Ray is not installed, or there is no key.
+        """
+        import importlib.util
+
+        if importlib.util.find_spec("ray") is None:
+            raise InvalidRequestError("Ray is not installed.", "pip install 'twinphase[cluster]'")
+        if ray_address == LOCAL:
+            os.environ.setdefault(KEY_VARIABLE, os.urandom(32).hex())
+        self.key = read_key()
+        self._command = [*module_command("twinphase.cluster.pools"), str(count), str(threads), ray_address]
+        self._known: dict[int, str] = {}
+        self._error: TwinphaseError | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="twinphase-ray", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def address(self, number: int) -> str:
+        """Where a worker is, as it was told last.
+
+        Raises:
+            TwinphaseError: it was refused.
+            ConnectionError: it is not known yet.
+        """
+        if self._error is not None:
+            raise self._error
+        if number not in self._known:
+            raise ConnectionError("Ray has not started it yet")
+        return self._known[number]
+
+    def close(self) -> None:
+        """Ray, where it was started here, and the workers end with the process that told of them."""
+        self._closing.set()
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+            try:
+                self._process.wait(2 * REPLY_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _watch(self) -> None:
+        delay = FIRST_DELAY
+        while not self._closing.is_set():
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._process = process = subprocess.Popen(self._command, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+            assert process.stdout is not None
+            with process.stdout:
+                for line in process.stdout:
+                    if line.startswith("{"):
+                        self._take(json.loads(line))
+                        delay = FIRST_DELAY
+            code = process.wait()
+            if self._closing.is_set() or self._error is not None:
+                return
+            LOG.error("Ray is gone (exit code %d); it is tried again in %.0f s.", code, delay)
+            self._closing.wait(delay)
+            delay = min(2 * delay, LONGEST_DELAY)
+
+    def _take(self, told: dict[str, Any]) -> None:
+        if "error" in told:
+            self._error = InvalidRequestError(told["error"], told["fix"])
+        elif told["key"] != key_id(self.key):
+            self._error = InvalidRequestError(
+                f"The machine of worker-{told['worker']} has another key.", f"Set {KEY_VARIABLE} alike on all of them."
+            )
+        else:
+            self._known[told["worker"]] = told["address"]
+
+
+def main(count: int, threads: int, ray_address: str) -> int:
+    """The process in which Ray is: starts the actors, and tells where their workers are until stdin closes."""
+    import ray
+
+    ended = threading.Event()
+
+    def wait_for_the_end() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    local = ray_address == LOCAL
+    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if local else {}
+    try:
+        ray.init("local" if local else ray_address, log_to_driver=False, logging_level=logging.ERROR, **own)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        words = " ".join(str(error).split())[:200]
+        return _refuse(f"No Ray cluster answers at {ray_address}: {words}.", "Check --ray-address, and `ray status`.")
+    resources: Any = ray.cluster_resources  # which has no types
+    cores = resources().get("CPU", 0)
+    if count * threads > cores:
+        return _refuse(
+            f"{count} workers with {threads} threads each need more than the {cores:.0f} cores of the Ray cluster.",
+            "Lower --replicas or --threads-per-worker.",
+        )
+    options = {"num_cpus": threads, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
+    keeper = ray.remote(WorkerKeeper).options(**options)
+    actors: list[Any] = [keeper.remote("127.0.0.1" if local else None) for _ in range(count)]
+    known: dict[int, tuple[str, str]] = {}
+    while not ended.wait(LOOK_SECONDS):
+        asked = {actor.where.remote(): number for number, actor in enumerate(actors)}
+        done, _ = ray.wait(list(asked), num_returns=count, timeout=REPLY_SECONDS)
+        for reference in done:
+            try:
+                found = tuple(ray.get(reference))
+            except ray.exceptions.RayError:
+                continue  # it is being started again
+            if known.get(asked[reference]) != found:
+                known[asked[reference]] = found
+                print(json.dumps({"worker": asked[reference], "address": found[0], "key": found[1]}), flush=True)
+    ray.shutdown()
+    return 0
+
+
+def _refuse(cause: str, fix: str) -> int:
+    print(json.dumps({"error": cause, "fix": fix}), flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    # By its name: the actors' machines are to find the class in the module, not in this one.
+    from twinphase.cluster import pools
+
+    sys.exit(pools.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

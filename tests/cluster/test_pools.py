@@ -1,0 +1,88 @@
+"""Workers that Ray starts: their processes die, and Ray's, and the answers are those of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from routed import CONFIG, LONG, read, same, until
+from twinphase.cli import run_app
+from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.cluster.config import ClusterConfig
+from twinphase.cluster.launch import make_host
+from twinphase.engine.async_engine import AsyncEngine
+
+ENGINE = {name: value for name, value in CONFIG.items() if name != "threads"}
+
+
+def worker_pids(parent):
+    """Of the workers among a process's descendants."""
+    found, queue = [], [parent]
+    while queue:
+        pid = queue.pop()
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            queue += [int(child) for child in path.read_text().split()]
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"twinphase.cluster.worker" in words:
+            found.append(pid)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ray_starts_workers_and_starts_them_again(tiny_path, lone, monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    prompts = [[30 + number, 31] for number in range(2)]
+    expected = lone.generate(prompts, LONG)
+    cluster = ClusterConfig(replicas=2, threads_per_worker=1, ray_address="local")
+
+    async def main():
+        engine = AsyncEngine(make_host(str(tiny_path), ENGINE, cluster, stall=60.0))
+        router = engine.host
+        try:
+            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+            streams = [await engine.submit(prompt, LONG) for prompt in prompts]
+            await anext(streams[0])
+            dead = router.workers_by_name[router._sent[streams[0].request_id].worker]
+            pids = worker_pids(os.getpid())
+            assert len(pids) == 2
+            for pid in pids:
+                connected = str(dead.host.where.rpartition(":")[2])
+                if connected in listening_ports(pid):
+                    os.kill(pid, signal.SIGKILL)
+            outputs = await asyncio.gather(*map(read, streams))
+            assert all(map(same, outputs, expected)) and router.num_continued
+            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    asyncio.run(asyncio.wait_for(main(), 250))
+    deadline = time.monotonic() + 30
+    while worker_pids(os.getpid()):
+        assert time.monotonic() < deadline, "a worker outlives its server"
+        time.sleep(0.1)
+
+
+def listening_ports(pid):
+    """Ports of a process's listening TCP sockets, as texts."""
+    inodes = {os.readlink(path)[8:-1] for path in Path(f"/proc/{pid}/fd").iterdir() if "socket:" in os.readlink(path)}
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return {str(int(row[1].rpartition(":")[2], 16)) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def test_without_ray_a_line_names_the_extra(tiny_path, monkeypatch, capsys):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else real(name, *rest))
+    assert run_app(["serve", str(tiny_path), "--port", "0", "--replicas", "2", "--ray-address", "auto"]) == 2
+    error = capsys.readouterr().err
+    assert "Ray is not installed" in error and "twinphase[cluster]" in error and len(error.splitlines()) <= 2
