@@ -39,7 +39,7 @@ def serve_peer(model: str, threads: int) -> None:
         if lookup not in made:
             draft = LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None
             made[lookup] = Llama(model, n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, draft_model=draft,
-                                 flash_attn=True, verbose=False)  # fmt: skip
+                                 flash_attn=True, logits_all=lookup > 0, verbose=False)  # fmt: skip
         times = []
         for _ in made[lookup].generate(asked["token_ids"], temp=0.0):
             times.append(time.perf_counter())
