@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ __all__ = ["BlockPushes"]
 SLOT_BYTES = 64 << 20  # of all blocks on their way together
 MOST_SLOTS, LEAST_SLOTS = 256, 4
 PER_STEP = 64  # blocks copied between two steps at most
+READ_TOGETHER = 4  # blocks: memory for more at once comes from the system each time, and takes longer than the copy
 HERE = frozenset({"stored", "known"})
 
 
@@ -213,8 +214,9 @@ class BlockPushes:
         push.transport.send(outgoing)
         self.read_seconds += self._clock() - start
 
-    def _read(self, block_ids: list[int]) -> list[bytes]:
-        return self._backend.read_blocks(block_ids)
+    def _read(self, block_ids: list[int]) -> Iterator[bytes]:
+        for start in range(0, len(block_ids), READ_TOGETHER):
+            yield from self._backend.read_blocks(block_ids[start : start + READ_TOGETHER])
 
     def _end(self, number: int, push: _Push) -> None:
         del self._pushes[number]
