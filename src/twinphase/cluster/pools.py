@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = ["RayPool", "WorkerKeeper", "main"]
 
 LOG = logging.getLogger("twinphase.cluster")
 LOCAL = "local"  # instead of an address: Ray is started here, and ends with the server
+LOST_SECONDS = 10.0  # in which no actor answers, after which Ray is tried anew
 LOOK_SECONDS = 0.5  # between two looks at the actors
 REPLY_SECONDS = 5.0
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds before Ray is tried again
@@ -118,13 +120,16 @@ class RayPool:
         while not self._closing.is_set():
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self._process = process = subprocess.Popen(self._command, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
-            assert process.stdout is not None
+            assert process.stdin is not None and process.stdout is not None
             with process.stdout:
                 for line in process.stdout:
                     if line.startswith("{"):
                         self._take(json.loads(line))
                         delay = FIRST_DELAY
             code = process.wait()
+            self._known.clear()
+            with suppress(OSError):
+                process.stdin.close()
             if self._closing.is_set() or self._error is not None:
                 return
             LOG.error("Ray is gone (exit code %d); it is tried again in %.0f s.", code, delay)
@@ -171,7 +176,11 @@ def main(count: int, threads: int, ray_address: str) -> int:
     keeper = ray.remote(WorkerKeeper).options(**options)
     actors: list[Any] = [keeper.remote("127.0.0.1" if local else None) for _ in range(count)]
     known: dict[int, tuple[str, str]] = {}
+    answered = float("inf")  # when one did last; none has yet
     while not ended.wait(LOOK_SECONDS):
+        if time.monotonic() - answered > LOST_SECONDS:
+            ray.shutdown()
+            return 1  # Ray's own process here may be dead, which Ray does not tell
         asked = {actor.where.remote(): number for number, actor in enumerate(actors)}
         done, _ = ray.wait(list(asked), num_returns=count, timeout=REPLY_SECONDS)
         for reference in done:
@@ -179,6 +188,7 @@ def main(count: int, threads: int, ray_address: str) -> int:
                 found = tuple(ray.get(reference))
             except ray.exceptions.RayError:
                 continue  # it is being started again
+            answered = time.monotonic()
             if known.get(asked[reference]) != found:
                 known[asked[reference]] = found
                 print(json.dumps({"worker": asked[reference], "address": found[0], "key": found[1]}), flush=True)
