@@ -65,26 +65,36 @@ def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
     expected = lone.generate([prompt for prompt, _ in everything], LONG)
 
     async def body(engine):
-        router = engine.host
         await until(lambda: engine.is_running)
         for turn in range(2):
-            streams = [await engine.submit(prompt, params) for prompt, params in everything]
-            first = streams[0].transcript
-            while turn and len(first.token_ids) < 20:  # else while they queue, or the long ones are being read
-                await asyncio.sleep(0.002)
-            dead = router._sent[streams[0].request_id].worker
-            lost = [name for name, sent in router._sent.items() if sent.worker == dead]
-            num_continued = router.num_continued
-            os.kill(pid_of(engine, dead), sig)
-            outputs = await asyncio.gather(*map(read, streams))
-            assert all(map(same, outputs, expected))
-            assert router.num_continued == num_continued + len(lost) and lost
-            reasons = [one.reason for one in outputs[0].metrics.intervals if one.kind is IntervalKind.ROUTE]
-            assert any("died" in reason for reason in reasons) and "died" not in reasons[-1]
-            assert f"{dead}, which died" in str(await engine.explain(streams[0]))
-            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+            for _ in range(10):  # a worker may be done before a busy machine lets this test go on
+                if await disturbed(engine, late=bool(turn)):
+                    break
+            else:
+                raise AssertionError("no worker died while it had a request")
         await whole(engine)
-        assert router.num_restarts == 2
+
+    async def disturbed(engine, late):
+        """Whether the worker that is killed had anything; the answers are the same in any case."""
+        router, num_continued = engine.host, engine.host.num_continued
+        streams = [await engine.submit(prompt, params) for prompt, params in everything]
+        first = streams[0].transcript
+        while late and len(first.token_ids) < 20:  # else while they queue, or the long ones are being read
+            await asyncio.sleep(0.002)
+        dead = next((sent.worker for sent in router._sent.values()), "worker-0")
+        os.kill(pid_of(engine, dead), sig)
+        outputs = await asyncio.gather(*map(read, streams))
+        assert all(map(same, outputs, expected))
+        await until(lambda: not router.workers_by_name[dead].is_up or router.num_continued > num_continued)
+        await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        moved = 0
+        for stream, output in zip(streams, outputs, strict=True):
+            reasons = [one.reason for one in output.metrics.intervals if one.kind is IntervalKind.ROUTE]
+            if any("died" in reason for reason in reasons):
+                moved += 1
+                assert "died" not in reasons[-1] and f"{dead}, which died" in str(await engine.explain(stream))
+        assert moved == router.num_continued - num_continued
+        return moved > 0
 
     serve(body, silence=1.0)
 
