@@ -31,7 +31,7 @@ def test_hits_are_those_of_sets_kept_by_hand(events):
         else:
             stored, evicted = (blocks, []) if kind == "store" else ([], blocks)
             assert index.apply(name, numbers[name], stored, evicted)
-            numbers[name] += len(blocks)
+            numbers[name] += bool(blocks)
             held[name] = (held[name] - set(evicted)) | set(stored)
             coming[name] -= set(stored)
         for chain in (BLOCKS, BLOCKS[2:], BLOCKS[:1], []):

@@ -196,7 +196,8 @@ def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serv
 
         first = await cached(0)
         assert first[0] == 0
-        await until(lambda: router.fleet.index.num_held(first[1]) >= 10)
+        chain = router._chain(prefix, None)
+        await until(lambda: router.fleet.index.hits(chain).get(first[1]) == 10)
         for number in (1, 2, 3):
             tokens, where, words = await cached(number)
             assert (tokens, where) == (160, first[1]) and "1 of 161 tokens to read" in words

@@ -32,7 +32,7 @@ class BlockIndex:
         expected = self._next_change.get(worker, 0)
         if first != expected:
             return first < expected
-        self._next_change[worker] = first + len(stored) + len(evicted)
+        self._next_change[worker] = first + bool(stored or evicted)  # as `BlockChanges.take` numbers them
         bit = self._bit(worker)
         for block in evicted:
             _remove(self._held, block, bit)
