@@ -1,4 +1,4 @@
-"""Which worker's prefix cache holds which blocks, as far as its changes tell.
+"""Which worker's prefix cache holds which blocks, as far as its events tell.
 
 Hashes are those of `cache/prefix_cache.py`: a chain, so that a worker that holds a block but not the one before it has
 no use of it. Not for where a block lies on its worker.
@@ -14,25 +14,25 @@ __all__ = ["BlockIndex"]
 class BlockIndex:
     """Block hash to the workers that hold it.
 
-    Each worker numbers its changes from 0 (`BlockChanges`). After a gap nothing of that worker's can be trusted:
-    `apply` says so, and its whole list is asked for (`replace`).
+    Each worker numbers its events from 0 (`BlockChanges`). After a gap nothing of that worker's can be trusted: `apply`
+    says so, and its whole list is asked for (`replace`).
     """
 
     def __init__(self) -> None:
         self._bits: dict[str, int] = {}  # a worker's own bit in the masks
-        self._next_change: dict[str, int] = {}
+        self._next_event: dict[str, int] = {}
         self._held: dict[bytes, int] = {}
         self._coming: dict[bytes, int] = {}  # being computed there, for a request that was sent there
 
-    def apply(self, worker: str, first: int, stored: Collection[bytes], evicted: Collection[bytes]) -> bool:
-        """Take a worker's changes from number `first` on; False if one before them is missing, and nothing is taken.
+    def apply(self, worker: str, number: int, stored: Collection[bytes], evicted: Collection[bytes]) -> bool:
+        """Take a worker's event; False if the one before it is missing, and nothing is taken.
 
-        Changes that were taken before are passed over.
+        One that was taken before is passed over.
         """
-        expected = self._next_change.get(worker, 0)
-        if first != expected:
-            return first < expected
-        self._next_change[worker] = first + bool(stored or evicted)  # as `BlockChanges.take` numbers them
+        expected = self._next_event.get(worker, 0)
+        if number != expected:
+            return number < expected
+        self._next_event[worker] = number + bool(stored or evicted)  # as `BlockChanges.take` numbers them
         bit = self._bit(worker)
         for block in evicted:
             _remove(self._held, block, bit)
@@ -41,16 +41,16 @@ class BlockIndex:
             _remove(self._coming, block, bit)
         return True
 
-    def replace(self, worker: str, next_change: int, stored: Collection[bytes]) -> None:
-        """Take a worker's whole list; its next change is number `next_change`."""
+    def replace(self, worker: str, next_event: int, stored: Collection[bytes]) -> None:
+        """Take a worker's whole list; its next event is number `next_event`."""
         self.forget(worker)
-        self._next_change[worker] = 0
+        self._next_event[worker] = 0
         self.apply(worker, 0, stored, ())
-        self._next_change[worker] = next_change
+        self._next_event[worker] = next_event
 
     def forget(self, worker: str) -> None:
-        """A worker has died or left: it holds nothing, and its changes begin at 0 again."""
-        self._next_change.pop(worker, None)
+        """A worker has died or left: it holds nothing, and its events begin at 0 again."""
+        self._next_event.pop(worker, None)
         bit = self._bits.pop(worker, 0)
         for table in (self._held, self._coming):
             for block in [block for block, mask in table.items() if mask & bit]:
