@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace as replaced
 from time import perf_counter
 
 from msgspec.structs import replace
@@ -18,8 +17,8 @@ from msgspec.structs import replace
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.routing import Role, Routing
-from twinphase.cluster.sent import Sent
-from twinphase.cluster.worker_view import WorkerView
+from twinphase.cluster.sent import Sent, chain_of
+from twinphase.cluster.worker_view import WorkerView, as_one
 from twinphase.engine.host import Died, LinkHost, Receive
 from twinphase.engine.messages import (
     Accepted,
@@ -33,6 +32,7 @@ from twinphase.engine.messages import (
     Loading,
     LookAt,
     News,
+    Pushed,
     Refused,
     Seen,
     StepNews,
@@ -42,7 +42,7 @@ from twinphase.engine.messages import (
 )
 from twinphase.engine.text import ModelText
 from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
-from twinphase.request import FinishReason, Request, SamplingParams
+from twinphase.request import FinishReason
 
 __all__ = ["Router"]
 
@@ -143,7 +143,6 @@ class Router:
             index = self.fleet.index if self.fleet else None
             return [view.status(self._busy(view), index, perf_counter()) for view in self.workers_by_name.values()]
 
-    # From here on: what the front end says.
     def _add(self, add: Add) -> None:
         if add.request_id in self._sent:
             raise InvalidRequestError(f"Request id {add.request_id!r} is in use.", "Use another.")
@@ -157,7 +156,7 @@ class Router:
             raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
         add, done = sent.add, sent.token_ids
         tokens = add.prompt_token_ids + done
-        chain = self._chain(tokens, add.cache_salt)
+        chain = chain_of(self._hashes, tokens, add.cache_salt)
         most = add.sampling_params.max_tokens
         decision = self.fleet.send(add.request_id, len(tokens), chain, num_done=len(done), most=most)
         view = self.workers_by_name[decision.worker]
@@ -166,21 +165,15 @@ class Router:
         if self.fleet.workers[view.name].num_decodes == 1:
             view.heard = now  # it had nothing to tell of
         try:
-            view.host.put(replace(add, arrival=now, tokenized=now, output_token_ids=list(done)))
+            message = replace(add, arrival=now, tokenized=now, output_token_ids=list(done))
+            reader = self.workers_by_name.get(decision.prefill_worker or "")
+            if reader is not None and (there := view.facts) is not None and sent.goes_on(there):
+                sent.worker, sent.then = reader.name, view.name
+                view, message = reader, sent.first_token(message, there.kv_addresses)
+            view.host.put(message)
         except TwinphaseError:
             self.fleet.end(add.request_id)
             raise
-
-    def _chain(self, token_ids: list[int], salt: str | None) -> list[bytes]:
-        """Hashes of the full blocks, as every worker's prefix cache has them."""
-        if self._hashes is None:
-            return []
-        request = Request("", token_ids, SamplingParams(temperature=0.0), 0.0, cache_salt=salt)
-        blocks = range(len(token_ids) // self._hashes.block_size)
-        try:
-            return [self._hashes.block_hash(request, index) for index in blocks]
-        except OverflowError:  # a token id that none can be: the engine says so
-            return []
 
     def _end(self, message: End) -> None:
         sent = self._sent.get(message.request_id)
@@ -189,7 +182,10 @@ class Router:
             if not sent.accepted:  # a worker that compiles its grammar gives it up without a word
                 del self._sent[message.request_id]
                 self._forget(message.request_id)
-            self.workers_by_name[sent.worker].host.put(message)
+            if sent.waits:  # no worker has it
+                self._continue(sent, sent.worker)
+            else:
+                self.workers_by_name[sent.worker].host.put(message)
 
     def _ask(self, message: LookAt | Embed) -> None:
         """Of a request that a worker has, that worker; of anything else, the one with the least to do."""
@@ -202,11 +198,14 @@ class Router:
         self._asked[message.number] = view, message
         view.host.put(message)
 
-    # From here on: what the workers say.
     def _take(self, view: WorkerView, message: FromEngine) -> None:
         with self._lock:
             if isinstance(message, StepNews):
                 self._news(view, message)
+            elif isinstance(message, Pushed):
+                sent = self._of(view, message.request_id)
+                if sent is not None and sent.waits:
+                    self._go_on(sent, f"{message.num_stored} of {message.num_blocks} blocks there")
             elif isinstance(message, BlocksChanged):
                 self._blocks(view, message)
             elif isinstance(message, EngineFacts):
@@ -269,10 +268,7 @@ class Router:
         up = [view.facts for view in self.workers_by_name.values() if view.facts is not None and view.is_up]
         if not up or not self.is_running:
             return
-        seats, blocks = (sum(getattr(facts.config, name) or 0 for facts in up) for name in
-                         ("max_num_seqs", "num_kv_blocks"))  # fmt: skip
-        config = replaced(up[0].config, max_num_seqs=seats, num_kv_blocks=blocks or None)
-        self._facts = replace(up[0], config=config)
+        self._facts = as_one(up)
         self._receive(self._facts)
 
     def _of(self, view: WorkerView, request_id: str) -> Sent | None:
@@ -319,7 +315,8 @@ class Router:
 
     def _passed_on(self, sent: Sent, news: News) -> News:
         assert self.fleet is not None, "a worker has joined"
-        found, finished = sent.take(news), news.finished
+        found = sent.take(news)
+        finished = found.finished
         self.fleet.read(news.request_id, news.num_prefilled + len(sent.token_ids))
         if finished is not None:
             del self._sent[news.request_id]
@@ -328,7 +325,16 @@ class Router:
             self._learn(self.workers_by_name[sent.worker], finished.prices)
         return found
 
-    # From here on: deaths.
+    def _go_on(self, sent: Sent, how: str) -> None:
+        """Its prompt is read, and its first token there: the worker that has the blocks does the rest."""
+        view = self.workers_by_name[sent.then]
+        now, sent.waits, sent.then = sent.route_until_now(f"{sent.then}: {how}"), False, ""
+        if not view.is_up:
+            self._continue(sent, view.name)
+            return
+        sent.worker, sent.num_when_sent = view.name, len(sent.token_ids)
+        view.host.put(replace(sent.add, arrival=now, tokenized=now, output_token_ids=list(sent.token_ids)))
+
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
         """A worker has died: what it was computing goes on elsewhere, or fails where there is nobody else."""
         with self._lock:
@@ -358,6 +364,7 @@ class Router:
     def _continue(self, sent: Sent, dead: str) -> None:
         name = sent.add.request_id
         sent.lost(dead)
+        self._forget(name)
         if sent.ending is not None:  # nothing more is wanted of it
             del self._sent[name]
             self._receive(StepNews([sent.ended(sent.ending)]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
@@ -29,7 +30,11 @@ def joined(before: RequestTimeline, worker: RequestTimeline, now: float, reason:
     move = early if early > 0 else -min(late, -early) if late > 0 else 0.0
     part = shifted(worker, move)
     whole = RequestTimeline(
-        before.arrival, [replace(one) for one in before.intervals], part.prefill, part.decode, part.token_times
+        before.arrival,
+        [replace(one) for one in before.intervals],
+        _together(before.prefill, part.prefill),
+        _together(before.decode, part.decode),
+        part.token_times,
     )
     if part.arrival > whole.end:
         whole.extend(IntervalKind.ROUTE, part.arrival, reason)
@@ -40,3 +45,9 @@ def joined(before: RequestTimeline, worker: RequestTimeline, now: float, reason:
         whole.intervals += rest
         whole.end = part.end
     return whole
+
+
+def _together(one: Any, other: Any) -> Any:
+    """Sums of two workers' steps, field by field."""
+    both = {field.name: (getattr(one, field.name), getattr(other, field.name)) for field in fields(one)}
+    return type(one)(**{name: _together(*two) if name == "unmixed" else sum(two) for name, two in both.items()})

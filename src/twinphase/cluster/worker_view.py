@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
@@ -13,7 +14,7 @@ from twinphase.engine.host import LinkHost
 from twinphase.engine.messages import EngineFacts, StepStats, WorkerStatus
 from twinphase.phases.cost import FEATURES, CostModel
 
-__all__ = ["WorkerView"]
+__all__ = ["WorkerView", "as_one"]
 
 NO_PRICES = (0.0,) * len(FEATURES)
 SHARE_SECONDS = 10.0  # that the shares of time are told of
@@ -109,3 +110,11 @@ class WorkerView:
             round(min(1.0, prefill), 4), round(min(1.0, decode), 4), self._seconds[0], self._seconds[1],
             self.host.num_restarts,
         )  # fmt: skip
+
+
+def as_one(all_facts: Sequence[EngineFacts]) -> EngineFacts:
+    """What several engines are together: the first, with the seats and blocks of all."""
+    seats, blocks = (sum(getattr(facts.config, name) or 0 for facts in all_facts) for name in
+                     ("max_num_seqs", "num_kv_blocks"))  # fmt: skip
+    config = replaced(all_facts[0].config, max_num_seqs=seats, num_kv_blocks=blocks or None)
+    return replace(all_facts[0], config=config)

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from twinphase.engine.messages import FromEngine, Load, Loading, Ping, Pong, Stop, ToEngine
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
 from twinphase.errors import TwinphaseError
@@ -22,6 +24,9 @@ from twinphase.errors import TwinphaseError
 if TYPE_CHECKING:
     from twinphase.engine.embedding import LoadedEmbedder
     from twinphase.engine.loading import LoadedEngine
+    from twinphase.engine.loop import EngineLoop
+
+    OpenPort = Callable[[EngineLoop, Callable[[FromEngine], None]], list[str]]
 
 __all__ = ["Link", "load", "main", "serve"]
 
@@ -68,8 +73,8 @@ class Link:
             self._backlog += self._decoder.feed(data)
 
 
-def main(descriptor: int) -> int:
-    """Load the model that the first message names, then serve; returns the exit code."""
+def main(descriptor: int, open_port: OpenPort | None = None) -> int:
+    """Load the model that the first message names, then serve; returns the exit code. See `serve`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the front end decides when the engine ends
     connection = socket.socket(fileno=descriptor)
@@ -92,15 +97,27 @@ def main(descriptor: int) -> int:
     except TwinphaseError as error:
         link.send(refusal(None, error))
         return error.exit_code
-    serve(loaded, link, lambda: os._exit(0))
+    serve(loaded, link, lambda: os._exit(0), open_port)
     return 0
 
 
-def serve(loaded: LoadedEngine | LoadedEmbedder, link: Link, gone: Callable[[], None]) -> None:
-    """Run the engine's loop on the messages of a connection, until `Stop`; `gone` is called when it breaks."""
+def serve(
+    loaded: LoadedEngine | LoadedEmbedder, link: Link, gone: Callable[[], None], open_port: OpenPort | None = None
+) -> None:
+    """Run the engine's loop on the messages of a connection, until `Stop`.
+
+    Args:
+        loaded: the engine.
+        link: the connection.
+        gone: called when it breaks.
+        open_port: opens a loop, which sends by the given function, for KV blocks, and returns where they can be sent.
+    """
     from twinphase.engine.embedding_loop import make_loop
+    from twinphase.engine.loop import EngineLoop
 
     loop, facts = make_loop(loaded, link.send)
+    if open_port is not None and isinstance(loop, EngineLoop):
+        facts = structs.replace(facts, kv_addresses=open_port(loop, link.send))
     link.send(facts)
 
     def receive() -> None:

@@ -316,6 +316,7 @@ class LinkHost:
 class ProcessHost(LinkHost):
     """An engine in a process of its own, started again whenever it dies."""
 
+    module = "twinphase.engine.child"
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -342,7 +343,7 @@ class ProcessHost(LinkHost):
             process.wait()
 
     async def _open(self) -> socket.socket:
-        self._process, link = _start_process()
+        self._process, link = _start_process(self.module)
         return link
 
     def _end(self) -> str:
@@ -364,10 +365,10 @@ class ProcessHost(LinkHost):
         return Load(str(self.text.checkpoint.path), config)
 
 
-def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start_process(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process and our end of the link to it."""
     ours, theirs = socket.socketpair()
-    command = [*module_command("twinphase.engine.child"), str(theirs.fileno())]
+    command = [*module_command(module), str(theirs.fileno())]
     with theirs:
         try:
             # A session of its own: Ctrl-C in the terminal is the server's business, which lets answers finish.

@@ -163,6 +163,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         pace: the gap that running streams keep, and its cost; None where the engine was not warmed up.
         prices: of the cost model.
         model: fingerprint of the model's files.
+        kv_addresses: where other engines can send KV blocks (`PushTo`), the nearest first.
         kv_fingerprint: names what decides the bits of a KV block; blocks of another one are of no use here.
     """
 
@@ -177,6 +178,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     prices: tuple[float, ...] = ()
     model: str = ""
     kv_fingerprint: str = ""
+    kv_addresses: list[str] = []
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
