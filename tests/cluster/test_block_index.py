@@ -3,7 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.block_index import BlockIndex
+from twinphase.request import Request, SamplingParams
 
 NAMES = ["a", "b", "c"]
 BLOCKS = [bytes([number]) for number in range(6)]
@@ -66,3 +68,20 @@ def test_a_worker_that_comes_back_begins_anew():
     assert index.hits(BLOCKS) == {"b": 2}
     index.apply("a", 0, BLOCKS[:1], [])
     assert index.hits(BLOCKS) == {"a": 1, "b": 2}
+
+
+def test_the_index_counts_changes_as_caches_number_them():
+    """From one end to the other: what a prefix cache tells is taken without a gap."""
+    index, cache, request = BlockIndex(), PrefixCache(8, 4), Request("r", list(range(32)), SamplingParams())
+    blocks = [cache.block(request, number) for number in range(8)]
+    cache.put(0, blocks[0])
+    number, hashes = cache.watch()
+    index.replace("a", number, hashes)
+    for stored, evicted in (([1, 2, 3], []), ([4], [0]), ([5, 6, 7, 0], [1, 2])):
+        for number in stored:
+            cache.put(number, blocks[number])
+        for number in evicted:
+            cache.evict(number)
+        assert index.apply("a", *cache.changes.take())
+        assert index.num_held("a") == len(cache)
+    assert index.hits([block.block_hash for block in blocks]) == {"a": 1}

@@ -70,6 +70,7 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ROLES)
 def test_either_may_die(serve_pools, lone, victim):
     """Without a reader the writer reads; without a writer the answers wait for the next one."""

@@ -133,6 +133,7 @@ class EngineLoop:
 
     def _step(self, engine: Engine) -> None:
         result = engine.step()
+        self._tell_blocks(engine)  # before who waits for an end hears of it, and sends the next one after it
         self._send(StepNews(self._news(engine, result), _stats(engine, result)))
         engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
         if self.pace is None:
