@@ -70,7 +70,7 @@ def test_a_worker_that_comes_back_begins_anew():
     assert index.hits(BLOCKS) == {"a": 1, "b": 2}
 
 
-def test_the_index_counts_changes_as_caches_number_them():
+def test_the_index_numbers_events_as_caches_do():
     """From one end to the other: what a prefix cache tells is taken without a gap."""
     index, cache, request = BlockIndex(), PrefixCache(8, 4), Request("r", list(range(32)), SamplingParams())
     blocks = [cache.block(request, number) for number in range(8)]

@@ -47,7 +47,7 @@ class Acceptance(StrEnum):
 
 
 class BlockChanges:
-    """Which blocks can be found since it was last asked, and which no longer can; the changes are numbered."""
+    """Which blocks can be found since it was last asked, and which no longer can: events with numbers."""
 
     def __init__(self) -> None:
         self.next_id = 0
@@ -67,9 +67,9 @@ class BlockChanges:
             self._evicted[block_hash] = None
 
     def take(self) -> tuple[int, list[bytes], list[bytes]]:
-        """The first change's number, the hashes stored and those evicted; no hash is in both."""
+        """The event's number, the hashes stored and those evicted, none in both; without any, the number is kept."""
         number, stored, evicted = self.next_id, list(self._stored), list(self._evicted)
-        self.next_id += len(stored) + len(evicted)
+        self.next_id += bool(stored or evicted)
         self._stored.clear()
         self._evicted.clear()
         return number, stored, evicted
@@ -123,7 +123,7 @@ class PrefixCache:
         return CachedBlock(block_hash, parent, tuple(request.token_ids(start, start + self.block_size)), index)
 
     def watch(self) -> tuple[int, list[bytes]]:
-        """Keep `changes` from now on: the number of the next change, and the hashes that can be found now."""
+        """Keep `changes` from now on: the number of the next event, and the hashes that can be found now."""
         self.changes = self.changes or BlockChanges()
         self.changes.take()
         return self.changes.next_id, list(self._block_of)

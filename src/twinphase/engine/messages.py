@@ -213,8 +213,7 @@ class BlocksChanged(msgspec.Struct, tag=True, frozen=True):
     """Which blocks the prefix cache holds more, and no longer; sent after `WatchBlocks` only.
 
     Attributes:
-        number: of the first change; the next message's is higher by the changes of this one, or one was lost. With
-            `whole`, the next change's.
+        number: of this event, one more than the last one's, or one was lost; with `whole`, the next event's.
         stored, evicted: chain hashes; none is in both.
         whole: `stored` are all blocks that can be found, whatever was told before.
     """
