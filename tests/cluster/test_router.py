@@ -10,6 +10,7 @@ import time
 import pytest
 
 from routed import LONG, all_of, mix, read, same, until, whole
+from twinphase.cluster.sent import chain_of
 from twinphase.engine.messages import Add, EngineFacts, Pong
 from twinphase.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError, TwinphaseError
 from twinphase.phases.timeline import IntervalKind
@@ -196,7 +197,7 @@ def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serv
 
         first = await cached(0)
         assert first[0] == 0
-        chain = router._chain(prefix, None)
+        chain = chain_of(router._hashes, prefix, None)
         await until(lambda: router.fleet.index.hits(chain).get(first[1]) == 10)
         for number in (1, 2, 3):
             tokens, where, words = await cached(number)
