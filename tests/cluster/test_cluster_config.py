@@ -17,6 +17,7 @@ from twinphase.errors import InvalidRequestError
         ({"replicas": 1}, 1, False, None),
         ({"replicas": 4}, 4, True, 2),
         ({"replicas": 3, "threads_per_worker": 1}, 3, True, 1),
+        ({"prefill_workers": 1, "decode_workers": 3}, 4, True, 2),
         ({"replicas": 16}, 16, True, 1),
         ({"workers": ("a:1",)}, 0, True, None),
         ({"workers": ("a:1", "b:1"), "replicas": 2}, 2, True, 4),
@@ -37,6 +38,14 @@ def test_more_threads_than_cores_are_warned_about_and_two_answers_refused(monkey
     assert "more than the 8 cores" in caplog.text
     with pytest.raises(InvalidRequestError, match="--threads-per-worker"):
         ClusterConfig(replicas=2, threads_per_worker=2).of_each(EngineConfig(threads=2))
-    for fields in ({"replicas": 0}, {"threads_per_worker": 0}, {"worker_silence": 0.0}):
+    for fields in (
+        {"replicas": 0},
+        {"threads_per_worker": 0},
+        {"worker_silence": 0.0},
+        {"prefill_workers": 0, "decode_workers": 1},
+        {"prefill_workers": 1},
+        {"decode_workers": 1},
+        {"prefill_workers": 1, "decode_workers": 1, "replicas": 2},
+    ):
         with pytest.raises(InvalidRequestError):
             ClusterConfig(**fields)

@@ -9,6 +9,8 @@ import pytest
 
 from routed import CONFIG, LONG, all_of, mix, same, until
 from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.cluster.config import ClusterConfig
+from twinphase.cluster.launch import make_host
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Routing
@@ -67,6 +69,20 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone):
         await settled(engine)
 
     serve_pools(body)
+
+
+def test_the_command_lines_pools(tiny_path, own_cache, monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "put back after this test")
+    cluster = ClusterConfig(prefill_workers=1, decode_workers=2)
+    router = make_host(str(tiny_path), {"trace_file": "log"}, cluster, stall=60.0)
+    views = router.workers_by_name
+    assert {name: view.role for name, view in views.items()} == {
+        "prefill-0": "prefill",
+        "decode-0": "decode",
+        "decode-1": "decode",
+    }
+    assert [view.host._config["trace_file"] for view in views.values()] == [f"log.{name}" for name in views]
+    assert all(isinstance(view.host, PortedHost) for view in views.values())
 
 
 @pytest.mark.timeout(300)

@@ -28,6 +28,15 @@ class ClusterConfig:
         maximum=256,
         default_text="1, or none where --worker names others",
     )
+    prefill_workers: int | None = setting(
+        None, "Engines on this machine that read prompts for --decode-workers others.", minimum=1, maximum=128
+    )
+    decode_workers: int | None = setting(
+        None,
+        "Engines on this machine that answer what --prefill-workers have read, and read where that is faster.",
+        minimum=1,
+        maximum=128,
+    )
     workers: tuple[str, ...] = setting(
         (), "Address of an engine that `twinphase worker` runs, HOST:PORT or unix:PATH; repeatable.", option="worker"
     )
@@ -48,10 +57,21 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if (self.prefill_workers is None) != (self.decode_workers is None):
+            raise InvalidRequestError(
+                "--prefill-workers needs --decode-workers, and the other way round.", "Give both."
+            )
+        if self.prefill_workers and (self.replicas or self.workers or self.ray_address):
+            raise InvalidRequestError(
+                "--prefill-workers and --decode-workers are given together with other workers.",
+                "Drop --replicas, --worker and --ray-address.",
+            )
 
     @property
     def num_here(self) -> int:
         """Engines on this machine."""
+        if self.prefill_workers and self.decode_workers:
+            return self.prefill_workers + self.decode_workers
         return self.replicas if self.replicas is not None else 0 if self.workers else 1
 
     @property
@@ -70,6 +90,6 @@ class ClusterConfig:
         if threads * self.num_here > cores and self.ray_address is None:
             logging.getLogger("twinphase.cluster").warning(
                 "%d engines with %d threads each are more than the %d cores here: they will wait for each other. "
-                "Lower --threads-per-worker or --replicas.", self.num_here, threads, cores,
+                "Lower --threads-per-worker, or have fewer engines.", self.num_here, threads, cores,
             )  # fmt: skip
         return threads

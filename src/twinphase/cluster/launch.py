@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from functools import partial
 from typing import Any
 
-from twinphase.cluster.address import read_key
+from twinphase.cluster.address import KEY_VARIABLE, read_key
 from twinphase.cluster.config import ClusterConfig
 from twinphase.cluster.pools import RayPool
+from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.remote import RemoteHost
 from twinphase.cluster.router import Router
+from twinphase.cluster.routing import Role
 from twinphase.engine.checks import engine_config
 from twinphase.engine.host import Host, LinkHost, ProcessHost
 
@@ -32,15 +36,16 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
     engine = {**engine, "threads": threads} if threads is not None else engine
     if not cluster.is_cluster:
         return ProcessHost(model, engine)
+    if cluster.prefill_workers and cluster.decode_workers:
+        return _pools(model, engine, cluster, stall)
     pool = None
     if cluster.ray_address is not None:
         pool = RayPool(cluster.num_here, threads or 1, cluster.ray_address)
     key = read_key(cluster.cluster_key_file) if cluster.workers else b""
     hosts: dict[str, LinkHost] = {}
     for number in range(cluster.num_here + len(cluster.workers)):
-        name, own = f"worker-{number}", dict(engine)
-        if own.get("trace_file"):  # a log of steps is of one engine
-            own["trace_file"] += f".{name}"
+        name = f"worker-{number}"
+        own = _own(engine, name)
         if number < cluster.num_here and pool is not None:
             hosts[name] = RemoteHost(partial(pool.address, number), pool.key, model, own, cluster.worker_silence)
         elif number < cluster.num_here:
@@ -51,3 +56,18 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
     if pool is not None:
         pool.start()
     return Router(hosts, stall=stall, closed=pool.close if pool else None)
+
+
+def _pools(model: str, engine: dict[str, Any], cluster: ClusterConfig, stall: float) -> Router:
+    """Engines that read prompts, and engines that answer."""
+    os.environ[KEY_VARIABLE] = secrets.token_hex(32)  # of these engines alone, which inherit it
+    roles: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(cluster.prefill_workers or 0)}
+    roles |= {f"decode-{number}": "decode" for number in range(cluster.decode_workers or 0)}
+    hosts = {name: PortedHost(model, _own(engine, name), cluster.worker_silence) for name in roles}
+    return Router(hosts, roles=roles, stall=stall)
+
+
+def _own(engine: dict[str, Any], name: str) -> dict[str, Any]:
+    """One engine's fields: a log of steps is of one engine."""
+    trace = engine.get("trace_file")
+    return {**engine, "trace_file": f"{trace}.{name}"} if trace else dict(engine)
