@@ -11,18 +11,18 @@ import logging
 import mmap
 import os
 import queue
+import secrets
 import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.frames import Ack, Frame, Hello, Message, Offer, ProtocolError, Wanted, checksum, encode_message
 from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate
-from twinphase.cluster.transport import NO_SHRINKING, read_message
+from twinphase.cluster.transport import NO_SHRINKING, read_message, unix_names
 from twinphase.engine.engine import Engine
 from twinphase.engine.loading import LoadedEngine
 from twinphase.errors import TwinphaseError
@@ -145,8 +145,8 @@ class BlockListener:
         addresses: where, the nearest first.
     """
 
-    def __init__(self, intake: BlockIntake, key: bytes, *, host: str = "127.0.0.1", folder: Path | None = None) -> None:
-        """Listen on a free port of `host`, and with a `folder` that only this user can enter on a Unix socket in it.
+    def __init__(self, intake: BlockIntake, key: bytes, *, host: str = "127.0.0.1", shared_memory: bool = True) -> None:
+        """Listen on a free port of `host`, and for workers of this machine on an abstract Unix socket.
 
         Raises:
             OSError: that is not possible.
@@ -157,12 +157,12 @@ class BlockListener:
         tcp = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.addresses = [f"tcp:{host}:{tcp.getsockname()[1]}"]
         self._servers = [tcp]
-        if folder is not None:
-            path = folder / f"kv-{os.getpid()}-{id(self):x}.sock"
+        if shared_memory:
+            name = f"{unix_names()}{secrets.token_hex(8)}"
             unix = socket.socket(socket.AF_UNIX)
-            unix.bind(str(path))
+            unix.bind("\0" + name)
             unix.listen()
-            self.addresses.insert(0, f"unix:{path}")
+            self.addresses.insert(0, f"unix:{name}")
             self._servers.append(unix)
         for server in self._servers:
             threading.Thread(target=self._listen, args=(server,), name="twinphase-kv-listen", daemon=True).start()
@@ -174,9 +174,6 @@ class BlockListener:
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
             link.close()
-        for address in self.addresses:
-            if address.startswith("unix:"):
-                Path(address.removeprefix("unix:")).unlink(missing_ok=True)
 
     def _listen(self, server: socket.socket) -> None:
         while not self._closed:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from twinphase.cluster.intake import BlockIntake, BlockListener
 from twinphase.cluster.pushes import BlockPushes
@@ -32,14 +29,13 @@ class KVPort:
         host: str = "127.0.0.1",
         shared_memory: bool = True,
     ) -> None:
-        """Listen on a free port of `host`, and for workers on this machine on a Unix socket; `send` is the loop's.
+        """Listen on a free port of `host`, and on an abstract Unix socket for workers here; `send` is the loop's.
 
         Raises:
             OSError: that is not possible.
         """
-        self._folder = Path(tempfile.mkdtemp(prefix="twinphase-kv-")) if shared_memory else None
         self.intake = BlockIntake(loop.loaded, loop.between_steps)
-        self._listener = BlockListener(self.intake, key, host=host, folder=self._folder)
+        self._listener = BlockListener(self.intake, key, host=host, shared_memory=shared_memory)
         self.pushes = BlockPushes(loop.loaded, key, lambda: loop.between_steps(lambda engine: None), send)
         loop.pushes = self.pushes
 
@@ -52,5 +48,3 @@ class KVPort:
         self.intake.close()
         self._listener.close()
         self.pushes.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)

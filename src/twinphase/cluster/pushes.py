@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from twinphase.cache.prefix_cache import CachedBlock
-from twinphase.cluster.transport import KVTransport, Outgoing, SharedSlots, SocketTransport
+from twinphase.cluster.transport import KVTransport, Outgoing, SharedSlots, SocketTransport, unix_names
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.messages import Pushed, PushTo
 from twinphase.request import Request
@@ -137,7 +136,7 @@ class BlockPushes:
 
     # On the engine's thread.
     def _transport(self, to: PushTo) -> KVTransport:
-        near = (one for one in to.addresses if one.startswith("unix:") and Path(one.removeprefix("unix:")).exists())
+        near = (one for one in to.addresses if one.startswith("unix:" + unix_names()))
         address = next(near, None) or next((one for one in to.addresses if one.startswith("tcp:")), "")
         if address not in self._transports:
             if self._slots is None:

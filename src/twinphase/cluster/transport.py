@@ -16,6 +16,7 @@ import struct
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from twinphase.cache.prefix_cache import CachedBlock
@@ -36,7 +37,7 @@ from twinphase.cluster.frames import (
 from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate, receive_exactly
 from twinphase.errors import TwinphaseError
 
-__all__ = ["KVTransport", "Outgoing", "SharedSlots", "SocketTransport", "TransportEvents", "read_message"]
+__all__ = ["KVTransport", "Outgoing", "SharedSlots", "SocketTransport", "TransportEvents", "read_message", "unix_names"]
 
 SEND_SECONDS = 10.0  # after which an end that reads nothing counts as lost
 NO_SHRINKING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -231,8 +232,17 @@ class SocketTransport:
             self._events.lost(self, reason)
 
 
+def unix_names() -> str:
+    """How the names of workers begin whose abstract sockets can be reached from here (unix(7)): no file outlives them.
+
+    These sockets are those of a machine and a network namespace.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"twinphase-kv-{boot}-{Path('/proc/self/ns/net').stat().st_ino}-"
+
+
 def connect(address: str) -> socket.socket:
-    """A connection to "tcp:HOST:PORT" or "unix:PATH".
+    """A connection to "tcp:HOST:PORT" or "unix:NAME", an abstract socket.
 
     Raises:
         OSError: nobody listens there.
@@ -241,7 +251,7 @@ def connect(address: str) -> socket.socket:
     if kind == "unix":
         link = socket.socket(socket.AF_UNIX)
         try:
-            link.connect(rest)
+            link.connect("\0" + rest)
         except OSError:
             link.close()
             raise
