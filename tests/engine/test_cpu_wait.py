@@ -1,3 +1,4 @@
+import gc
 import threading
 import time
 
@@ -30,3 +31,32 @@ def test_the_system_is_read():
     first = thread_cpu_wait()
     time.sleep(0.001)
     assert 0 <= first <= thread_cpu_wait()
+
+
+class Dropped:
+    """Garbage that only the collector finds, and that notes whether the list of threads is locked then."""
+
+    locked: list[bool] = []
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        self.locked.append(threading._active_limbo_lock._is_owned())
+
+
+def test_nothing_is_collected_while_the_list_of_threads_is_locked():
+    """A thread pool that is collected there would wait for threads that cannot end."""
+    wait, before = CpuWait(lambda threads: dict.fromkeys(threads, 0.0)), gc.get_threshold()
+    gc.set_threshold(5)
+    try:
+        for number in range(200):
+            Dropped()
+            _kept = [[] for _ in range(number % 7)]  # so that the collector's turn comes at another place each time
+            wait()
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert len(Dropped.locked) == 200
+    assert not any(Dropped.locked)
+    assert gc.isenabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -28,14 +29,26 @@ class CpuWait:
 
     def __call__(self) -> float:
         """Seconds since an arbitrary moment: only differences mean something."""
-        pool = (
-            t.native_id for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX) and t.native_id is not None
-        )
-        now = self._read({self._own, *pool})
+        now = self._read({self._own, *_pool()})
         # A thread that was not there at the last reading has not waited for this step.
         self._total += max((now[thread] - self._last[thread] for thread in now if thread in self._last), default=0.0)
         self._last = now
         return self._total
+
+
+def _pool() -> set[int]:
+    """Native ids of the backends' threads.
+
+    Without the collector: it might take a thread pool whose threads cannot end while the list of threads is locked.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        threads = threading.enumerate()
+    finally:
+        if collects:
+            gc.enable()
+    return {t.native_id for t in threads if t.name.startswith(THREAD_PREFIX) and t.native_id is not None}
 
 
 class _Schedstat:
