@@ -1,6 +1,9 @@
 """Applications for Ray Serve: the configuration, how many replicas there are, and one that really runs."""
 
+import json
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import httpx
@@ -8,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from children import end
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
 from twinphase.cluster.deploy import build_openai_app, by_queue_seconds
@@ -62,9 +66,28 @@ def test_what_is_not_honoured_is_refused_by_name(args, told):
         build_openai_app(args)
 
 
+# In a process of its own: Ray changes how its process takes signals.
+SERVE = """
+import json, sys
+import ray
+from ray import serve
+from twinphase.cluster.deploy import build_openai_app
+
+config, port = json.loads(sys.argv[1]), int(sys.argv[2])
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR")
+serve.start(http_options={"host": "127.0.0.1", "port": port})
+serve.run(build_openai_app({"llm_configs": [config]}))
+print("serving", flush=True)
+sys.stdin.read()
+serve.shutdown()
+ray.shutdown()
+"""
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_replica_answers_as_the_engine_does(tmp_path):
-    ray, serve = pytest.importorskip("ray"), pytest.importorskip("ray.serve")
+    pytest.importorskip("ray.serve")
     model = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0")
     params = {"max_tokens": 12, "temperature": 1.2, "seed": 5}
     (wanted,) = LLM(model, threads=1).generate(["one two"], SamplingParams(**params), use_tqdm=False)
@@ -76,17 +99,16 @@ def test_a_replica_answers_as_the_engine_does(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR")
+    command = [sys.executable, "-c", SERVE, json.dumps(config), str(port)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_openai_app({"llm_configs": [config]}))
-        answer = httpx.post(
-            f"http://127.0.0.1:{port}/v1/completions", json={"model": "tiny", "prompt": "one two", **params}, timeout=60
-        )
+        assert any(line.strip() == "serving" for line in process.stdout), "Ray Serve did not start"
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        answer = httpx.post(url, json={"model": "tiny", "prompt": "one two", **params}, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["text"] == wanted.outputs[0].text
-        refused = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a", "top_p": 7}, timeout=60)
-        assert refused.status_code == 400
+        assert httpx.post(url, json={"prompt": "a", "top_p": 7}, timeout=60).status_code == 400
+        process.stdin.close()
+        assert process.wait(60) == 0
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        end(process)

@@ -65,7 +65,10 @@ def test_workers_by_tcp_and_by_unix_socket_answer_as_one_engine(serve, lone, tin
         async def body(engine):
             await until(lambda: engine.is_running)
             assert all(map(same, await all_of(engine, asked), expected))
-            assert "of its tokens" in str(await engine.explain(await engine.submit([10, 11], LONG)))
+            stream = await engine.submit([10, 11], LONG)
+            await until(lambda: stream.transcript.token_ids)
+            assert "of its tokens" in str(await engine.explain(stream))
+            await engine.abort(stream.request_id)
             await whole(engine)
             assert [one.host for one in engine.host.workers()] == [worker.address for worker in workers]
 
