@@ -85,7 +85,8 @@ def test_nothing_is_left_when_all_have_ended(events):
             here -= set(fleet.leave(worker))
         elif kind == "join" and worker not in fleet.workers:
             fleet.join(worker, "prefill" if worker[0] == "p" else "decode", TIMES)
-        on = {name: fleet.on_worker(name) for name in fleet.workers}
+        places = {name: fleet.where(name) for name in map(str, range(10))}
+        on = {one: [name for name, place in places.items() if place and place.worker == one] for one in fleet.workers}
         assert {name: load.num_decodes for name, load in fleet.workers.items()} == {n: len(on[n]) for n in on}
         assert here == {name for names in on.values() for name in names}
         assert all((fleet.where(name) is not None) == (name in here) for name in map(str, range(10)))

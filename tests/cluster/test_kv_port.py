@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-import steps
 from kv_workers import KEY, FaultProxy, Worker, workers
 from tiny_gguf import write_tiny_gguf
 from twinphase.cluster.handshake import WrongKeyError, authenticate
@@ -23,12 +22,6 @@ FIRST = SamplingParams(temperature=1.2, seed=5, max_tokens=1, logprobs=3, ignore
 def prompt(length=200, seed=0):
     choose = random.Random(seed)
     return [choose.randrange(300) for _ in range(length)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with steps.own_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 @pytest.fixture(scope="module")

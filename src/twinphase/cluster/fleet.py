@@ -5,7 +5,7 @@ No thread, no I/O, no clock; the live router (`router.py`) and the simulation bo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from twinphase.cluster.block_index import BlockIndex
@@ -109,10 +109,6 @@ class Fleet:
         """A request has ended, with an answer of so many tokens; None if it was not let finish."""
         if self._take_back(request_id) and num_outputs is not None:
             self.usual_output += OUTPUT_FADE * (num_outputs - self.usual_output)
-
-    def on_worker(self, name: str) -> Collection[str]:
-        """Ids of the requests that a worker decodes, or is going to."""
-        return [request_id for request_id, sent in self._sent.items() if sent.decision.worker == name]
 
     def _take_back(self, request_id: str) -> bool:
         sent = self._sent.pop(request_id, None)
