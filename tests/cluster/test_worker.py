@@ -180,6 +180,7 @@ def test_bad_keys_and_addresses_are_refused_in_a_line(tmp_path, monkeypatch, cap
         listen(address)
     assert run_app(["serve", str(tiny_path), "--port", "0", "--worker", "nowhere"]) == 2
     assert "not the address of a worker" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a server that ends leaves Ctrl-C as it was
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.2, -0.5, 7.0, -1e6, 1e6])

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from running import RunningServer
@@ -17,8 +19,8 @@ def tiny_path(tmp_path_factory):
 def start(tmp_path_factory, tiny_path):
     """Starts a server of the tiny model, or another, with flags; used in a `with` block."""
 
-    def run(*flags, model=tiny_path, wait=True):
-        return RunningServer(model, tmp_path_factory.mktemp("server") / "log", *flags, wait=wait)
+    def run(*flags, model=tiny_path, **options):
+        return RunningServer(model, tmp_path_factory.mktemp("server") / "log", *flags, **options)
 
     return run
 
@@ -45,8 +47,15 @@ def limited(start):
     limits = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--max-queued-tokens", "100", "--max-n", "2")
     limits += ("--max-prompts", "3", "--max-body-bytes", "60000", "--kept-timelines", "3")
     order = ("--max-num-batched-tokens", "16", "--scheduling-policy", "priority")
-    order += ("--per-request-spec-decode-metrics", "detailed")
     with start(*names, *keys, *limits, *order, "--vllm-metrics", "--allowed-origins", PAGE) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def drafting(start):
+    """Drafts whatever is guessed and tells of it; elsewhere that is up to what steps take on this machine."""
+    flags = ("--per-request-spec-decode-metrics", "detailed")
+    with start(*flags, path=Path(__file__).parent / "always_drafts") as running:
         yield running
 
 

@@ -31,11 +31,13 @@ class RunningServer:
         log: what it wrote so far goes there.
     """
 
-    def __init__(self, model: str | Path, log: Path, *flags: str, wait: bool = True) -> None:
+    def __init__(self, model: str | Path, log: Path, *flags: str, wait: bool = True, path: Path | None = None) -> None:
         self.log, self.model = log, str(model)
         command = [sys.executable, "-m", "twinphase.cli", "serve", str(model), "--port", "0", *flags]
+        found = [str(path) if path else "", os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, found))}
         with open(log, "w") as file:
-            self.process = subprocess.Popen(command, stderr=file, stdout=file)
+            self.process = subprocess.Popen(command, stderr=file, stdout=file, env=environment)
         self.url = ""
         try:
             if wait:

@@ -137,14 +137,17 @@ class _Server(uvicorn.Server):
         service.drain(service.config.drain_timeout)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(sig, self.handle_exit, sig, None)
+        loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        for sig in signals:
+            loop.add_signal_handler(sig, self.handle_exit, sig, None)
         tasks = [asyncio.create_task(self._announce()), asyncio.create_task(self._end_when_drained())]
         try:
             await self._serve(sockets)
         finally:
             for task in tasks:
                 task.cancel()
+            for sig in signals:  # uvloop leaves them to a loop that is closed
+                loop.remove_signal_handler(sig)
 
     async def _end_when_drained(self) -> None:
         await self._service.drained.wait()

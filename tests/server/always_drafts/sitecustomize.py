@@ -1,0 +1,13 @@
+"""On the path of a server, it has every guess drafted, whether or not that pays on this machine."""
+
+from typing import Any
+
+from twinphase.speculation import speculator
+
+
+class AlwaysDrafts(speculator.Speculator):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, always=True)
+
+
+speculator.Speculator = AlwaysDrafts  # type: ignore[misc]
