@@ -6,7 +6,8 @@ no use of it. Not for where a block lies on its worker.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import compress
 
 __all__ = ["BlockIndex"]
 
@@ -20,6 +21,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self._bits: dict[str, int] = {}  # a worker's own bit in the masks
+        self._names: list[str] = []  # whose bit it is, the lowest first; "" for those that are free
         self._next_event: dict[str, int] = {}
         self._held: dict[bytes, int] = {}
         self._coming: dict[bytes, int] = {}  # being computed there, for a request that was sent there
@@ -52,6 +54,8 @@ class BlockIndex:
         """A worker has died or left: it holds nothing, and its events begin at 0 again."""
         self._next_event.pop(worker, None)
         bit = self._bits.pop(worker, 0)
+        if bit:
+            self._names[bit.bit_length() - 1] = ""
         for table in (self._held, self._coming):
             for block in [block for block, mask in table.items() if mask & bit]:
                 _remove(table, block, bit)
@@ -83,8 +87,10 @@ class BlockIndex:
                     break
         if mask and chain:
             ends.append((mask, len(chain)))
-        names = {bit: name for name, bit in self._bits.items()} if ends else {}
-        return {names[bit]: depth for workers, depth in ends for bit in _single_bits(workers)}
+        found = dict[str, int]()
+        for workers, depth in ends:
+            found.update(dict.fromkeys(compress(self._names, map(int, f"{workers:b}"[::-1])), depth))
+        return found
 
     def num_held(self, worker: str) -> int:
         """Blocks that a worker holds."""
@@ -96,21 +102,18 @@ class BlockIndex:
 
     def _bit(self, worker: str) -> int:
         if worker not in self._bits:
-            taken = sum(self._bits.values())
-            self._bits[worker] = ~taken & (taken + 1)  # the lowest that is free
+            if "" not in self._names:
+                self._names.append("")
+            place = self._names.index("")
+            self._names[place], self._bits[worker] = worker, 1 << place
         return self._bits[worker]
 
 
 def _remove(table: dict[bytes, int], block: bytes, bit: int) -> None:
-    left = table.get(block, 0) & ~bit
-    if left:
+    mask = table.get(block)
+    if mask is None:
+        return
+    if left := mask & ~bit:
         table[block] = left
     else:
-        table.pop(block, None)
-
-
-def _single_bits(mask: int) -> Iterator[int]:
-    while mask:
-        bit = mask & -mask
-        yield bit
-        mask ^= bit
+        del table[block]

@@ -6,7 +6,8 @@ No thread, no I/O, no clock; the live router (`router.py`) and the simulation bo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 
 from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.routing import Decision, Role, Routing, WorkerLoad
@@ -18,7 +19,7 @@ USUAL_OUTPUT = 128.0  # tokens of an answer, before any has ended
 OUTPUT_FADE = 0.02  # of the difference to each answer that ends
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sent:
     """A request where it is now; `unread` are predicted seconds until its prompt is read."""
 
@@ -77,7 +78,8 @@ class Fleet:
         left = max(1.0, self.usual_output - num_done)
         if most is not None:
             left = min(left, most - num_done)
-        decision = self._routing.choose(num_tokens, left, self.index.hits(chain), self.workers.values())
+        hits = self.index.hits(chain)
+        decision = self._routing.choose(num_tokens, left, hits, self.workers.values())
         self._sent[request_id] = _Sent(decision, chain, num_done, decision.read_seconds)
         worker, reader = self.workers[decision.worker], self._reader(decision)
         worker.num_decodes += 1
@@ -85,7 +87,7 @@ class Fleet:
         if reader is not None:
             reader.prefill_seconds += decision.read_seconds
         for name in {decision.worker, decision.prefill_worker or decision.worker}:
-            self.index.expect(name, chain)
+            self.index.expect(name, islice(chain, hits.get(name, 0), None))
         return decision
 
     def where(self, request_id: str) -> Decision | None:
@@ -103,7 +105,7 @@ class Fleet:
         unread = min(sent.unread, rest * decision.read_seconds)
         if (reader := self._reader(decision)) is not None:
             reader.prefill_seconds = max(0.0, reader.prefill_seconds - (sent.unread - unread))
-        self._sent[request_id] = replace(sent, unread=unread)
+        sent.unread = unread
 
     def end(self, request_id: str, num_outputs: int | None = None) -> None:
         """A request has ended, with an answer of so many tokens; None if it was not let finish."""

@@ -8,10 +8,9 @@ a weight.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import nsmallest
 from typing import Literal
 
 from twinphase.batch import StepWork
@@ -44,20 +43,20 @@ class WorkerLoad:
     num_decodes: int = 0
     decode_tokens: int = 0
     accepts: bool = True
-    _steps: tuple[int, float, float] = field(default=(-1, 0.0, 0.0), repr=False)
+    _step: tuple[int, float] = field(default=(-1, 0.0), repr=False)
 
-    def step_seconds(self) -> tuple[float, float]:
-        """A step of the requests that it has, and of one more."""
-        if self._steps[0] != self.num_decodes:
-            context = self.decode_tokens / self.num_decodes if self.num_decodes else 0.0
-            now, then = (self.times.seconds(StepWork.of_decodes(count, context))
-                         for count in (self.num_decodes, self.num_decodes + 1))  # fmt: skip
-            self._steps = (self.num_decodes, now, then)
-        return self._steps[1:]
+    def step_seconds(self) -> float:
+        """What a token of one more request costs: the step that it is in, and by how much that holds up the others."""
+        if self._step[0] != self.num_decodes:
+            count = self.num_decodes
+            context = self.decode_tokens / count if count else 0.0
+            now, then = (self.times.seconds(StepWork.of_decodes(some, context)) for some in (count, count + 1))
+            self._step = (count, then + count * (then - now))
+        return self._step[1]
 
     def forget_steps(self) -> None:
         """Other `times` hold from now on."""
-        self._steps = (-1, 0.0, 0.0)
+        self._step = (-1, 0.0)
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,15 @@ class Decision:
     @cached_property
     def reason(self) -> str:
         """The decision in words, as the ledger and `explain` show it."""
-        words = f"{_where(self)}: {self.num_tokens - self.num_cached:,} of {self.num_tokens:,} tokens to read"
+        way, unread = _way(self.worker, self.prefill_worker), self.num_tokens - self.num_cached
+        words = f"{way}: {unread:,} of {self.num_tokens:,} tokens to read"
         if self.instead is None:
             return words
         return f"{words}, {1e3 * self.cost:.0f} ms < {1e3 * self.instead[1]:.0f} ms ({self.instead[0]})"
 
 
-def _where(decision: Decision) -> str:
-    return f"{decision.prefill_worker}, then {decision.worker}" if decision.prefill_worker else decision.worker
+def _way(worker: str, reader: str | None) -> str:
+    return f"{reader}, then {worker}" if reader else worker
 
 
 class Routing:
@@ -117,28 +117,15 @@ class Routing:
         Raises:
             EngineUnavailableError: no worker that decodes takes requests.
         """
-        decoders, readers = list[WorkerLoad](), list[WorkerLoad]()
-        for worker in workers:
-            if worker.accepts:
-                (readers if worker.role == "prefill" else decoders).append(worker)
+        accepting = [worker for worker in workers if worker.accepts]
+        decoders = [worker for worker in accepting if worker.role != "prefill"]
+        readers = [worker for worker in accepting if worker.role == "prefill"]
         if not decoders:
             raise EngineUnavailableError("No worker takes requests.", "Send the request again in a moment.")
         quote = _Quote(num_tokens, num_outputs, hits, self.block_size)
         if self.policy == "random":
             return quote.decision(self._random.choice(decoders), self._random.choice(readers) if readers else None)
-        least = min(map(quote.decode, decoders))
-        offers = [(quote.local(decoder) - least, quote.decision(decoder)) for decoder in _best(decoders, quote.local)]
-        if readers:
-            (reader, *_), (decoder, *_) = _best(readers, quote.until_read), _best(decoders, quote.after_transfer)
-            cost = quote.until_read(reader) + quote.after_transfer(decoder) - least
-            offers = sorted([offers[0], (cost, quote.decision(decoder, reader))], key=lambda offer: offer[0])
-        (cost, decision), *others = offers
-        return replace(decision, cost=cost, instead=(_where(others[0][1]), others[0][0]) if others else None)
-
-
-def _best(workers: Sequence[WorkerLoad], cost: Callable[[WorkerLoad], float]) -> list[WorkerLoad]:
-    """The two best, the better one first; of equals the first."""
-    return nsmallest(2, workers, key=cost)
+        return quote.best(decoders, readers)
 
 
 class _Quote:
@@ -147,42 +134,80 @@ class _Quote:
     def __init__(self, num_tokens: int, num_outputs: float, hits: Mapping[str, int], block_size: int) -> None:
         self._num_tokens, self._num_outputs, self._hits, self._block_size = num_tokens, num_outputs, hits, block_size
         self._most_cached = (num_tokens - 1) // block_size * block_size  # the last token's logits are wanted
-        self._read: dict[tuple[int, int], float] = {}
+        self._reads: dict[int, _Reads] = {}
 
-    def decision(self, worker: WorkerLoad, reader: WorkerLoad | None = None) -> Decision:
+    def best(self, decoders: Sequence[WorkerLoad], readers: Sequence[WorkerLoad]) -> Decision:
+        """The way that costs least, and the next best in words; of equals the first."""
+        local, sent, least = self._decoding(decoders)
+        order = sorted(range(len(decoders)), key=local.__getitem__)
+        offers: list[tuple[float, WorkerLoad, WorkerLoad | None]]
+        offers = [(local[index] - least, decoders[index], None) for index in order[:2]]
+        if readers:
+            until_read = self._until_read(readers)
+            soonest, cheapest = min(until_read), min(sent)
+            apart = decoders[sent.index(cheapest)], readers[until_read.index(soonest)]
+            offers = sorted([offers[0], (soonest + cheapest - least, *apart)], key=lambda offer: offer[0])
+        (cost, worker, reader), *others = offers
+        instead = [(_way(one.name, other.name if other else None), cost) for cost, one, other in others]
+        return self.decision(worker, reader, cost, *instead)
+
+    def decision(
+        self, worker: WorkerLoad, reader: WorkerLoad | None, cost: float = 0.0, instead: tuple[str, float] | None = None
+    ) -> Decision:
         reads = reader or worker
+        cached = min(self._hits.get(reads.name, 0) * self._block_size, self._most_cached)
         name = reader.name if reader else None
-        return Decision(
-            worker.name, name, self._num_tokens, self._cached(reads), self._reading(reads, self._cached(reads))
-        )
+        return Decision(worker.name, name, self._num_tokens, cached, self._reads_of(reads)[cached], cost, instead)
 
-    def local(self, worker: WorkerLoad) -> float:
-        """Reading and decoding there."""
-        read = self._reading(worker, self._cached(worker))
-        return worker.prefill_seconds + read * (1 + worker.num_decodes) + self.decode(worker)
+    def _decoding(self, workers: Sequence[WorkerLoad]) -> tuple[list[float], list[float], float]:
+        """By worker: reading and decoding there; decoding there what another reads; and the least of decoding alone.
 
-    def until_read(self, worker: WorkerLoad) -> float:
-        """Reading there, behind those that came before."""
-        return worker.prefill_seconds + self._reading(worker, self._cached(worker))
-
-    def after_transfer(self, worker: WorkerLoad) -> float:
-        """Decoding there what another reads: it computes the last tokens again, which fill no block.
-
-        Blocks are sent while the next ones are read, so that only the last one is waited for.
+        A worker that gets blocks computes the last tokens again, which fill none. Blocks are sent while the next ones
+        are read, so that only the last one is waited for.
         """
-        last = self._reading(worker, self._most_cached) * (1 + worker.num_decodes)
-        sent = FRAME_SECONDS if self._cached(worker) < self._most_cached else 0.0
-        return sent + last + self.decode(worker)
+        hits, size, most = self._hits, self._block_size, self._most_cached
+        local, sent, decodes = list[float](), list[float](), list[float]()
+        times = None
+        for worker in workers:  # written out: a router asks this of every worker for every request
+            if worker.times is not times:
+                times, reads = worker.times, self._reads_of(worker)
+                last = reads[most]
+            slowed = 1 + worker.num_decodes
+            decode = self._num_outputs * worker.step_seconds()
+            cached = hits.get(worker.name, 0) * size
+            if cached < most:
+                local.append(worker.prefill_seconds + reads[cached] * slowed + decode)
+                sent.append(FRAME_SECONDS + last * slowed + decode)
+            else:
+                local.append(worker.prefill_seconds + last * slowed + decode)
+                sent.append(last * slowed + decode)
+            decodes.append(decode)
+        return local, sent, min(decodes)
 
-    def decode(self, worker: WorkerLoad) -> float:
-        now, then = worker.step_seconds()
-        return self._num_outputs * (then + worker.num_decodes * (then - now))
+    def _until_read(self, workers: Sequence[WorkerLoad]) -> list[float]:
+        """By worker: reading there, behind those that came before."""
+        hits, size, most, until = self._hits, self._block_size, self._most_cached, list[float]()
+        times = None
+        for worker in workers:
+            if worker.times is not times:
+                times, reads = worker.times, self._reads_of(worker)
+            cached = hits.get(worker.name, 0) * size
+            until.append(worker.prefill_seconds + reads[cached if cached < most else most])
+        return until
 
-    def _cached(self, worker: WorkerLoad) -> int:
-        return min(self._hits.get(worker.name, 0) * self._block_size, self._most_cached)
+    def _reads_of(self, worker: WorkerLoad) -> _Reads:
+        key = id(worker.times)  # workers of one kind share a cost model
+        if key not in self._reads:
+            self._reads[key] = _Reads(worker.times, self._num_tokens)
+        return self._reads[key]
 
-    def _reading(self, worker: WorkerLoad, cached: int) -> float:
-        key = id(worker.times), cached  # workers of one kind share a cost model, and most have the same cached: nothing
-        if key not in self._read:
-            self._read[key] = worker.times.seconds(StepWork.of_chunk(cached, self._num_tokens - cached, True))
-        return self._read[key]
+
+class _Reads(dict[int, float]):
+    """Predicted seconds for the rest of a prompt, by the tokens of it that are cached."""
+
+    def __init__(self, times: StepTimes, num_tokens: int) -> None:
+        self._times, self._num_tokens = times, num_tokens
+
+    def __missing__(self, cached: int) -> float:
+        self[cached] = seconds = self._times.seconds(StepWork.of_chunk(cached, self._num_tokens - cached, True))
+        return seconds
