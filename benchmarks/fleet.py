@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 from rich.console import Console
 from rich.progress import Progress
@@ -73,17 +74,16 @@ class Trace:
             outputs = self.scaling.length(line.num_output_tokens)
             yield TraceRequest(arrival, outputs, lambda number=number: self.prompt(number))  # type: ignore[misc]
 
-    def work(self) -> tuple[float, float, float]:
-        """Means of a request: prompt tokens, those of them that no earlier request began with, and output tokens."""
-        seen, fresh = set[int](), 0
+    def work(self) -> list[tuple[int, int, int]]:
+        """By request: tokens with which an earlier prompt begins too, other prompt tokens, and output tokens."""
+        seen, found = set[int](), []
         for line in self.lines:
             known = next((place for place, block in enumerate(line.blocks) if block not in seen), len(line.blocks))
             seen.update(line.blocks)
             length = self.scaling.length(line.num_prompt_tokens)
-            fresh += max(1, length - known * self.block)
-        prompts = sum(self.scaling.length(line.num_prompt_tokens) for line in self.lines)
-        outputs = sum(self.scaling.length(line.num_output_tokens) for line in self.lines)
-        return prompts / len(self.lines), fresh / len(self.lines), outputs / len(self.lines)
+            old = min(known * self.block, length - 1)
+            found.append((old, length - old, self.scaling.length(line.num_output_tokens)))
+        return found
 
 
 def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec:
@@ -108,18 +108,23 @@ def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec
     )  # fmt: skip
 
 
+def reading(spec: FleetSpec, trace: Trace) -> list[float]:
+    """Predicted seconds for each prompt on an idle worker that has cached what there is."""
+    return [spec.times.seconds(StepWork.of_chunk(old, new, True)) for old, new, _ in trace.work()]
+
+
 def capacity(spec: FleetSpec, trace: Trace, slos: Slos) -> float:
     """Requests per second that the fleet can do by the cost model, if each prefix is read once.
 
     Decode runs in the largest batch that keeps the TPOT. Where the pools are apart, the scarcer one counts.
     """
-    prompt, fresh, outputs = trace.work()
-    read = spec.times.seconds(StepWork.of_chunk(round(prompt - fresh), round(fresh), True))
+    old, new, outputs = zip(*trace.work(), strict=True)
+    read, context = mean(reading(spec, trace)), mean(old) + mean(new)
     steps = [
-        (count, spec.times.seconds(StepWork.of_decodes(count, prompt))) for count in range(1, spec.max_num_seqs + 1)
+        (count, spec.times.seconds(StepWork.of_decodes(count, context))) for count in range(1, spec.max_num_seqs + 1)
     ]
     count, step = max((one for one in steps if slos.tpot is None or one[1] <= slos.tpot), default=steps[0])
-    decode = outputs * step / count
+    decode = mean(outputs) * step / count
     if "both" in spec.roles:
         return len(spec.roles) / (read + decode)
     return min(spec.roles.count("prefill") / read, spec.roles.count("decode") / decode)
@@ -137,7 +142,7 @@ def play(spec: FleetSpec, trace: Trace, policy: str, count: int, rate: float, pr
 def table(runs: dict[str, tuple[Simulation, float]], slos: Slos, title: str) -> Table:
     shown = Table(title=title, title_justify="left")
     for name in ("routing", "prefix hits", "read apart", "TTFT p50, p99 (s)", "TPOT p50, p99 (ms)", "goodput",
-                 "steps / time", "decision p50, p99 (us)", "simulated in (s)"):  # fmt: skip
+                 "steps / time", "decision p50, p99 (us)", "simulated in (CPU s)"):  # fmt: skip
         shown.add_column(name, justify="left" if name == "routing" else "right")
     for policy, (run, seconds) in runs.items():
         seen = run.outcomes
@@ -174,9 +179,9 @@ def decision_costs(spec: FleetSpec, trace: Trace, counts: list[int]) -> Table:
             fleet.index.expect(f"worker-{worker}", {block for chain in choose.sample(chains, 125) for block in chain})
         seconds = []
         for number, chain in enumerate(chains):
-            began = time.perf_counter()
+            began = time.thread_time()
             fleet.send(str(number), spec.block_size * len(chain) + 1, chain)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.thread_time() - began)
             if number >= 8 * count:
                 fleet.end(str(number - 8 * count))
         shown.add_row(str(count), *pair(seconds, 1e6, 0).split(", "))
@@ -209,15 +214,18 @@ def main() -> None:
     runs = {}
     with Progress(console=console) as progress:
         for policy in args.routing:
-            began = time.perf_counter()
+            began = time.thread_time()
             simulation = play(spec, trace, policy, args.requests, args.load * whole, progress)
-            runs[policy] = simulation, time.perf_counter() - began
+            runs[policy] = simulation, time.thread_time() - began
     pools = f"{args.replicas} replicas" if args.replicas else f"{args.prefill}P{args.decode}D"
-    prompt, fresh, outputs = trace.work()
+    old, new, outputs = map(mean, zip(*trace.work(), strict=True))
     console.print(table(runs, slos, (
         f"{pools}, {args.requests:,} requests at {args.load * whole:.1f} per second ({args.load:g} of capacity); "
-        f"means: {prompt:.0f} prompt tokens, {fresh:.0f} of them new, {outputs:.0f} output tokens; goodput: {slos}"
+        f"means: {old + new:.0f} prompt tokens, {new:.0f} of them new, {outputs:.0f} output tokens; goodput: {slos}"
     )))  # fmt: skip
+    if slos.ttft is not None:
+        soon = mean(seconds <= slos.ttft for seconds in reading(spec, trace))
+        console.print(f"An idle worker that has cached what it can reads {soon:.1%} of the prompts within that TTFT.")
     console.print(decision_costs(spec, trace, [2, 8, 32, 128, 512]))
 
 
