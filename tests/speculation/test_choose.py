@@ -7,6 +7,7 @@ import pytest
 
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, StepWork
 from twinphase.request import Request, SamplingParams
+from twinphase.speculation import speculator
 from twinphase.speculation.choose import PAYS, ROW_SECONDS, Acceptance, choose_lengths
 from twinphase.speculation.proposer import Draft
 from twinphase.speculation.speculator import HOPELESS, PATIENCE, Speculator
@@ -97,7 +98,7 @@ def test_acceptance_follows_what_is_seen():
     assert acceptance.probability("a", sure, 0) > 0.9
     assert acceptance.probability("b", sure, 0) > 0.9  # others learn from it
     assert acceptance.probability("a", unsure, 0) < 0.1
-    assert acceptance.expected("a", sure) > 5 * acceptance.expected("a", unsure)
+    assert acceptance.expected("a", sure, 9) > 5 * acceptance.expected("a", unsure, 9)
     for _ in range(10):
         acceptance.observe("b", sure, 0, False)
     assert acceptance.probability("b", sure, 0) < 0.5 < acceptance.probability("c", sure, 0)
@@ -176,6 +177,21 @@ def test_where_nobody_wants_drafts_who_comes_is_asked_less_often_at_once():
     for _ in range(40):
         step(speculator, [make_request("new")], [9])
     assert fixed.asked - before <= 1 + 40 // 8
+
+
+@pytest.mark.parametrize(("takes", "least", "most"), [(0.1, 200, 200), (3.0, 10, 60)])
+def test_a_guess_that_takes_longer_than_it_saves_is_seldom_asked_for(monkeypatch, takes, least, most):
+    class Slow(Fixed):
+        def propose(self, request, limit):
+            now[0] += takes
+            return super().propose(request, limit)
+
+    now, slow = [0.0], Slow([7])
+    monkeypatch.setattr(speculator.time, "perf_counter", lambda: now[0])
+    drafter = Speculator([slow], Times(0.01), most=3)
+    for _ in range(200):
+        step(drafter, [make_request()], [7, 7])
+    assert least <= slow.asked <= most
 
 
 def test_the_slo_of_now_holds():

@@ -62,10 +62,10 @@ class Acceptance:
         own_right, own_seen = self._own.get(request_id, {}).get((draft.source, match >= LONG_MATCH), (0.0, 0.0))
         return (own_right + OWN_WEIGHT * usual) / (own_seen + OWN_WEIGHT)
 
-    def expected(self, request_id: str, draft: Draft) -> float:
-        """Tokens that the whole draft is expected to bring."""
+    def expected(self, request_id: str, draft: Draft, length: int) -> float:
+        """Tokens that the first `length` of the draft are expected to bring."""
         total, survives = 0.0, 1.0
-        for position in range(len(draft.token_ids)):
+        for position in range(length):
             survives *= self.probability(request_id, draft, position)
             total += survives
             if survives < 0.05:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -94,6 +95,8 @@ class Speculator:
         self._resting: dict[str, int] = {}  # steps between times for who was asked for nothing too often
         self._num_steps = self._num_requests = self._num_unwanted = 0
         self._least = 0.0  # chance of being right from which a guess pays
+        self._token_seconds = self._row_seconds = 0.0  # what a token costs without drafts; what a drafted row adds
+        self._asking_seconds = 0.0  # what asking about one request takes; most for heads, which compute their guess
 
     def draft(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """See `Drafter`."""
@@ -103,6 +106,7 @@ class Speculator:
         drafts: dict[str, Draft] = {}
         self._guesses = guesses = {}
         asked = self._asked(requests)
+        start = time.perf_counter()
         for request in asked:
             name = request.request_id
             draft = self._best(request, self._state(name))
@@ -110,13 +114,15 @@ class Speculator:
                 guesses[name] = draft
                 if self._always or self.acceptance.probability(name, draft, 0) >= self._least:
                     drafts[name] = draft
+        if asked:
+            self._asking_seconds += 0.1 * ((time.perf_counter() - start) / len(asked) - self._asking_seconds)
         if self.writing is not None:
             others = [request for request in requests if request.request_id not in drafts]
             written = self.writing.drafts(others, self.acceptance, self._always)
             drafts |= written
             guesses |= written
         lengths = self._lengths(requests, drafts) if drafts else {}
-        self._learn_who_to_ask(asked, lengths)
+        self._learn_who_to_ask(asked, drafts, lengths)
         return {name: drafts[name].token_ids[:length] for name, length in lengths.items()}
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
@@ -179,7 +185,8 @@ class Speculator:
         """How likely the first drafted row has to be right to be worth its time; 1 or more where none is."""
         row = drafted_row(decodes.decode_contexts // decodes.sequences, self._window)
         now, then = self._times.seconds(decodes), self._times.seconds(decodes.plus(row))
-        return PAYS * (then - now + ROW_SECONDS) * decodes.sequences / now
+        self._token_seconds, self._row_seconds = now / decodes.sequences, then - now + ROW_SECONDS
+        return PAYS * self._row_seconds / self._token_seconds
 
     def _asked(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Who is asked in this step."""
@@ -191,19 +198,27 @@ class Speculator:
         resting, step = self._resting, self._num_steps
         return [one for one in requests if not step % resting.get(one.request_id, 1)] if resting else requests
 
-    def _learn_who_to_ask(self, asked: Sequence[Request], lengths: Mapping[str, int]) -> None:
-        """Requests that were asked for nothing for long rest, ever longer, until something is drafted for them."""
-        self._num_unwanted = 0 if lengths else self._num_unwanted + len(asked)
-        for name in lengths:
+    def _learn_who_to_ask(
+        self, asked: Sequence[Request], drafts: Mapping[str, Draft], lengths: Mapping[str, int]
+    ) -> None:
+        """Requests whose drafts were not worth asking for rest, ever longer, until one is."""
+        worth = {name for name, length in lengths.items() if self._saves(name, drafts[name], length)}
+        self._num_unwanted = 0 if worth else self._num_unwanted + len(asked)
+        for name in worth:
             self._state(name).num_unwanted = 0
             self._resting.pop(name, None)
         for request in asked if self._least < 1 else ():
             name = request.request_id
-            if name not in lengths:
+            if name not in worth:
                 state = self._state(name)
                 state.num_unwanted += 1
                 if times := state.num_unwanted // PATIENCE:
                     self._resting[name] = min(SELDOM, self._retry << min(times, 8) - 1)
+
+    def _saves(self, name: str, draft: Draft, length: int) -> bool:
+        """Whether the draft is expected to save more time than its rows and asking for it take."""
+        saved = self.acceptance.expected(name, draft, length) * self._token_seconds
+        return saved > length * self._row_seconds + self._asking_seconds
 
     def _lengths(self, requests: Sequence[Request], drafts: Mapping[str, Draft]) -> dict[str, int]:
         """Tokens to draft of each draft; those of which none is worth it are left out."""
@@ -231,7 +246,11 @@ class Speculator:
         if not found:
             return None
         name = request.request_id
-        best = found[0] if len(found) == 1 else max(found, key=lambda draft: self.acceptance.expected(name, draft))
+        best = (
+            found[0]
+            if len(found) == 1
+            else max(found, key=lambda draft: self.acceptance.expected(name, draft, len(draft.token_ids)))
+        )
         best = self._admitted(request, best)
         return best if best.token_ids else None
 
