@@ -21,6 +21,7 @@ from twinphase.errors import InvalidRequestError
         ({"replicas": 16}, 16, True, 1),
         ({"workers": ("a:1",)}, 0, True, None),
         ({"workers": ("a:1", "b:1"), "replicas": 2}, 2, True, 4),
+        ({"ray_address": "auto", "prefill_workers": 1, "decode_workers": 2}, 3, True, 2),
         ({"ray_address": "auto", "replicas": 2, "threads_per_worker": 64}, 2, True, 64),
     ],
 )
@@ -46,6 +47,7 @@ def test_more_threads_than_cores_are_warned_about_and_two_answers_refused(monkey
         {"prefill_workers": 1},
         {"decode_workers": 1},
         {"prefill_workers": 1, "decode_workers": 1, "replicas": 2},
+        {"prefill_workers": 1, "decode_workers": 1, "workers": ("a:1",)},
     ):
         with pytest.raises(InvalidRequestError):
             ClusterConfig(**fields)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from routed import CONFIG, LONG, read, same, until
+from routed import CONFIG, LONG, all_of, mix, read, same, until
 from twinphase.cli import run_app
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
@@ -75,6 +75,33 @@ def test_ray_starts_workers_and_starts_them_again(tiny_path, lone, monkeypatch):
     while worker_pids(os.getpid()):
         assert time.monotonic() < deadline, "a worker outlives its server"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ray_starts_workers_of_both_roles(tiny_path, lone, monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    asked = list(mix(5))
+    expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    cluster = ClusterConfig(prefill_workers=1, decode_workers=1, threads_per_worker=1, ray_address="local")
+
+    async def main():
+        engine = AsyncEngine(make_host(str(tiny_path), ENGINE, cluster, stall=60.0))
+        try:
+            await until(lambda: all(one.state == "ready" for one in engine.host.workers()))
+            assert [(one.id, one.role) for one in engine.host.workers()] == [
+                ("prefill-0", "prefill"),
+                ("decode-0", "decode"),
+            ]
+            engine.host.fleet._routing.policy = "random"  # all prompts go to the one that reads
+            found = await all_of(engine, asked)
+            assert all(map(same, found, expected))
+            reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
+            assert sum(reason.startswith("decode-0: ") and "blocks there" in reason for reason in reasons) > 5
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    asyncio.run(asyncio.wait_for(main(), 250))
 
 
 @pytest.mark.slow

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from children import end
+from children import child, end
 from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.remote import RemoteHost
 from twinphase.engine.host import ProcessHost
+from twinphase.phases.timeline import IntervalKind
 
 KEY = "0123456789abcdef"
 HERE, THERE = "10.231.77.1", "10.231.77.2"
@@ -26,7 +27,7 @@ def ip(*arguments):
 class OtherHost:
     """A namespace with a worker in it, and the cable to it."""
 
-    def __init__(self):
+    def __init__(self, role):
         self.name, self.cable = f"tp{os.getpid()}", f"tp{os.getpid()}v"
         ip("netns", "add", self.name)
         ip("link", "add", self.cable, "type", "veth", "peer", "name", "cable", "netns", self.name)
@@ -36,7 +37,7 @@ class OtherHost:
         ip("-n", self.name, "link", "set", "cable", "up")
         command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "twinphase.cluster.worker"]
         self.process = subprocess.Popen(
-            [*command, "--listen", f"{THERE}:0", "--ends-with-stdin"],
+            [*command, "--listen", f"{THERE}:0", "--role", role, "--ends-with-stdin"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, KEY_VARIABLE: KEY}, text=True,
         )  # fmt: skip
         self.address = self.process.stdout.readline().split()[-1]
@@ -49,9 +50,9 @@ class OtherHost:
 
 
 @contextmanager
-def other_host():
+def other_host(role="both"):
     try:
-        host = OtherHost()
+        host = OtherHost(role)
     except (OSError, subprocess.CalledProcessError) as error:
         subprocess.run(["ip", "netns", "del", f"tp{os.getpid()}"], capture_output=True)
         pytest.skip(f"network namespaces cannot be made here: {error}")
@@ -60,6 +61,17 @@ def other_host():
     finally:
         end(host.process)
         ip("netns", "del", host.name)  # and the cable with it
+
+
+@contextmanager
+def child_worker(role):
+    """Address of a worker here."""
+    command = [sys.executable, "-m", "twinphase.cluster.worker", "--listen", f"{HERE}:0", "--role", role]
+    with child(
+        [*command, "--ends-with-stdin"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, KEY_VARIABLE: KEY}, text=True,
+    ) as process:  # fmt: skip
+        yield process.stdout.readline().split()[-1]
 
 
 @pytest.mark.slow
@@ -92,5 +104,41 @@ def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone
             await until(lambda: all(one.state == "ready" for one in router.workers()))
             assert all(map(same, await all_of(engine, later), expected_later))
             await whole(engine)
+
+        serve(body, hosts=hosts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(serve, lone, tiny_path):
+    prompts = [[10 + (i * j) % 250 for i in range(180)] for j in (3, 7, 9)]
+    expected = lone.generate(prompts, LONG)
+
+    with other_host("prefill") as there, child_worker("decode") as here:
+
+        def hosts():
+            return {
+                name: RemoteHost(address, KEY.encode(), tiny_path, CONFIG, 2.0)
+                for name, address in (("there", there.address), ("here", here))
+            }
+
+        async def body(engine):
+            await until(lambda: engine.is_running)
+            router = engine.host
+            router.fleet._routing.policy = "random"  # all prompts are read there
+
+            async def reasons():
+                found = await all_of(engine, [(prompt, LONG) for prompt in prompts])
+                assert all(map(same, found, expected))
+                return [one.reason for one in found[0].metrics.intervals if one.kind is IntervalKind.ROUTE]
+
+            assert "here: 11 of 11 blocks there" in await reasons()
+            there.pull()
+            assert any(reason.startswith("there, which died with 0 tokens") for reason in await reasons())
+            assert [one.state for one in router.workers()] != ["ready", "ready"]
+            there.plug()
+            await until(lambda: all(one.state == "ready" for one in router.workers()))
+            assert "here: 11 of 11 blocks there" in await reasons()
+            assert not any(view.requests for view in router.workers_by_name.values())
 
         serve(body, hosts=hosts)

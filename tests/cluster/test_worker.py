@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import pytest
 
@@ -18,6 +19,7 @@ from twinphase.cli import run_app
 from twinphase.cluster import remote
 from twinphase.cluster.address import KEY_VARIABLE, connect, listen, read_key
 from twinphase.cluster.remote import RemoteHost
+from twinphase.cluster.router import Router
 from twinphase.cluster.timelines import joined, shifted
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.errors import InvalidRequestError, StorageError
@@ -29,19 +31,20 @@ KEY = "0123456789abcdef"
 class Started:
     """A worker's process; it ends with the `with` block, or when its stdin closes."""
 
-    def __init__(self, address="127.0.0.1:0", key=KEY):
-        command = [sys.executable, "-m", "twinphase.cluster.worker", "--listen", address, "--ends-with-stdin"]
+    def __init__(self, address="127.0.0.1:0", key=KEY, role="both"):
+        command = [sys.executable, "-m", "twinphase.cluster.worker", "--listen", address, "--role", role]
+        command.append("--ends-with-stdin")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, **pipes, env={**os.environ, KEY_VARIABLE: key}, text=True)
         self.address = self.process.stdout.readline().split()[-1]
 
 
 @contextmanager
-def started(*addresses):
+def started(*addresses, roles=()):
     workers = []
     try:
-        for address in addresses:
-            workers.append(Started(address))
+        for address, role in zip_longest(addresses, roles, fillvalue="both"):
+            workers.append(Started(address, role=role))
         yield workers
     finally:
         for worker in workers:
@@ -122,11 +125,34 @@ def test_a_worker_that_is_not_there_is_not_waited_for_and_taken_when_it_comes(se
         serve(body, hosts=hosts_of(workers, tiny_path))
 
 
-def refused(workers, path, key=KEY):
+@pytest.mark.timeout(300)
+def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_path):
+    """The worker that reads says the first token, and the other one goes on; alone it would never answer."""
+    asked = list(mix(3))
+    expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+
+    with started("127.0.0.1:0", "127.0.0.1:0", roles=("prefill", "decode")) as workers:
+
+        async def body(engine):
+            await until(lambda: engine.is_running)
+            assert [one.role for one in engine.host.workers()] == ["prefill", "decode"]
+            engine.host.fleet._routing.policy = "random"  # all prompts go to the one that reads
+            found = await all_of(engine, asked)
+            assert all(map(same, found, expected))
+            reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
+            assert sum(reason.startswith("worker-1: ") and "blocks there" in reason for reason in reasons) > 5
+            assert not any(view.requests for view in engine.host.workers_by_name.values())
+
+        serve(body, hosts=hosts_of(workers, tiny_path))
+        alone = Router(hosts_of(workers[:1], tiny_path)())
+        assert "--role decode" in str(refused(workers, tiny_path, host=alone))
+
+
+def refused(workers, path, key=KEY, host=None):
     """What a server says that no worker lets in."""
 
     async def main():
-        engine = AsyncEngine(RemoteHost(workers[0].address, key.encode(), path, CONFIG))
+        engine = AsyncEngine(host or RemoteHost(workers[0].address, key.encode(), path, CONFIG))
         await until(lambda: engine.host.failure is not None)
         assert not engine.is_running
         await asyncio.to_thread(engine.close)
@@ -178,6 +204,8 @@ def test_bad_keys_and_addresses_are_refused_in_a_line(tmp_path, monkeypatch, cap
     listener, address = listen("127.0.0.1:0")
     with listener, pytest.raises(StorageError, match="Cannot listen"):
         listen(address)
+    assert run_app(["worker", "--role", "reader"]) == 2
+    assert "both, prefill, decode" in capsys.readouterr().err
     assert run_app(["serve", str(tiny_path), "--port", "0", "--worker", "nowhere"]) == 2
     assert "not the address of a worker" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a server that ends leaves Ctrl-C as it was

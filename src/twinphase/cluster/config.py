@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.cluster.routing import Role
 from twinphase.config import EngineConfig, available_cores
 from twinphase.errors import InvalidRequestError
 from twinphase.settings import check_settings, setting
@@ -29,11 +30,11 @@ class ClusterConfig:
         default_text="1, or none where --worker names others",
     )
     prefill_workers: int | None = setting(
-        None, "Engines on this machine that read prompts for --decode-workers others.", minimum=1, maximum=128
+        None, "Engines that read prompts for --decode-workers others.", minimum=1, maximum=128
     )
     decode_workers: int | None = setting(
         None,
-        "Engines on this machine that answer what --prefill-workers have read, and read where that is faster.",
+        "Engines that answer what --prefill-workers have read, and read where that is faster.",
         minimum=1,
         maximum=128,
     )
@@ -48,7 +49,7 @@ class ClusterConfig:
     )
     ray_address: str | None = setting(
         None,
-        "Have Ray start the --replicas: the address of a Ray cluster, auto, or local to start Ray here.",
+        "Have Ray start the engines: the address of a Ray cluster, auto, or local to start Ray here.",
         default_text="without Ray",
     )
     worker_silence: float = setting(
@@ -61,11 +62,19 @@ class ClusterConfig:
             raise InvalidRequestError(
                 "--prefill-workers needs --decode-workers, and the other way round.", "Give both."
             )
-        if self.prefill_workers and (self.replicas or self.workers or self.ray_address):
+        if self.prefill_workers and (self.replicas or self.workers):
             raise InvalidRequestError(
                 "--prefill-workers and --decode-workers are given together with other workers.",
-                "Drop --replicas, --worker and --ray-address.",
+                "Drop --replicas. For --worker, start each engine as `twinphase worker --role prefill|decode`.",
             )
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """The engines that are started for this server, by name."""
+        if not self.prefill_workers or not self.decode_workers:
+            return {f"worker-{number}": "both" for number in range(self.num_here)}
+        readers: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(self.prefill_workers)}
+        return {**readers, **{f"decode-{number}": "decode" for number in range(self.decode_workers)}}
 
     @property
     def num_here(self) -> int:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from twinphase.cluster.intake import BlockIntake, BlockListener
 from twinphase.cluster.pushes import BlockPushes
 from twinphase.engine.loop import EngineLoop
 from twinphase.engine.messages import FromEngine
 
-__all__ = ["KVPort"]
+if TYPE_CHECKING:
+    from twinphase.engine.child import OpenPort
+
+__all__ = ["KVPort", "opened_port"]
 
 
 class KVPort:
@@ -48,3 +53,19 @@ class KVPort:
         self.intake.close()
         self._listener.close()
         self.pushes.close()
+
+
+@contextmanager
+def opened_port(key: bytes, host: str = "127.0.0.1") -> Iterator[OpenPort]:
+    """For `child.serve`: a function that opens a loop's port, which is closed at the end of the `with` block."""
+    ports: list[KVPort] = []
+
+    def open_port(loop: EngineLoop, send: Callable[[FromEngine], None]) -> list[str]:
+        ports.append(KVPort(loop, send, key, host=host))
+        return ports[0].addresses
+
+    try:
+        yield open_port
+    finally:
+        for port in ports:
+            port.close()

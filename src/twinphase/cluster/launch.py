@@ -13,7 +13,6 @@ from twinphase.cluster.pools import RayPool
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.remote import RemoteHost
 from twinphase.cluster.router import Router
-from twinphase.cluster.routing import Role
 from twinphase.engine.checks import engine_config
 from twinphase.engine.host import Host, LinkHost, ProcessHost
 
@@ -36,35 +35,23 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
     engine = {**engine, "threads": threads} if threads is not None else engine
     if not cluster.is_cluster:
         return ProcessHost(model, engine)
-    if cluster.prefill_workers and cluster.decode_workers:
-        return _pools(model, engine, cluster, stall)
-    pool = None
-    if cluster.ray_address is not None:
-        pool = RayPool(cluster.num_here, threads or 1, cluster.ray_address)
+    roles, hosts = cluster.roles, dict[str, LinkHost]()
+    pool = RayPool(roles, threads or 1, cluster.ray_address) if cluster.ray_address is not None else None
     key = read_key(cluster.cluster_key_file) if cluster.workers else b""
-    hosts: dict[str, LinkHost] = {}
-    for number in range(cluster.num_here + len(cluster.workers)):
-        name = f"worker-{number}"
+    if cluster.prefill_workers and pool is None:
+        os.environ[KEY_VARIABLE] = secrets.token_hex(32)  # of these engines alone, which inherit it
+    for name, role in roles.items():
         own = _own(engine, name)
-        if number < cluster.num_here and pool is not None:
-            hosts[name] = RemoteHost(partial(pool.address, number), pool.key, model, own, cluster.worker_silence)
-        elif number < cluster.num_here:
-            hosts[name] = ProcessHost(model, own, cluster.worker_silence)
+        if pool is not None:
+            hosts[name] = RemoteHost(partial(pool.address, name), pool.key, model, own, cluster.worker_silence)
         else:
-            address = cluster.workers[number - cluster.num_here]
-            hosts[name] = RemoteHost(address, key, model, own, cluster.worker_silence)
+            hosts[name] = (ProcessHost if role == "both" else PortedHost)(model, own, cluster.worker_silence)
+    for number, address in enumerate(cluster.workers, len(roles)):
+        own = _own(engine, name := f"worker-{number}")
+        hosts[name] = RemoteHost(address, key, model, own, cluster.worker_silence)
     if pool is not None:
         pool.start()
-    return Router(hosts, stall=stall, closed=pool.close if pool else None)
-
-
-def _pools(model: str, engine: dict[str, Any], cluster: ClusterConfig, stall: float) -> Router:
-    """Engines that read prompts, and engines that answer."""
-    os.environ[KEY_VARIABLE] = secrets.token_hex(32)  # of these engines alone, which inherit it
-    roles: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(cluster.prefill_workers or 0)}
-    roles |= {f"decode-{number}": "decode" for number in range(cluster.decode_workers or 0)}
-    hosts = {name: PortedHost(model, _own(engine, name), cluster.worker_silence) for name in roles}
-    return Router(hosts, roles=roles, stall=stall)
+    return Router(hosts, roles=roles, stall=stall, closed=pool.close if pool else None)
 
 
 def _own(engine: dict[str, Any], name: str) -> dict[str, Any]:

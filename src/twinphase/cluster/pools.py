@@ -15,10 +15,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from twinphase.cluster.address import KEY_VARIABLE, read_key
+from twinphase.cluster.routing import Role
 from twinphase.config import module_command
 from twinphase.errors import InvalidRequestError, TwinphaseError
 
@@ -41,14 +43,14 @@ def key_id(key: bytes) -> str:
 class WorkerKeeper:
     """The actor: one worker's process on its machine, which ends when the actor does."""
 
-    def __init__(self, listen: str | None) -> None:
+    def __init__(self, listen: str | None, role: Role) -> None:
         """`listen` is the address that the worker gets a port at; None is that of its machine in the cluster."""
         if listen is None:
             import ray
 
             own_address: Any = ray.util.get_node_ip_address  # which has no types
             listen = own_address()
-        self._listen, self._address = listen, ""
+        self._listen, self._role, self._address = listen, role, ""
         self._process: subprocess.Popen[str] | None = None
         self._key_id = key_id(read_key())
 
@@ -56,7 +58,7 @@ class WorkerKeeper:
         """The worker's address, and the id of its key; one that has ended is started again before."""
         if self._process is None or self._process.poll() is not None:
             command = [*module_command("twinphase.cluster.worker"), "--listen", f"{self._listen}:0"]
-            command.append("--ends-with-stdin")
+            command += ["--role", self._role, "--ends-with-stdin"]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
             assert self._process.stdout is not None
@@ -67,8 +69,8 @@ class WorkerKeeper:
 class RayPool:
     """The server's view of its workers on Ray."""
 
-    def __init__(self, count: int, threads: int, ray_address: str) -> None:
-        """Nothing is started yet. The workers' key is made here where Ray is local and there is none.
+    def __init__(self, roles: Mapping[str, Role], threads: int, ray_address: str) -> None:
+        """Nothing is started yet; `roles` is by the workers' names. A local Ray's key is made here if there is none.
 
         Raises:
             InvalidRequestError: Ray is not installed, or there is no key.
@@ -80,8 +82,8 @@ class RayPool:
         if ray_address == LOCAL:
             os.environ.setdefault(KEY_VARIABLE, os.urandom(32).hex())
         self.key = read_key()
-        self._command = [*module_command("twinphase.cluster.pools"), str(count), str(threads), ray_address]
-        self._known: dict[int, str] = {}
+        self._command = [*module_command("twinphase.cluster.pools"), json.dumps(dict(roles)), str(threads), ray_address]
+        self._known: dict[str, str] = {}
         self._error: TwinphaseError | None = None
         self._process: subprocess.Popen[str] | None = None
         self._closing = threading.Event()
@@ -90,7 +92,7 @@ class RayPool:
     def start(self) -> None:
         self._thread.start()
 
-    def address(self, number: int) -> str:
+    def address(self, name: str) -> str:
         """Where a worker is, as it was told last.
 
         Raises:
@@ -99,9 +101,9 @@ class RayPool:
         """
         if self._error is not None:
             raise self._error
-        if number not in self._known:
+        if name not in self._known:
             raise ConnectionError("Ray has not started it yet")
-        return self._known[number]
+        return self._known[name]
 
     def close(self) -> None:
         """Ray, where it was started here, and the workers end with the process that told of them."""
@@ -141,13 +143,13 @@ class RayPool:
             self._error = InvalidRequestError(told["error"], told["fix"])
         elif told["key"] != key_id(self.key):
             self._error = InvalidRequestError(
-                f"The machine of worker-{told['worker']} has another key.", f"Set {KEY_VARIABLE} alike on all of them."
+                f"The machine of {told['worker']} has another key.", f"Set {KEY_VARIABLE} alike on all of them."
             )
         else:
             self._known[told["worker"]] = told["address"]
 
 
-def main(count: int, threads: int, ray_address: str) -> int:
+def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
     """The process in which Ray is: starts the actors, and tells where their workers are until stdin closes."""
     import ray
 
@@ -167,22 +169,20 @@ def main(count: int, threads: int, ray_address: str) -> int:
         return _refuse(f"No Ray cluster answers at {ray_address}: {words}.", "Check --ray-address, and `ray status`.")
     resources: Any = ray.cluster_resources  # which has no types
     cores = resources().get("CPU", 0)
-    if count * threads > cores:
+    if len(roles) * threads > cores:
         return _refuse(
-            f"{count} workers with {threads} threads each need more than the {cores:.0f} cores of the Ray cluster.",
-            "Lower --replicas or --threads-per-worker.",
+            f"{len(roles)} workers with {threads} threads each need more than the Ray cluster's {cores:.0f} cores.",
+            "Have fewer, or lower --threads-per-worker.",
         )
-    options = {"num_cpus": threads, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-    keeper = ray.remote(WorkerKeeper).options(**options)
-    actors: list[Any] = [keeper.remote("127.0.0.1" if local else None) for _ in range(count)]
-    known: dict[int, tuple[str, str]] = {}
+    actors = _start(roles, threads, "127.0.0.1" if local else None)
+    known: dict[str, tuple[str, str]] = {}
     answered = float("inf")  # when one did last; none has yet
     while not ended.wait(LOOK_SECONDS):
         if time.monotonic() - answered > LOST_SECONDS:
             ray.shutdown()
             return 1  # Ray's own process here may be dead, which Ray does not tell
-        asked = {actor.where.remote(): number for number, actor in enumerate(actors)}
-        done, _ = ray.wait(list(asked), num_returns=count, timeout=REPLY_SECONDS)
+        asked = {actor.where.remote(): name for name, actor in actors.items()}
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REPLY_SECONDS)
         for reference in done:
             try:
                 found = tuple(ray.get(reference))
@@ -196,6 +196,24 @@ def main(count: int, threads: int, ray_address: str) -> int:
     return 0
 
 
+def _start(roles: Mapping[str, Role], threads: int, listen: str | None) -> dict[str, Any]:
+    """An actor for each worker, with cores of its own; those that send each other KV blocks close together."""
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = "SPREAD" if set(roles.values()) == {"both"} else "PACK"
+    group = placement_group([{"CPU": threads}] * len(roles), strategy=strategy)
+    actors = {}
+    for number, (name, role) in enumerate(roles.items()):
+        place = PlacementGroupSchedulingStrategy(group, number)
+        keeper = ray.remote(WorkerKeeper).options(
+            name=name, num_cpus=threads, max_restarts=-1, max_task_retries=0, scheduling_strategy=place
+        )
+        actors[name] = keeper.remote(listen, role)
+    return actors
+
+
 def _refuse(cause: str, fix: str) -> int:
     print(json.dumps({"error": cause, "fix": fix}), flush=True)
     return 2
@@ -205,4 +223,4 @@ if __name__ == "__main__":
     # By its name: the actors' machines are to find the class in the module, not in this one.
     from twinphase.cluster import pools
 
-    sys.exit(pools.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    sys.exit(pools.main(json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

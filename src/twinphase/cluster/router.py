@@ -18,7 +18,7 @@ from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.sent import Sent, chain_of
-from twinphase.cluster.worker_view import WorkerView, as_one
+from twinphase.cluster.worker_view import WorkerView, as_one, can_answer, failure_of
 from twinphase.engine.host import Died, LinkHost, Receive
 from twinphase.engine.messages import (
     Accepted,
@@ -96,9 +96,9 @@ class Router:
 
     @property
     def is_running(self) -> bool:
-        """Whether a worker takes messages, and all others have come or failed."""
+        """Whether a worker answers, and all others have come or failed."""
         views = self.workers_by_name.values()
-        return any(view.is_up for view in views) and all(view.is_settled for view in views)
+        return can_answer(views) and all(view.is_settled for view in views)
 
     @property
     def num_restarts(self) -> int:
@@ -106,9 +106,8 @@ class Router:
 
     @property
     def failure(self) -> Refused | None:
-        """Why no worker could be had, where none could."""
-        failures = [view.host.failure for view in self.workers_by_name.values()]
-        return failures[0] if all(failures) else None
+        """Why no worker will ever answer, where none will."""
+        return failure_of(self.workers_by_name.values())
 
     def start(self, receive: Receive, died: Died) -> None:
         self._receive, self._died = receive, died
@@ -128,7 +127,7 @@ class Router:
     def kill(self) -> None:
         """Those that have work, and answer no more."""
         for view in self.workers_by_name.values():
-            if view.is_up and self._busy(view):
+            if view.is_up and view.requests:
                 view.host.kill()
 
     def close(self) -> None:
@@ -140,8 +139,8 @@ class Router:
 
     def workers(self) -> list[WorkerStatus]:
         with self._lock:
-            index = self.fleet.index if self.fleet else None
-            return [view.status(self._busy(view), index, perf_counter()) for view in self.workers_by_name.values()]
+            index, views = self.fleet.index if self.fleet else None, self.workers_by_name.values()
+            return [view.status(index, perf_counter()) for view in views]
 
     def _add(self, add: Add) -> None:
         if add.request_id in self._sent:
@@ -162,18 +161,22 @@ class Router:
         view = self.workers_by_name[decision.worker]
         sent.worker, sent.reason = view.name, decision.reason
         now, sent.num_when_sent = sent.route_until_now(decision.reason), len(done)
-        if self.fleet.workers[view.name].num_decodes == 1:
-            view.heard = now  # it had nothing to tell of
         try:
             message = replace(add, arrival=now, tokenized=now, output_token_ids=list(done))
             reader = self.workers_by_name.get(decision.prefill_worker or "")
             if reader is not None and (there := view.facts) is not None and sent.goes_on(there):
                 sent.worker, sent.then = reader.name, view.name
                 view, message = reader, sent.first_token(message, there.kv_addresses)
-            view.host.put(message)
+            self._hand(view, message)
         except TwinphaseError:
             self.fleet.end(add.request_id)
             raise
+
+    def _hand(self, view: WorkerView, add: Add) -> None:
+        if not view.requests:
+            view.heard = perf_counter()  # it had nothing to tell of
+        view.host.put(add)
+        view.requests.add(add.request_id)
 
     def _end(self, message: End) -> None:
         sent = self._sent.get(message.request_id)
@@ -182,6 +185,7 @@ class Router:
             if not sent.accepted:  # a worker that compiles its grammar gives it up without a word
                 del self._sent[message.request_id]
                 self._forget(message.request_id)
+                self.workers_by_name[sent.worker].requests.discard(message.request_id)
             if sent.waits:  # no worker has it
                 self._continue(sent, sent.worker)
             else:
@@ -264,7 +268,9 @@ class Router:
             self._watch_blocks(view)
 
     def _tell_facts(self) -> None:
-        """The workers together, as one engine."""
+        """The workers together, as one engine; or why there will be none."""
+        if (failure := self.failure) is not None:
+            self._receive(failure)
         up = [view.facts for view in self.workers_by_name.values() if view.facts is not None and view.is_up]
         if not up or not self.is_running:
             return
@@ -280,14 +286,13 @@ class Router:
         if message.about is None:
             view.state = "failed"
             LOG.error("%s: %s", view.name, message.error())
-            if self.failure is not None:
-                self._receive(message)
             self._tell_facts()
         elif isinstance(message.about, int):
             self._asked.pop(message.about, None)
             self._receive(message)
         elif (sent := self._of(view, message.about)) is not None:
             del self._sent[message.about]
+            view.requests.discard(message.about)
             self._forget(message.about)
             if sent.accepted:  # what the first worker took, the second one would not
                 self._receive(StepNews([sent.ended(FinishReason.ERROR, str(message.error()))]))
@@ -302,21 +307,20 @@ class Router:
         self._receive(message)
 
     def _news(self, view: WorkerView, message: StepNews) -> None:
+        view.requests -= {news.request_id for news in message.news if news.finished is not None}
         passed = [self._passed_on(sent, news) for news in message.news
                   if (sent := self._of(view, news.request_id)) is not None]  # fmt: skip
         stats, view.heard = message.stats, perf_counter()
         self._end_stalled(view.heard)
         if stats is not None:
             view.step(stats)
-            views = self.workers_by_name.values()
-            stats = WorkerView.together(stats, [(one, self._busy(one)) for one in views])
+            stats = WorkerView.together(stats, self.workers_by_name.values())
         if passed or stats is not None:
             self._receive(StepNews(passed, stats))
 
     def _passed_on(self, sent: Sent, news: News) -> News:
         assert self.fleet is not None, "a worker has joined"
-        found = sent.take(news)
-        finished = found.finished
+        finished = (found := sent.take(news)).finished
         self.fleet.read(news.request_id, news.num_prefilled + len(sent.token_ids))
         if finished is not None:
             del self._sent[news.request_id]
@@ -330,10 +334,9 @@ class Router:
         view = self.workers_by_name[sent.then]
         now, sent.waits, sent.then = sent.route_until_now(f"{sent.then}: {how}"), False, ""
         if not view.is_up:
-            self._continue(sent, view.name)
-            return
+            return self._continue(sent, view.name)
         sent.worker, sent.num_when_sent = view.name, len(sent.token_ids)
-        view.host.put(replace(sent.add, arrival=now, tokenized=now, output_token_ids=list(sent.token_ids)))
+        self._hand(view, replace(sent.add, arrival=now, tokenized=now, output_token_ids=list(sent.token_ids)))
 
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
         """A worker has died: what it was computing goes on elsewhere, or fails where there is nobody else."""
@@ -345,10 +348,11 @@ class Router:
             if self.fleet is not None:
                 self.fleet.leave(view.name)
             lost = [sent for sent in self._sent.values() if sent.worker == view.name]
-            questions = [message for one, message in self._asked.values() if one is view]
-            if not any(one.is_up for one in self.workers_by_name.values()):
-                for name in list(self._sent):
+            if not can_answer(self.workers_by_name.values()):
+                for name, sent in self._sent.items():
                     self._forget(name)
+                    if (reader := self.workers_by_name[sent.worker]).is_up:
+                        reader.host.put(End(name, FinishReason.ABORT))
                 self._sent.clear()
                 self._asked.clear()
                 self._died(self.last_death)
@@ -357,7 +361,7 @@ class Router:
             LOG.warning("%s: what it had goes on elsewhere, %d requests.", view.name, len(lost))
             for sent in lost:
                 self._continue(sent, view.name)
-            for message in questions:
+            for message in [message for one, message in self._asked.values() if one is view]:
                 self._ask(message)
             self._tell_facts()
 
@@ -383,18 +387,14 @@ class Router:
                 self._receive(Refused(name, type(error).__name__, error.cause, error.fix))
 
     def _forget(self, request_id: str, num_outputs: int | None = None) -> None:
-        if self.fleet is not None:
-            self.fleet.end(request_id, num_outputs)
-
-    def _busy(self, view: WorkerView) -> bool:
-        load = self.fleet.workers.get(view.name) if self.fleet else None
-        return load is not None and load.num_decodes > 0
+        assert self.fleet is not None, "a worker has joined"
+        self.fleet.end(request_id, num_outputs)
 
     def _end_stalled(self, now: float) -> None:
         """While others work; where none does, the server notices."""
         if now - self._looked > STALL_LOOKS:
             self._looked = now
             for view in self.workers_by_name.values():
-                if view.is_up and self._busy(view) and now - view.heard > self._stall:
+                if view.is_up and view.requests and now - view.heard > self._stall:
                     LOG.error("%s made no step for %.0f s; it is ended.", view.name, self._stall)
                     view.host.kill()

@@ -14,6 +14,7 @@ import queue
 import socket
 import struct
 import threading
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,7 @@ class SharedSlots:
         """`count` slots of `nbytes` bytes."""
         self.nbytes = -(-nbytes // 64) * 64
         self.descriptor = os.memfd_create("twinphase-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.descriptor)  # once no thread of a transport has it
         os.ftruncate(self.descriptor, count * self.nbytes)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, NO_SHRINKING)  # or a reader could be made to fault
         self._memory = memoryview(mmap.mmap(self.descriptor, count * self.nbytes))
@@ -110,9 +112,6 @@ class SharedSlots:
 
     def view(self, slot: int, length: int) -> memoryview:
         return self._memory[slot * self.nbytes :][:length]
-
-    def close(self) -> None:
-        os.close(self.descriptor)
 
 
 class SocketTransport:

@@ -12,17 +12,20 @@ import socket
 import sys
 import threading
 from time import perf_counter
+from typing import cast, get_args
 
 from msgspec.structs import replace
 
 from twinphase import __version__
 from twinphase.cluster.address import listen, prepare, read_key
 from twinphase.cluster.handshake import authenticate
+from twinphase.cluster.kv_port import opened_port
+from twinphase.cluster.routing import Role
 from twinphase.engine.child import Link, load, serve
 from twinphase.engine.embedding import LoadedEmbedder
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.loop import refusal
-from twinphase.engine.messages import Add, Load, Loading, ToEngine
+from twinphase.engine.messages import Add, EngineFacts, FromEngine, Load, Loading, ToEngine
 from twinphase.engine.text import ModelText
 from twinphase.engine.wire import SEND_BUFFER
 from twinphase.errors import InvalidRequestError, TwinphaseError
@@ -36,6 +39,11 @@ LOST_SECONDS = 10.0  # without a ping, after which the server is gone
 class _ServerLink(Link):
     """A request arrives when it comes here: the server's clock is another one."""
 
+    role: Role = "both"
+
+    def send(self, message: FromEngine) -> None:
+        super().send(replace(message, role=self.role) if isinstance(message, EngineFacts) else message)
+
     def next(self) -> ToEngine | None:
         message = super().next()
         if isinstance(message, Add):
@@ -47,7 +55,9 @@ class _ServerLink(Link):
 class Worker:
     """The model that there is, for one connection after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes, role: Role = "both") -> None:
+        """With `key`, other workers send KV blocks; the server is told the `role`."""
+        self._key, self._role = key, role
         self._wanted: Load | None = None
         self._loaded: LoadedEngine | LoadedEmbedder | None = None
 
@@ -56,6 +66,7 @@ class Worker:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         connection.settimeout(LOST_SECONDS)
         link = _ServerLink(connection)
+        link.role = self._role
         first = link.next()
         if not isinstance(first, Load):
             return
@@ -68,7 +79,10 @@ class Worker:
             engine = loaded.engine
             for request_id in list(engine.timelines):  # of the connection before
                 engine.finish(request_id, FinishReason.ABORT)
-        serve(loaded, link, lambda: None)
+        # Where the server found this worker, others of its machines can find it too.
+        host = "127.0.0.1" if connection.family == socket.AF_UNIX else connection.getsockname()[0]
+        with opened_port(self._key, host) as open_port:
+            serve(loaded, link, lambda: None, open_port)
 
     def _load(self, wanted: Load, link: Link) -> LoadedEngine | LoadedEmbedder:
         if wanted.version != __version__:
@@ -87,17 +101,19 @@ class Worker:
         return self._loaded
 
 
-def run_worker(address: str, key: bytes, *, ends_with_stdin: bool = False) -> None:
+def run_worker(address: str, key: bytes, role: str = "both", *, ends_with_stdin: bool = False) -> None:
     """Listen, and serve whoever has the key; prints the address first. With `ends_with_stdin`, until stdin closes.
 
     Raises:
-        TwinphaseError: nobody can listen there.
+        TwinphaseError: nobody can listen there, or there is no such role.
     """
+    if role not in get_args(Role):
+        raise InvalidRequestError(f"A worker's role is not {role!r}.", f"Use one of: {', '.join(get_args(Role))}.")
     listener, address = listen(address)
     print(f"listening on {address}", flush=True)
     if ends_with_stdin:
         threading.Thread(target=_end_with_stdin, name="twinphase-parent", daemon=True).start()
-    worker = Worker()
+    worker = Worker(key, cast(Role, role))
     while True:
         connection, _ = listener.accept()
         with connection:
@@ -121,10 +137,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="twinphase.cluster.worker")
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT or unix:PATH")
     parser.add_argument("--cluster-key-file", help="file with the key; the environment's otherwise")
+    parser.add_argument("--role", default="both", help="both, prefill or decode")
     parser.add_argument("--ends-with-stdin", action="store_true", help="end when standard input closes")
     asked = parser.parse_args(arguments)
     try:
-        run_worker(asked.listen, read_key(asked.cluster_key_file), ends_with_stdin=asked.ends_with_stdin)
+        run_worker(asked.listen, read_key(asked.cluster_key_file), asked.role, ends_with_stdin=asked.ends_with_stdin)
     except TwinphaseError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace as replaced
 
 from msgspec.structs import replace
@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.routing import Role
 from twinphase.engine.host import LinkHost
-from twinphase.engine.messages import EngineFacts, StepStats, WorkerStatus
+from twinphase.engine.messages import EngineFacts, Refused, StepStats, WorkerStatus
 from twinphase.phases.cost import FEATURES, CostModel
 
-__all__ = ["WorkerView", "as_one"]
+__all__ = ["WorkerView", "as_one", "can_answer", "failure_of"]
 
 NO_PRICES = (0.0,) * len(FEATURES)
 SHARE_SECONDS = 10.0  # that the shares of time are told of
@@ -25,11 +25,13 @@ class WorkerView:
     """One worker.
 
     Attributes:
+        role: as its server was told, or as it was started itself.
         is_up: it takes messages.
         is_absent: it was not to be had when it was wanted first, or has died.
         is_settled: it has been up, or has failed: a server waits no longer for it.
         facts: what it said of itself when it came last.
         prices: of its cost model, which it told last.
+        requests: that it has, by id.
         heard: when a step of it was told last, or its first request was sent, seconds.
     """
 
@@ -39,6 +41,7 @@ class WorkerView:
         self.facts: EngineFacts | None = None
         self.prices = NO_PRICES
         self.state, self.heard = "starting", 0.0
+        self.requests: set[str] = set()
         self._stats: StepStats | None = None
         self._before = dict.fromkeys(TOTALS, 0)  # of those that lived before this one
         self._seconds = [0.0, 0.0]  # prefill, decode
@@ -55,10 +58,12 @@ class WorkerView:
 
     def join(self, facts: EngineFacts) -> None:
         self.facts, self.is_up, self.state = facts, True, "ready"
+        self.role = facts.role or self.role
         self.prices = facts.prices or NO_PRICES
 
     def leave(self) -> None:
         """It has died; what it counted is kept."""
+        self.requests.clear()
         self.is_up, self.is_absent, self.state = False, True, "starting"
         for name in TOTALS:
             self._before[name] += getattr(self._stats, name, 0)
@@ -86,21 +91,21 @@ class WorkerView:
         return CostModel(prices, shape.windowed_share if shape else 0.0)
 
     @staticmethod
-    def together(stats: StepStats, views: Sequence[tuple[WorkerView, bool]]) -> StepStats:
-        """A worker's step, with the numbers of all workers, as if they were one engine; of each, whether it is busy."""
-        last = [view._stats for view, busy in views if busy and view._stats is not None]
-        size = sum(view.is_up for view, _ in views) or 1
+    def together(stats: StepStats, views: Collection[WorkerView]) -> StepStats:
+        """A worker's step, with the numbers of all workers, as if they were one engine."""
+        last = [view._stats for view in views if view.requests and view._stats is not None]
+        size = sum(view.is_up for view in views) or 1
         return replace(
             stats,
             num_running=sum(one.num_running for one in last),
             num_waiting=sum(one.num_waiting for one in last),
             kv_cache_usage=sum(one.kv_cache_usage for one in last) / size,
-            **{name: sum(view.total(name) for view, _ in views) for name in TOTALS},
+            **{name: sum(view.total(name) for view in views) for name in TOTALS},
         )
 
-    def status(self, busy: bool, index: BlockIndex | None, now: float) -> WorkerStatus:
+    def status(self, index: BlockIndex | None, now: float) -> WorkerStatus:
         """For people; of a worker without requests the last step says nothing."""
-        stats = self._stats if busy else None
+        stats = self._stats if self.requests else None
         recent = [one for one in self._recent if one[0] >= now - SHARE_SECONDS]
         prefill, decode = (sum(one[part] for one in recent) / SHARE_SECONDS for part in (1, 2))
         return WorkerStatus(
@@ -118,3 +123,19 @@ def as_one(all_facts: Sequence[EngineFacts]) -> EngineFacts:
                      ("max_num_seqs", "num_kv_blocks"))  # fmt: skip
     config = replaced(all_facts[0].config, max_num_seqs=seats, num_kv_blocks=blocks or None)
     return replace(all_facts[0], config=config)
+
+
+def can_answer(views: Collection[WorkerView]) -> bool:
+    """Whether a worker is up that does more than read prompts."""
+    return any(view.is_up and view.role != "prefill" for view in views)
+
+
+def failure_of(views: Collection[WorkerView]) -> Refused | None:
+    """Why there is nobody to wait for: what refused the first worker, if all were, or that none is to answer."""
+    failures = [view.host.failure for view in views]
+    if all(failures):
+        return failures[0]
+    if can_answer(views) or not all(view.is_up or view.host.failure for view in views):
+        return None
+    return Refused(None, "InvalidRequestError", "All workers have the role prefill, so that none would answer.",
+                   "Start one with --role decode, or both.")  # fmt: skip

@@ -6,7 +6,7 @@ pickle. Not for what a user sees.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -165,6 +165,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         model: fingerprint of the model's files.
         kv_addresses: where other engines can send KV blocks (`PushTo`), the nearest first.
         kv_fingerprint: names what decides the bits of a KV block; blocks of another one are of no use here.
+        role: what a worker was started for; "" where its server decides.
     """
 
     config: EngineConfig
@@ -179,6 +180,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     model: str = ""
     kv_fingerprint: str = ""
     kv_addresses: list[str] = []
+    role: Literal["", "both", "prefill", "decode"] = ""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
