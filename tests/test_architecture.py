@@ -69,12 +69,12 @@ TOP = {
 THIRD_PARTY_HOME = {
     "numba": "backends/cpu",
     "llvmlite": "backends/cpu",
-    "torch": ("backends/cuda", "bench/targets"),
+    "torch": ("backends/torch", "bench/targets"),
     "transformers": "bench/targets",  # measured beside us, never used by us
     "llama_cpp": "bench/targets",
     "scipy": "bench",
     "vl_convert": "bench",
-    "triton": "backends/cuda",
+    "triton": "backends/torch/kernels",
     "ray": "cluster",
     "llguidance": "sampling",
     "fastapi": "server",

@@ -27,7 +27,7 @@ def test_no_more_than_the_models_context():
         ({"threads": -1}, "threads is -1"),
         ({"num_kv_blocks": 1.5}, "num_kv_blocks is 1.5"),
         ({"seed": -1}, "seed is -1"),
-        ({"backend": "tpu"}, "Use one of: cpu, reference"),
+        ({"backend": "tpu"}, "Use one of: cpu, reference, torch"),
         ({"kv_cache_dtype": "int4"}, "Use one of: auto, int8"),
         ({"scheduling_policy": "lifo"}, "Use one of: fcfs, priority"),
         ({"itl_slo_ms": 0}, "itl_slo_ms is 0"),

@@ -6,6 +6,7 @@ Not for a request's wishes (`SamplingParams`) nor for a model's shape (`blueprin
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from twinphase.speculative import speculative_config
 
 __all__ = [
     "BACKENDS",
+    "DTYPES",
     "KV_CACHE_DTYPES",
     "POLICIES",
     "POOLINGS",
@@ -27,7 +29,8 @@ __all__ = [
     "module_command",
 ]
 
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("cpu", "reference", "torch")
+DTYPES = ("auto", "float16", "bfloat16", "float32")
 KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("none", "q8_0", "q4_0", "q4_k")
 POLICIES = ("fcfs", "priority")
@@ -123,7 +126,18 @@ class EngineConfig:
         None, "Instruction-set path of the cpu backend, such as avx2.", default_text="the best that this processor has"
     )
     backend: str = setting(
-        "cpu", "Backend: cpu, or reference (slow NumPy float32, the oracle of the tests).", choices=BACKENDS
+        "cpu",
+        "Backend: cpu, torch (GPUs), or reference (slow NumPy float32, the oracle of the tests).",
+        choices=BACKENDS,
+    )
+    device: str | None = setting(
+        None, "Device of the torch backend: cpu, cuda or cuda:N.", default_text="cuda, or cpu where there is none"
+    )
+    dtype: str = setting(
+        "auto",
+        "Element type of weights, KV cache and products with the torch backend; auto is bfloat16 (float16 before "
+        "Ampere) on a GPU and float32 on a processor.",
+        choices=DTYPES,
     )
     task: str | None = setting(
         None,
@@ -142,20 +156,33 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         speculative_config(self.speculative_config)
+        self._check_device()
+
+    def _check_device(self) -> None:
+        if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise InvalidRequestError(f"device is {self.device!r}.", "Use cpu, cuda or cuda:N.")
+        if self.backend == "torch" and self.isa is not None:
+            raise InvalidRequestError(f"isa is {self.isa!r}, but torch chooses its own kernels.", "Leave it out.")
+        for name, value, default in (("device", self.device, None), ("dtype", self.dtype, "auto")):
+            if value != default and self.backend != "torch":
+                raise InvalidRequestError(
+                    f"{name} is {value!r} with the {self.backend} backend.", "Use the torch backend, or leave it out."
+                )
 
     @property
     def slo_number(self) -> float | None:
         """The SLO in milliseconds, where it is a number."""
         return None if isinstance(self.itl_slo_ms, str) else self.itl_slo_ms
 
-    def resolve(self, context_length: int, kv_token_bytes: int = 0) -> EngineConfig:
+    def resolve(self, context_length: int, kv_token_bytes: float = 0, memory: int | None = None) -> EngineConfig:
         """The same configuration with `max_model_len` and `num_kv_blocks` filled in for a model; no SLO is None.
 
         `max_num_seqs` is lowered to the token budget: a step must be able to give every running request its token.
 
         Args:
             context_length: tokens the model was trained for.
-            kv_token_bytes: about what a token takes in the KV cache; 0 is unknown, and memory then no limit.
+            kv_token_bytes: what a token takes in the KV cache; 0 is unknown, and memory then no limit.
+            memory: free bytes of the device; None where it has none of its own.
 
         Raises:
             InvalidRequestError: `max_model_len` exceeds the model's `context_length`.
@@ -167,9 +194,9 @@ class EngineConfig:
                 f"Use at most {context_length}.",
             )
         max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
-        cache_tokens, memory = max_num_seqs * DEFAULT_SEAT_TOKENS, free_memory()
+        cache_tokens, memory = max_num_seqs * DEFAULT_SEAT_TOKENS, memory or free_memory()
         if kv_token_bytes and memory is not None:
-            cache_tokens = min(cache_tokens, memory // 4 // kv_token_bytes)
+            cache_tokens = min(cache_tokens, int(memory // 4 // kv_token_bytes))
         num_kv_blocks = self.num_kv_blocks or -(-max(max_model_len, cache_tokens) // self.block_size)
         slo = None if self.itl_slo_ms == "off" else self.itl_slo_ms
         resolved = replace(self, max_model_len=max_model_len, num_kv_blocks=num_kv_blocks, max_num_seqs=max_num_seqs)

@@ -11,6 +11,7 @@ from tiny_gguf import write_tiny_gguf
 from twinphase.backends.base import Backend
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.reference import ReferenceBackend
+from twinphase.backends.torch.backend import TorchBackend
 from twinphase.errors import KVFrameError
 
 PROMPT, STEPS, BLOCKS = 75, 30, 48
@@ -21,6 +22,7 @@ BACKENDS = {
     "reference-5": (ReferenceBackend, 5),
     "cpu": (lambda: CpuBackend(threads=2), 16),
     "cpu-48": (lambda: CpuBackend(threads=2), 48),  # three cells, and more blocks than one chunk of cells holds
+    "torch-bfloat16": (lambda: TorchBackend("cpu", "bfloat16"), 5),
     "cpu-int8": (lambda: CpuBackend(threads=2, kv_cache_dtype="int8"), 32),
 }
 

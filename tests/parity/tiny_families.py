@@ -118,4 +118,4 @@ def make_model(name: str) -> Any:
 def logits_of(model: Any, tokens: list[int]) -> Any:
     """Float32 [tokens, vocab_size]."""
     with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0].numpy()
+        return model(torch.tensor([tokens])).logits[0].float().numpy()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 from twinphase.backends.base import Units
+from twinphase.errors import InvalidRequestError
 
-__all__ = ["Device", "MeasuredRates", "open_device"]
+__all__ = ["Device", "MeasuredRates", "open_device", "require_torch"]
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,42 @@ class Device(Protocol):
     def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
         """Bytes of one token's key and value in one KV head of one layer, with a `kv_cache_dtype`."""
 
+    def free_memory(self) -> int | None:
+        """Bytes of its own memory that could be taken now; None where it computes in the host's."""
+
     def measure(self) -> MeasuredRates:
         """What the device can do at best just now (some seconds)."""
 
 
-def open_device(backend: str, threads: int | None = None, isa: str | None = None) -> Device:
+def open_device(
+    backend: str,
+    threads: int | None = None,
+    isa: str | None = None,
+    device: str | None = None,
+    dtype: str = "auto",
+) -> Device:
     """The device of a backend; None is as many threads, and the best path, as there are.
 
     Raises:
-        InvalidRequestError: this processor cannot run `isa`.
+        InvalidRequestError: this processor cannot run `isa`, or there is no such `device`.
     """
     if backend == "reference":
         from twinphase.backends.reference import ReferenceDevice
 
         return ReferenceDevice()
+    if backend == "torch":
+        require_torch()
+        from twinphase.backends.torch.device import TorchDevice
+
+        return TorchDevice(device, dtype, threads)
     from twinphase.backends.cpu.device import CpuDevice
 
     return CpuDevice(threads, isa)
+
+
+def require_torch() -> None:
+    """Raises InvalidRequestError, which names the extra, where torch is not installed."""
+    if find_spec("torch") is None:
+        raise InvalidRequestError(
+            "The torch backend needs torch, which is not installed.", "Run `pip install 'twinphase[torch]'`."
+        )

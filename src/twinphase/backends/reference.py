@@ -268,6 +268,9 @@ class ReferenceDevice:
         """2 d b, with b = 4."""
         return 8 * head_dim
 
+    def free_memory(self) -> None:
+        """It has none of its own."""
+
     def measure(self) -> MeasuredRates:
         """Never: `has_ceilings` says so."""
         raise NotImplementedError("the reference backend has no ceilings")

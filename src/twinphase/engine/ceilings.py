@@ -14,7 +14,7 @@ DENSE_TYPES = {"F32", "F16", "BF16"}
 
 
 def device_of(config: EngineConfig) -> Device:
-    return open_device(config.backend, config.threads, config.isa)
+    return open_device(config.backend, config.threads, config.isa, config.device, config.dtype)
 
 
 def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:

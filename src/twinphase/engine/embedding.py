@@ -34,7 +34,7 @@ F32 = NDArray[np.float32]
 
 # Settings of steps, of tokens that follow one another, or of kernels: an embedding has none of these.
 NOT_FOR_EMBEDDINGS = ("itl_slo_ms", "trace_file", "num_kv_blocks")
-NOT_FOR_ENCODERS = ("kv_cache_dtype", "threads", "isa")
+NOT_FOR_ENCODERS = ("kv_cache_dtype", "threads", "isa", "device", "dtype")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from twinphase.backends.base import Backend, KVCacheSpec, Units
+from twinphase.backends.device import require_torch
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.ceilings import compute_units, device_of, measured_ceilings
@@ -78,8 +79,9 @@ class LoadedEngine:
                 "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
             )
         b = self.blueprint = read_blueprint(self.checkpoint, wanted.max_model_len)
-        about = 4 * b.num_layers * b.num_kv_heads * b.head_dim  # keys and values in 16 bits
-        self.config = wanted.resolve(b.context_length, about)
+        device = device_of(wanted)
+        kv_bytes = b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, wanted.kv_cache_dtype)
+        self.config = wanted.resolve(b.context_length, kv_bytes, device.free_memory())
         self.text = ModelText(self.checkpoint)
         self.backend = backend = make_backend(self.config, compile_progress)
         speculation = speculative_config(self.config.speculative_config)
@@ -190,16 +192,21 @@ class LoadedEngine:
 
 
 def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str], None] | None = None) -> Backend:
-    """The backend a configuration asks for; imported here because the other one costs start-up time."""
+    """The backend a configuration asks for; imported here because the others cost start-up time, or an extra."""
+    if config.backend != "cpu" and config.kv_cache_dtype != "auto":
+        raise InvalidRequestError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r} with the {config.backend} backend.",
+            "It keeps the type that it computes in: use auto.",
+        )
     if config.backend == "reference":
         from twinphase.backends.reference import ReferenceBackend
 
-        if config.kv_cache_dtype != "auto":
-            raise InvalidRequestError(
-                f"kv_cache_dtype is {config.kv_cache_dtype!r} with the reference backend.",
-                "It keeps float32: use auto.",
-            )
         return ReferenceBackend()
+    if config.backend == "torch":
+        require_torch()
+        from twinphase.backends.torch.backend import TorchBackend
+
+        return TorchBackend(config.device, config.dtype, config.threads)
     from twinphase.backends.cpu.backend import CpuBackend
 
     backend: Backend = CpuBackend(

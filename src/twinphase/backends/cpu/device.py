@@ -31,6 +31,9 @@ class CpuDevice:
         sizes = kv_layout.key_bytes(head_dim), kv_layout.scale_bytes(dtype), kv_layout.value_bytes(head_dim, dtype)
         return sum(sizes) / kv_layout.CELL
 
+    def free_memory(self) -> None:
+        """It has none of its own."""
+
     def measure(self) -> MeasuredRates:
         """In a process of its own."""
         return ceilings.measure(self.threads, self.isa)

@@ -1,0 +1,316 @@
+"""The `Backend` protocol over torch tensors, on a processor or a GPU: plain torch, one call an operation.
+
+Weights are dequantized once, to the element type; keys and values are kept in it. What is summed over many layers or
+tokens stays float32: the hidden states between layers, norms, rotations, softmax and logits. Not for kernels of our
+own, whose oracle this is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
+from twinphase.backends.kv_frames import kv_fingerprint, pack_frames, unpack_frames
+from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.torch.device import find_device, find_dtype
+from twinphase.blueprint import Blueprint, Experts, Rope
+from twinphase.errors import OutOfMemoryError
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.quant import dequantize
+
+__all__ = ["TorchBackend"]
+
+RopeTables = tuple[Tensor, Tensor, bool]
+
+
+class TorchBackend:
+    """See `Backend`. Everything a step reads but its first arrays lives on the device."""
+
+    name = "torch"
+    block_multiple = 1
+    kv_cache_dtypes: tuple[str, ...] = ("auto",)
+
+    def __init__(self, device: str | None = None, dtype: str = "auto", threads: int | None = None) -> None:
+        """`threads` are those of torch in this process, where the device is the processor.
+
+        Raises:
+            InvalidRequestError: the device does not exist.
+        """
+        self.device = find_device(device)
+        self.dtype = find_dtype(dtype, self.device)
+        self.wide = torch.promote_types(self.dtype, torch.float32)  # of sums
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    # Weights.
+    def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
+        """Remember what the model is made of."""
+        self.blueprint, self._checkpoint = blueprint, checkpoint
+        self._embedding: tuple[str, Tensor] | None = None
+
+    def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Tensor:
+        """[outputs, inputs] in the element type; the embedding's own memory where the head is the embedding."""
+        if self._embedding is not None and list(names) == [self._embedding[0]]:
+            return self._embedding[1]
+        return self._put(checkpoint, names, 0, self.dtype)
+
+    def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Tensor:
+        """[experts, outputs, inputs] in the element type."""
+        return self._put(checkpoint, names, 1, self.dtype)
+
+    def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> Tensor:
+        """Tensors side by side, float32 of their shape."""
+        return self._put(checkpoint, names, -1, self.wide) + plus
+
+    def embedding(self, checkpoint: Checkpoint, name: str) -> Tensor:
+        """[vocab_size, hidden_size] in the element type."""
+        table = self._put(checkpoint, [name], 0, self.dtype)
+        self._embedding = name, table
+        return table
+
+    def _put(self, checkpoint: Checkpoint, names: Sequence[str], axis: int, dtype: torch.dtype) -> Tensor:
+        infos = [checkpoint.tensors[name] for name in names]
+        wanted = sum(int(np.prod(info.shape)) for info in checkpoint.tensors.values()) * self.dtype.itemsize
+        fix = "Use a smaller model" + (", or --dtype float16 or bfloat16." if self.dtype.itemsize > 2 else ".")
+        with self._memory("weights", wanted, fix):
+            parts = [dequantize(checkpoint.raw(info.name), info.shape, info.type) for info in infos]
+            return torch.cat([torch.from_numpy(part).to(self.device, dtype) for part in parts], axis)
+
+    @contextmanager
+    def _memory(self, purpose: str, nbytes: int, fix: str) -> Iterator[None]:
+        """What torch says of memory that it does not get, in our words; `nbytes` is what all of `purpose` takes."""
+        try:
+            yield
+        except RuntimeError as error:  # torch.OutOfMemoryError is one, and on a processor there is no other
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+            dtype = str(self.dtype).removeprefix("torch.")
+            size = f"{nbytes / 1e9:.1f} GB in {dtype} on {self.device}"
+            raise OutOfMemoryError(f"No memory for the {purpose}: {size}.", fix) from None
+
+    def rope(self, rope: Rope, max_positions: int) -> RopeTables:
+        """Cosines, sines and whether pairs are interleaved."""
+        cos, sin = (torch.from_numpy(table).to(self.device) for table in rope_tables(rope, max_positions))
+        return cos, sin, rope.interleaved
+
+    # KV cache.
+    def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
+        """[layers, 2, blocks, block_size, kv_heads, head_dim] in the element type, keys and then values."""
+        shape = (spec.num_layers, 2, spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self.kv_spec = spec
+        nbytes = self.kv_bytes_per_token() * spec.num_blocks * spec.block_size
+        with self._memory("KV cache", nbytes, "Lower --num-kv-blocks, --max-model-len or --max-num-seqs."):
+            self.kv = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.slots = self.kv.view(spec.num_layers, 2, -1, spec.num_kv_heads, spec.head_dim)
+
+    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
+        """2 L H_kv d b, with b the bytes of the element type."""
+        spec = self.kv_spec
+        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+
+    @cached_property
+    def kv_fingerprint(self) -> str:
+        """See `Backend`; torch's version and the device stand for the order in which products add."""
+        cuda = self.device.type == "cuda"
+        device = torch.cuda.get_device_name(self.device) if cuda else torch.backends.cpu.get_cpu_capability()
+        facts = {"backend": self.name, "torch": torch.__version__, "device": device, "dtype": str(self.dtype)}
+        return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """[layers, 2, block_size, kv_heads, head_dim] in the element type each."""
+        blocks = self.kv[:, :, list(block_ids)].movedim(2, 0).contiguous()
+        return pack_frames(self.kv_fingerprint, blocks.view(torch.uint8).cpu().numpy().reshape(len(blocks), -1))
+
+    def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+        """See `Backend`."""
+        nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
+        rows = unpack_frames(self.kv_fingerprint, frames, nbytes)
+        layers, both, _, *block = self.kv.shape
+        blocks = torch.from_numpy(rows).to(self.device).view(self.dtype).view(len(rows), layers, both, *block)
+        self.kv[:, :, list(block_ids)] = blocks.movedim(0, 2)
+
+    # One step.
+    def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
+        """Run the forward pass operation by operation; only the logits come back to the host."""
+        self.inputs, self._kept = inputs, list[NDArray[np.float32]]()
+        rows = inputs.num_tokens
+        with torch.inference_mode(), self._memory("step", rows * self._row_bytes, "Lower --max-num-batched-tokens."):
+            self._upload(inputs)
+            logits: NDArray[np.float32] = forward(self).float().cpu().numpy()
+        return logits
+
+    @property
+    def _row_bytes(self) -> int:
+        """About what a row of a step takes: the widest layer in float32, its result, and its logits."""
+        b = self.blueprint
+        return 4 * (4 * b.ffn_size + 2 * b.hidden_size + b.vocab_size)
+
+    def _upload(self, inputs: StepInputs) -> None:
+        """The step's inputs on the device."""
+        arrays = (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.logit_rows)
+        self.token_ids, self.positions, self.slot_mapping, self.wanted = (self._array(array) for array in arrays)
+        tables, size = self._array(inputs.block_tables), self.kv_spec.block_size
+        self.contexts = []  # of each sequence: its rows, and the slots of its tokens so far
+        for table, start, end, length in zip(
+            tables, inputs.query_start[:-1].tolist(), inputs.query_start[1:].tolist(),
+            inputs.context_lens.tolist(), strict=True,
+        ):  # fmt: skip
+            at = torch.arange(length, device=self.device)
+            self.contexts.append((slice(start, end), table[at // size] * size + at % size))
+
+    def _array(self, array: NDArray[np.signedinteger]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
+
+    def kept(self) -> list[NDArray[np.float32]]:
+        """See `Backend`."""
+        return self._kept
+
+    def keep(self, x: Tensor) -> None:
+        """A copy in the host's memory."""
+        self._kept.append(x.float().cpu().numpy().copy())
+
+    def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
+        """Rows of the table, scaled, float32."""
+        return table[self.token_ids].to(self.wide) * scale
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight in float32, given in the element type."""
+        return self._norm(x, weight, eps).to(self.dtype)
+
+    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.to(self.wide)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    def linear(
+        self, x: Tensor, weight: Tensor, *, residual: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """x @ weight.T + residual + bias; float32 where something float32 is added, else in the element type."""
+        out = x.to(self.dtype) @ weight.T
+        for term in (residual, bias):
+            if term is not None:
+                out = out.to(self.wide) + term
+        return out
+
+    def add(self, x: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
+        """x + scale * h, float32."""
+        return x + scale * h.to(self.wide)
+
+    def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """x + scale * rms_norm(h), float32."""
+        return self.add(x, self._norm(h, weight, eps), scale)
+
+    def rope_kv_write(
+        self,
+        qkv: Tensor,
+        rope: RopeTables | None,
+        layer: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+    ) -> Tensor:
+        """Normalize, rotate, write the cache, return queries [num_tokens, num_heads, head_dim]."""
+        b = self.blueprint
+        q, k, v = torch.split(qkv.view(len(qkv), -1, b.head_dim), [b.num_heads, b.num_kv_heads, b.num_kv_heads], 1)
+        q, k = q.to(self.wide), k.to(self.wide)
+        if q_norm is not None and k_norm is not None:
+            q, k = self._normalize(q, q_norm), self._normalize(k, k_norm)
+        if rope is not None:
+            q, k = self._rotate(q, rope), self._rotate(k, rope)
+        self.slots[layer, 0, self.slot_mapping] = k.to(self.dtype)
+        self.slots[layer, 1, self.slot_mapping] = v.to(self.dtype)
+        return q.to(self.dtype)
+
+    def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of each head of x [rows, heads, head_dim], or of all heads together where the weight is as wide."""
+        return self._norm(x.reshape(len(x), -1, len(weight)), weight, self.blueprint.norm_eps).view(x.shape)
+
+    def _rotate(self, x: Tensor, rope: RopeTables) -> Tensor:
+        cos, sin = (table[self.positions][:, None, :] for table in rope[:2])
+        half, interleaved = cos.shape[-1], rope[2]
+        first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+        second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+        out = x.clone()
+        out[..., first] = x[..., first] * cos - x[..., second] * sin
+        out[..., second] = x[..., first] * sin + x[..., second] * cos
+        return out
+
+    def attention(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+        """softmax(scale * q k^T) v, causal and within the window, over gathered keys and values, by sequence."""
+        b = self.blueprint
+        out = torch.empty_like(q)
+        for rows, slots in self.contexts:
+            k, v = (part.repeat_interleave(b.group, 1) for part in self.slots[layer][:, slots])
+            scores = torch.einsum("qhd,khd->hqk", q[rows], k).to(self.wide) * b.scale
+            if b.attention_softcap is not None:
+                scores = _softcap(scores, b.attention_softcap)
+            at, position = torch.arange(len(slots), device=self.device), self.positions[rows, None]
+            hidden = at > position  # the causal mask
+            if window is not None:
+                hidden |= at <= position - window
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+            p = torch.softmax(scores, -1)[..., : len(slots)].to(self.dtype)
+            out[rows] = torch.einsum("hqk,khd->qhd", p, v)
+        return out.flatten(1)
+
+    def gate_mul(self, gate_up: Tensor) -> Tensor:
+        """activation(gate) * up in float32, given in the element type."""
+        gate, up = gate_up.to(self.wide).chunk(2, -1)
+        if self.blueprint.activation == "gelu":
+            out = F.gelu(gate, approximate="tanh") * up
+        elif self.blueprint.activation == "swiglu_oai":  # clamped, alpha 1.702 (gpt-oss's published code)
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            out = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        else:
+            out = F.silu(gate) * up
+        return out.to(self.dtype)
+
+    def moe(
+        self,
+        x: Tensor,
+        router: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        experts: Experts,
+        *,
+        router_bias: Tensor | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Each row through its chosen experts, expert by expert; added in the order of their rank, float32."""
+        logits = self.linear(x, router, bias=router_bias).to(self.wide)
+        order = logits.argsort(dim=-1, descending=True, stable=True)[:, : experts.used]
+        p = torch.softmax(logits, -1).gather(1, order)
+        if experts.renormalize:
+            p = p / p.sum(1, keepdim=True)
+        results = torch.zeros(*order.shape, x.shape[1], dtype=self.wide, device=self.device)
+        for expert in range(experts.count):
+            rows, rank = (order == expert).nonzero(as_tuple=True)
+            biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
+            h = self.gate_mul(self.linear(x[rows], gate_up[expert], bias=biases[0]))
+            results[rows, rank] = self.linear(h, down[expert], bias=biases[1]).to(self.wide)
+        out = torch.zeros_like(results[:, 0])
+        for k in range(experts.used):
+            out += p[:, k, None] * results[:, k]
+        return out
+
+    def logit_rows(self, x: Tensor) -> Tensor:
+        """The wanted rows."""
+        return x[self.wanted]
+
+    def cap_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+        """Scaled, then capped, float32."""
+        logits = logits.to(self.wide) * scale
+        return logits if softcap is None else _softcap(logits, softcap)
+
+
+def _softcap(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap)

@@ -1,0 +1,79 @@
+"""What the torch backend refuses, in one line with a fix, and that torch is loaded by nobody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from steps import Steps
+from tiny_gguf import write_tiny_gguf
+from twinphase.backends.device import open_device
+from twinphase.backends.torch.backend import TorchBackend
+from twinphase.config import EngineConfig
+from twinphase.errors import InvalidRequestError, OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    (
+        ({"device": "tpu"}, "device is 'tpu'. Use cpu, cuda or cuda:N"),
+        ({"device": "cuda:-1"}, "Use cpu, cuda or cuda:N"),
+        ({"dtype": "float64"}, "Use one of: auto, float16, bfloat16, float32"),
+        ({"isa": "avx2"}, "isa is 'avx2'"),
+        ({"backend": "cpu", "device": "cuda"}, "device is 'cuda' with the cpu backend. Use the torch backend"),
+        ({"backend": "reference", "dtype": "float16"}, "dtype is 'float16' with the reference backend"),
+    ),
+)
+def test_settings_that_do_not_fit(fields: dict[str, str], match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        EngineConfig(**{"backend": "torch", **fields})
+
+
+@pytest.mark.parametrize(
+    ("cuda", "count", "match"),
+    (
+        (None, 0, "built for CPUs only. Install torch with CUDA"),
+        ("13.0", 0, "no NVIDIA driver, or no GPU"),
+        ("13.0", 2, "there are 2 CUDA devices. Use cuda:0 to cuda:1"),
+    ),
+)
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch, cuda: str | None, count: int, match: str) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(InvalidRequestError, match=match):
+        open_device("torch", device="cuda:2")
+    if cuda is None:
+        assert open_device("torch").units(dense=False).linear == "float32"
+
+
+def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(OutOfMemoryError, match=r"KV cache: [\d.]+ GB in bfloat16 on cpu. Lower --num-kv-blocks"):
+        Steps(path, TorchBackend("cpu", "bfloat16"), num_blocks=1 << 40)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "cat", full)
+    with pytest.raises(OutOfMemoryError, match=r"weights: 0.0 GB in float32 on cpu. .* --dtype float16 or bfloat16"):
+        Steps(path, TorchBackend("cpu"))
+
+
+def test_torch_is_an_extra_and_loaded_for_its_own_backend_only() -> None:
+    code = """
+import sys
+import twinphase.cli, twinphase.engine.loading, twinphase.backends.device as device
+device.open_device("cpu")
+assert "torch" not in sys.modules
+sys.modules["torch"] = None  # as where it is not installed
+try:
+    device.open_device("torch")
+except Exception as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'twinphase[torch]'" in done.stdout, done.stderr

@@ -1,0 +1,47 @@
+"""The mixes of `test_mixes.py` on the torch backend, on a processor, in float64.
+
+torch's products add in an order that depends on their shapes, so bits do depend on the batch. In float64 what differs
+is 1e-15 of a value: once logits are rounded to 1e-6, which no user gets, tokens and log probabilities must be equal.
+Whatever else could depend on a mix, such as cache, positions or masks, would show.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_mixes import COMPARED, MOST_BLOCKS, VOCAB, Alone, Mixes, run
+
+from steps import own_cache
+from tiny_gguf import write_tiny_gguf
+from twinphase.backends.torch.backend import TorchBackend
+from twinphase.engine.loading import LoadedEngine
+
+
+class Rounded(TorchBackend):
+    def execute(self, *step: Any) -> Any:
+        return np.round(super().execute(*step).astype(np.float64), 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mixes_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as MIXES says, else 10."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("twinphase.engine.loading.make_backend", lambda config, progress: Rounded("cpu", "float64", 1))
+    path = write_tiny_gguf(tmp_path / "dense.gguf", vocab=VOCAB, window=40)
+    config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "backend": "torch"}
+    tally, num_mixes = Counter(), int(os.environ.get("MIXES", 10))
+    with own_cache(tmp_path / "cache"):
+        alone = Alone(LoadedEngine(path, **config))
+        run(partial(Mixes, LoadedEngine(path, **config), alone, tally, []), num_mixes)
+    torch.set_num_threads(threads)
+    print(dict(tally))
+    assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
+    assert num_mixes < 50 or all(tally[name] >= least for name, least in COMPARED.items())

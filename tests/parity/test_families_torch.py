@@ -1,0 +1,74 @@
+"""Every architecture on the torch backend, on a processor, beside the reference; test_families compares that one.
+
+In 16 bits it must be as near to the reference as transformers is in the same type: what either loses is rounding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tiny_families import FAMILIES, logits_of, make_model
+
+from steps import Piece, Steps
+from twinphase import LLM, SamplingParams
+from twinphase.backends.reference import ReferenceBackend
+from twinphase.backends.torch.backend import TorchBackend
+
+F32 = NDArray[np.float32]
+TOKENS = np.random.default_rng(0).integers(3, 448, 70, dtype=np.int32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "dtype", ("float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float16", "bfloat16")))
+)
+def test_logits_are_those_of_the_reference(tmp_path: Path, family: str, dtype: str) -> None:
+    model = make_model(family)
+    model.save_pretrained(tmp_path)
+    expected = Steps(tmp_path, ReferenceBackend(), num_blocks=32).chunked(TOKENS, [70])
+    errors = errors_of(tmp_path, dtype, expected)
+    if dtype == "float32":
+        assert errors.max() <= 1e-4
+        return
+    model.to(getattr(torch, dtype))
+    theirs = error_of(logits_of(model, TOKENS.tolist()), expected)
+    assert np.median(errors) <= 1.2 * np.median(theirs)
+
+
+@pytest.mark.slow
+def test_answers_of_a_real_model(model_path: Path) -> None:
+    """Greedy: the reference's, token for token, and the cpu backend's up to what its rounding to int8 can change."""
+    prompts = ["The capital of France is", "One, two, three,", "def fibonacci(n):", "Water boils at"]
+    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2)
+    reference, cpu, ours = (
+        [output.outputs[0] for output in LLM(model_path, backend=name, max_model_len=64).generate(prompts, params)]
+        for name in ("reference", "cpu", "torch")
+    )
+    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in reference]
+    for theirs, answer in zip(cpu, ours, strict=True):
+        pairs = enumerate(zip(theirs.token_ids, answer.token_ids, strict=True))
+        for at in [i for i, (one, other) in pairs if one != other][:1]:  # where they part first
+            likeliest = sorted((entry.logprob for entry in answer.logprobs[at].values()), reverse=True)
+            assert likeliest[0] - likeliest[1] <= 0.3, (at, theirs.text, answer.text)
+            print("parted at", at, likeliest[0] - likeliest[1])
+
+
+def errors_of(path: Path, dtype: str, expected: F32) -> F32:
+    """Of each row: in chunks, then of two decodes, one with a draft to verify, and a second chunk, in one step."""
+    steps = Steps(path, TorchBackend("cpu", dtype), num_blocks=32)
+    chunked = error_of(steps.chunked(TOKENS, [33, 5, 17]), expected)
+    blocks = [steps.blocks[5 * i : 5 * i + 5] for i in range(3)]
+    rows = [np.arange(50, 51), np.arange(60, 62), np.arange(20, 70)]
+    for at, own in zip(rows, blocks, strict=True):
+        steps.run([Piece(TOKENS[: at[0]], 0, own)])
+    found = steps.run([Piece(TOKENS[at], int(at[0]), own) for at, own in zip(rows, blocks, strict=True)])
+    return np.concatenate([chunked, error_of(found, expected[np.concatenate(rows)])])
+
+
+def error_of(found: F32, expected: F32) -> F32:
+    error: F32 = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    return error
