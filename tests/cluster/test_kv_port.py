@@ -98,19 +98,24 @@ def test_an_answer_goes_on_where_its_blocks_went(pair, alone, seed):
     assert rest.num_cached == len(one) // 16 * 16  # the last prompt token's block too, where it is full
 
 
-def test_blocks_leave_before_the_prompt_is_read(pair):
-    """Chunks of 48 tokens: what the first ones computed has arrived when the last one is done, given the time."""
+def test_blocks_leave_before_the_prompt_is_read_and_the_end_is_told_while_the_engine_computes(pair):
+    """Chunks of 48 tokens. If the end waited for a step, an answer that goes on elsewhere would wait for it too."""
     reader, writer = pair
-    slow = threading.Event()
+    pushes, moment, told = reader.port.pushes, threading.Event(), threading.Event()
 
-    def wait(engine):  # a step later everything that was sent is stored
-        slow.wait(0.05)
+    def beside(engine):
+        if not engine.has_work:
+            assert told.wait(20)  # as a step of the next prompt
+            return
+        while pushes._frames or any(push.wanted is None for push in pushes._pushes.values()):
+            moment.wait(1e-3)  # until what was sent is stored
+        reader.loop.between_steps(beside)
 
     name = reader.begin(prompt(480), FIRST, by(writer, "tcp"))
-    for _ in range(10):
-        reader.loop.between_steps(wait)
+    reader.loop.between_steps(beside)
     pushed = reader.wait(name, lambda answer: answer.pushed).pushed
-    assert (pushed.num_blocks, pushed.num_stored) == (30, 30) and pushed.num_early > 0
+    told.set()
+    assert (pushed.num_blocks, pushed.num_stored, pushed.num_early) == (30, 30, 27)  # all but the last chunk's
 
 
 def test_many_at_once_and_salts_apart(pair, alone):

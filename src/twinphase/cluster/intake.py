@@ -14,7 +14,7 @@ import queue
 import secrets
 import socket
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,8 +29,7 @@ from twinphase.errors import TwinphaseError
 
 __all__ = ["BlockIntake", "BlockListener", "frame_head"]
 
-MOST_WAITING = 64  # blocks that have come and are not stored yet
-PER_STEP = 16  # blocks stored between two steps at most
+MOST_WAITING = 64  # blocks that have come and are not stored yet: storing all of them takes some 20 ms
 LOG = logging.getLogger("twinphase.cluster")
 
 
@@ -68,7 +67,7 @@ class BlockIntake:
         self.nbytes = len(self.head) + self._backend.kv_bytes_per_token() * loaded.config.block_size
         self.counts: Counter[str] = Counter()
         self.store_seconds = 0.0
-        self._waiting: deque[_Arrived] = deque()
+        self._waiting: list[_Arrived] = []
         self._room = threading.Condition()
         self._called = self._closed = False
 
@@ -94,7 +93,9 @@ class BlockIntake:
             if self._closed:
                 return
             self._waiting.append(_Arrived(frame.block, payload, reply, frame.number))
-            self._wake()
+            if not self._called:
+                self._called = True
+                self._call(self._store)
 
     def _check(self, frame: Frame, payload: bytearray) -> str:
         if frame.length != self.nbytes or len(payload) != self.nbytes:
@@ -103,18 +104,12 @@ class BlockIntake:
             return "damaged"
         return "" if payload.startswith(self.head) else "fingerprint"
 
-    def _wake(self) -> None:
-        if not self._called:
-            self._called = True
-            self._call(self._store)
-
     def _store(self, engine: Engine) -> None:
         start = self._clock()
         with self._room:
-            some = [self._waiting.popleft() for _ in range(min(PER_STEP, len(self._waiting)))]
+            some = list(self._waiting)
+            self._waiting.clear()
             self._called = False
-            if self._waiting:
-                self._wake()
             self._room.notify_all()
 
         def write(block_ids: list[int], which: list[int]) -> None:

@@ -1,18 +1,17 @@
 """The sending end of KV blocks: each block of a prompt is sent on when its chunk is computed, beside the next chunk.
 
-Lives on the engine's thread, which copies blocks into slots between two steps; everything else is done by the
-transport's threads. Nothing is pinned: a block that is not sent yet may be evicted like any other, the youngest last,
-and costs the other end a shorter prefix. Not for who is pushed to (the router's decision).
+The engine's thread copies blocks into slots between two steps. Everything else is done by the transport's threads, so
+that the end of a push is told while a step of the next prompt goes on. Nothing is pinned: a block that is not sent yet
+may be evicted like any other, the youngest last, and costs the other end a shorter prefix. Not for who is pushed to
+(the router's decision).
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.transport import KVTransport, Outgoing, SharedSlots, SocketTransport, unix_names
@@ -69,7 +68,7 @@ class BlockPushes:
     def __init__(
         self, loaded: LoadedEngine, key: bytes, wake: Callable[[], None], tell: Callable[[Pushed], None]
     ) -> None:
-        """`wake` has the engine's thread call `progress` soon; `tell` is called by that thread."""
+        """`wake` has the engine's thread call `progress` soon; `tell` is called by any thread."""
         self._backend, self._key, self._wake, self._tell = loaded.backend, key, wake, tell
         self._prefix_cache = loaded.engine.scheduler.kv_cache.prefix_cache
         self._clock = loaded.engine.clock
@@ -80,61 +79,74 @@ class BlockPushes:
         self._pushes: dict[int, _Push] = {}  # by the number of their offer
         self._frames: dict[int, _Push] = {}  # by the number of a frame that is away
         self._numbers = itertools.count()
-        self._events: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()  # all of the above
         self.read_seconds = 0.0
 
     def begin(self, request: Request, to: PushTo) -> None:
         """Push the full blocks of a request's prompt; `Pushed` is told when all have arrived, or no more will."""
         count = len(request.prompt_token_ids) // self._prefix_cache.block_size
         blocks = [self._prefix_cache.block(request, index) for index in range(count)]
-        number, transport = next(self._numbers), self._transport(to)
-        self._pushes[number] = _Push(request, to, transport, blocks, wanted=None if blocks else [])
-        if blocks:
-            transport.offer(number, [block.block_hash for block in blocks])
+        with self._lock:
+            number, transport = next(self._numbers), self._transport(to)
+            self._pushes[number] = _Push(request, to, transport, blocks, wanted=None if blocks else [])
+            if blocks:
+                transport.offer(number, [block.block_hash for block in blocks])
 
     def progress(self) -> None:
-        """On the engine's thread, between two steps: take what was heard, and send on what was computed."""
-        while self._events:
-            self._events.popleft()()
+        """On the engine's thread, between two steps: send on what was computed."""
         if not self._pushes:
             return
-        room = PER_STEP
-        for number, push in list(self._pushes.items()):
-            if push.finished is None and push.request.finish_reason is not None:
-                self._finish(push)
-            if push.wanted is not None and not push.problem:
-                room -= self._send(push, room)
-            if push.finished is not None and push.is_done:
-                self._end(number, push)
+        with self._lock:
+            room = PER_STEP
+            for push in self._pushes.values():
+                if push.finished is None and push.request.finish_reason is not None:
+                    self._finish(push)
+                if push.wanted is not None and not push.problem:
+                    room -= self._send(push, room)
+            self._end_done()
 
     def close(self) -> None:
         """Give up what is on its way."""
-        for push in self._pushes.values():
+        for push in list(self._pushes.values()):
             if push.timer is not None:
                 push.timer.cancel()
-        for transport in self._transports.values():
+        for transport in list(self._transports.values()):
             transport.close()
         self._pushes.clear()
 
     # From the transports' threads.
     def wanted(self, number: int, wanted: list[bool]) -> None:
-        self._post(partial(self._hear_wanted, number, wanted))
+        with self._lock:
+            push = self._pushes.get(number)
+            if push is not None and push.wanted is None and len(wanted) == len(push.blocks):
+                push.wanted = wanted
+                push.num_stored += wanted.count(False)
+        self._wake()
 
     def acknowledged(self, numbers: list[int], verdicts: list[str]) -> None:
-        self._post(partial(self._hear_verdicts, numbers, verdicts))
+        with self._lock:
+            for number, verdict in zip(numbers, verdicts, strict=True):
+                push = self._frames.pop(number, None)
+                if push is not None:
+                    push.away.discard(number)
+                    push.num_stored += verdict in HERE
+                    push.num_early += verdict in HERE and push.finished is None
+            self._end_done()
 
     def room(self) -> None:
         if any(push.next < len(push.blocks) for push in list(self._pushes.values())):
             self._wake()
 
     def lost(self, transport: KVTransport, reason: str) -> None:
-        self._post(partial(self._hear_lost, transport, reason))
+        with self._lock:
+            for address in [address for address, one in self._transports.items() if one is transport]:
+                del self._transports[address]
+            for push in self._pushes.values():
+                if push.transport is transport:
+                    push.problem = push.problem or reason
+            self._end_done()
 
-    def _post(self, event: Callable[[], None]) -> None:
-        self._events.append(event)
-        self._wake()
-
-    # On the engine's thread.
+    # All that follows holds the lock.
     def _transport(self, to: PushTo) -> KVTransport:
         near = (one for one in to.addresses if one.startswith("unix:" + unix_names()))
         address = next(near, None) or next((one for one in to.addresses if one.startswith("tcp:")), "")
@@ -146,32 +158,13 @@ class BlockPushes:
             self._transports[address] = SocketTransport(address, self._key, fingerprint, self._slots, self)
         return self._transports[address]
 
-    def _hear_wanted(self, number: int, wanted: list[bool]) -> None:
-        push = self._pushes.get(number)
-        if push is not None and push.wanted is None and len(wanted) == len(push.blocks):
-            push.wanted = wanted
-            push.num_stored += wanted.count(False)
-
-    def _hear_verdicts(self, numbers: list[int], verdicts: list[str]) -> None:
-        for number, verdict in zip(numbers, verdicts, strict=True):
-            push = self._frames.pop(number, None)
-            if push is not None:
-                push.away.discard(number)
-                push.num_stored += verdict in HERE
-                push.num_early += verdict in HERE and push.finished is None
-
-    def _hear_lost(self, transport: KVTransport, reason: str) -> None:
-        for address in [address for address, one in self._transports.items() if one is transport]:
-            del self._transports[address]
-        for push in self._pushes.values():
-            if push.transport is transport:
-                push.problem = push.problem or reason
-
     def _finish(self, push: _Push) -> None:
         push.finished = self._clock()
 
         def end_lease() -> None:
-            self._post(lambda: setattr(push, "problem", push.problem or f"no answer in {push.to.lease:g} s"))
+            with self._lock:
+                push.problem = push.problem or f"no answer in {push.to.lease:g} s"
+                self._end_done()
 
         push.timer = threading.Timer(push.to.lease, end_lease)
         push.timer.daemon = True
@@ -216,6 +209,11 @@ class BlockPushes:
     def _read(self, block_ids: list[int]) -> Iterator[bytes]:
         for start in range(0, len(block_ids), READ_TOGETHER):
             yield from self._backend.read_blocks(block_ids[start : start + READ_TOGETHER])
+
+    def _end_done(self) -> None:
+        for number, push in list(self._pushes.items()):
+            if push.finished is not None and push.is_done:
+                self._end(number, push)
 
     def _end(self, number: int, push: _Push) -> None:
         del self._pushes[number]

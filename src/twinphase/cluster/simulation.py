@@ -8,6 +8,7 @@ that Python takes between steps.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -73,18 +74,21 @@ class Outcome:
     arrival: float
     num_prompt: int = 0
     num_cached: int = 0
-    num_outputs: int = 0
-    first_token: float = 0.0
-    last_token: float = 0.0
     read_apart: bool = False  # by a worker of the prefill pool
+    token_times: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_times)
 
     @property
     def ttft(self) -> float:
-        return self.first_token - self.arrival
+        return self.token_times[0] - self.arrival
 
     @property
     def tpot(self) -> float:
-        return (self.last_token - self.first_token) / (self.num_outputs - 1) if self.num_outputs > 1 else 0.0
+        times = self.token_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
 
 class SimulatedExecutor:
@@ -222,14 +226,17 @@ class Simulation:
         for share in batch.prefills:
             self.fleet.read(share.request_id, share.num_prefilled)
             outcome = self._live[share.request_id].outcome
-            if share.samples and not outcome.first_token:
-                outcome.first_token, outcome.num_cached = self.now, share.num_cached_tokens
+            if share.samples and not outcome.token_times:
+                outcome.num_cached = share.num_cached_tokens
+        for share in batch.scheduled:
+            if share.samples:
+                self._live[share.request_id].outcome.token_times.append(self.now)
         for request in finished:
             live = self._live[request.request_id]
             if worker.name == live.decision.prefill_worker and live.asked.num_outputs > 1:
                 self._hand_over(worker, request, live)
             else:
-                self._finish(request, live.outcome)
+                self._finish(request)
         self._begin(worker)
 
     def _hand_over(self, reader: _Worker, request: Request, live: _Live) -> None:
@@ -248,8 +255,7 @@ class Simulation:
         last = FRAME_SECONDS + self.spec.block_bytes / self.spec.bytes_per_second
         self._at(self.now + last * bool(blocks), arrive)
 
-    def _finish(self, request: Request, outcome: Outcome) -> None:
-        outcome.last_token, outcome.num_outputs = self.now, len(request.output_token_ids)
+    def _finish(self, request: Request) -> None:
         del self._live[request.request_id]
-        self.fleet.end(request.request_id, outcome.num_outputs)
+        self.fleet.end(request.request_id, len(request.output_token_ids))
         self._tick()
