@@ -148,6 +148,37 @@ def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_pa
         assert "--role decode" in str(refused(workers, tiny_path, host=alone))
 
 
+@pytest.mark.timeout(300)
+def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_taken_again(serve, lone, tiny_path):
+    prompts = [[10 + (i * j) % 250 for i in range(80)] for j in (3, 7)]
+    expected = lone.generate(prompts, LONG)
+
+    with started("127.0.0.1:0", "127.0.0.1:0") as workers:
+
+        async def body(engine):
+            router = engine.host
+            await until(lambda: len(router.fleet.workers) == 2 if router.fleet else False)
+            router.fleet.workers["worker-1"].accepts = False
+            stream = await engine.submit(prompts[0], LONG)
+            await anext(stream)
+            router.fleet.workers["worker-1"].accepts = True
+            workers[0].process.send_signal(signal.SIGTERM)
+            await until(lambda: not router.fleet.workers["worker-0"].accepts)
+            again = await engine.submit(prompts[1], LONG)
+            assert router._sent[again.request_id].worker == "worker-1"
+            assert same(await read(stream), expected[0]) and same(await read(again), expected[1])
+            assert await asyncio.to_thread(workers[0].process.wait, 60) == 0
+            assert not router.num_continued
+            found = await all_of(engine, [(prompts[0], LONG)])
+            assert same(found[0], expected[0]) and found[0].num_cached_tokens == 64  # of 80: the last one is computed
+            end(workers[0].process)
+            workers[0] = Started(workers[0].address)
+            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+            await whole(engine)
+
+        serve(body, hosts=hosts_of(workers, tiny_path))
+
+
 def refused(workers, path, key=KEY, host=None):
     """What a server says that no worker lets in."""
 

@@ -41,6 +41,11 @@ class BlockPool:
         return len(self._cached)
 
     @property
+    def cached(self) -> Collection[int]:
+        """Those blocks, in order of last use."""
+        return self._cached.keys()
+
+    @property
     def num_available(self) -> int:
         """Blocks that `allocate` could give out now."""
         return len(self._free) + len(self._cached)

@@ -170,6 +170,11 @@ class KVCacheManager:
             self.pool.release([*before, *block_ids], cached=self.prefix_cache.holds)
         return verdicts
 
+    def hot_blocks(self) -> list[CachedBlock]:
+        """The cached blocks, a parent before its children."""
+        found = (self.prefix_cache.content(block_id) for block_id in self.pool.cached)
+        return sorted(found, key=lambda block: block.index)
+
     def free(self, request: Request) -> None:
         """Take all blocks of `request`; its tokens are no longer computed, but findable ones stay so for a while."""
         self.pool.release(request.block_ids, cached=self.prefix_cache.holds)

@@ -102,6 +102,10 @@ class PrefixCache:
         """Whether the block's content can be found by hash."""
         return block_id in self._content
 
+    def content(self, block_id: int) -> CachedBlock:
+        """What a block holds that can be found by hash."""
+        return self._content[block_id]
+
     def root(self, salt: str | None) -> bytes:
         """The parent of a first block."""
         salted = b"" if salt is None else salt.encode(errors="surrogatepass")

@@ -30,7 +30,7 @@ HERE = frozenset({"stored", "known"})
 
 @dataclass
 class _Push:
-    """One request's blocks.
+    """One request's blocks, or, without a request, those of a prefix cache.
 
     Attributes:
         wanted: by block; None while the other end has not said.
@@ -39,7 +39,7 @@ class _Push:
         finished: when the request was, by the engine's clock.
     """
 
-    request: Request
+    request: Request | None
     to: PushTo
     transport: KVTransport
     blocks: list[CachedBlock]
@@ -70,7 +70,8 @@ class BlockPushes:
     ) -> None:
         """`wake` has the engine's thread call `progress` soon; `tell` is called by any thread."""
         self._backend, self._key, self._wake, self._tell = loaded.backend, key, wake, tell
-        self._prefix_cache = loaded.engine.scheduler.kv_cache.prefix_cache
+        self._kv_cache = loaded.engine.scheduler.kv_cache
+        self._prefix_cache = self._kv_cache.prefix_cache
         self._clock = loaded.engine.clock
         self._nbytes = self._backend.kv_bytes_per_token() * loaded.config.block_size + 4
         self._nbytes += len(self._backend.kv_fingerprint.encode())
@@ -85,12 +86,21 @@ class BlockPushes:
     def begin(self, request: Request, to: PushTo) -> None:
         """Push the full blocks of a request's prompt; `Pushed` is told when all have arrived, or no more will."""
         count = len(request.prompt_token_ids) // self._prefix_cache.block_size
-        blocks = [self._prefix_cache.block(request, index) for index in range(count)]
+        self._begin(request, to, [self._prefix_cache.block(request, index) for index in range(count)])
+
+    def hand_over(self, to: PushTo) -> None:
+        """Push all blocks that no request has, and that can be found."""
+        self._begin(None, to, self._kv_cache.hot_blocks())
+        self._wake()
+
+    def _begin(self, request: Request | None, to: PushTo, blocks: list[CachedBlock]) -> None:
         with self._lock:
             number, transport = next(self._numbers), self._transport(to)
-            self._pushes[number] = _Push(request, to, transport, blocks, wanted=None if blocks else [])
+            push = self._pushes[number] = _Push(request, to, transport, blocks, wanted=None if blocks else [])
             if blocks:
                 transport.offer(number, [block.block_hash for block in blocks])
+            if request is None:
+                self._finish(push)
 
     def progress(self) -> None:
         """On the engine's thread, between two steps: send on what was computed."""
@@ -99,7 +109,7 @@ class BlockPushes:
         with self._lock:
             room = PER_STEP
             for push in self._pushes.values():
-                if push.finished is None and push.request.finish_reason is not None:
+                if push.finished is None and push.request is not None and push.request.finish_reason is not None:
                     self._finish(push)
                 if push.wanted is not None and not push.problem:
                     room -= self._send(push, room)
@@ -222,5 +232,5 @@ class BlockPushes:
         if push.timer is not None:
             push.timer.cancel()
         late = self._clock() - push.finished if push.finished is not None else 0.0
-        self._tell(Pushed(push.request.request_id, len(push.blocks), push.num_stored, push.num_early, push.num_bytes,
-                          late, push.problem))  # fmt: skip
+        name = push.request.request_id if push.request is not None else ""
+        self._tell(Pushed(name, len(push.blocks), push.num_stored, push.num_early, push.num_bytes, late, push.problem))

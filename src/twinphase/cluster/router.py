@@ -15,6 +15,7 @@ from time import perf_counter
 from msgspec.structs import replace
 
 from twinphase.cache.prefix_cache import PrefixCache
+from twinphase.cluster.elastic import Leavers
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.sent import Sent, chain_of
@@ -29,6 +30,7 @@ from twinphase.engine.messages import (
     End,
     EngineFacts,
     FromEngine,
+    Leaving,
     Loading,
     LookAt,
     News,
@@ -37,7 +39,6 @@ from twinphase.engine.messages import (
     Seen,
     StepNews,
     ToEngine,
-    WatchBlocks,
     WorkerStatus,
 )
 from twinphase.engine.text import ModelText
@@ -88,6 +89,7 @@ class Router:
         self._routing = routing
         self.fleet: Fleet | None = None  # once the size of a block is known
         self._sent: dict[str, Sent] = {}
+        self._leavers = Leavers(self.workers_by_name)
         self._asked: dict[int, tuple[WorkerView, LookAt | Embed]] = {}  # questions that have no answer yet
         self._facts: EngineFacts | None = None
         self._hashes: PrefixCache | None = None
@@ -194,7 +196,7 @@ class Router:
     def _ask(self, message: LookAt | Embed) -> None:
         """Of a request that a worker has, that worker; of anything else, the one with the least to do."""
         sent = self._sent.get(message.request_id) if isinstance(message, LookAt) else None
-        running = [view for view in self.workers_by_name.values() if view.is_up]
+        running = [view for view in self.workers_by_name.values() if view.state == "ready"]
         if not running:
             raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
         asked = [view.name for view, _ in self._asked.values()]
@@ -206,6 +208,10 @@ class Router:
         with self._lock:
             if isinstance(message, StepNews):
                 self._news(view, message)
+            elif isinstance(message, Leaving):
+                self._leavers.begin(view, self.fleet)
+            elif isinstance(message, Pushed) and not message.request_id:
+                self._leavers.handed_over(view, message)
             elif isinstance(message, Pushed):
                 sent = self._of(view, message.request_id)
                 if sent is not None and sent.waits:
@@ -231,6 +237,9 @@ class Router:
                     self._tell_facts()
                 if not self.is_running:
                     self._receive(message)
+            if self._leavers and self.fleet is not None:
+                asked = [view.name for view, _ in self._asked.values()]
+                self._leavers.go_on([*asked, *(sent.then for sent in self._sent.values())], self.fleet.index)
 
     def _join(self, view: WorkerView, facts: EngineFacts) -> None:
         view.join(facts)
@@ -239,25 +248,13 @@ class Router:
             self.fleet = Fleet(self._routing or Routing(block_size=facts.config.block_size))
         self.fleet.join(view.name, view.role, WorkerView.shared_times([view]))
         self._learn(view, view.prices)
-        self._watch_blocks(view)
+        view.watch_blocks()
         self._tell_facts()
 
     def _learn(self, view: WorkerView, prices: tuple[float, ...]) -> None:
         """A worker's cost model has other prices: those of its machine change."""
-        if not prices or self.fleet is None:
-            return
-        view.prices = prices
-        views = [one for one in self.workers_by_name.values() if one.is_up and one.machine == view.machine]
-        times = WorkerView.shared_times(views)
-        for one in views:
-            if (load := self.fleet.workers.get(one.name)) is not None:
-                load.times = times
-                load.forget_steps()
-
-    def _watch_blocks(self, view: WorkerView) -> None:
-        """Have a worker tell which blocks its prefix cache has, and what changes."""
-        if view.facts is not None and view.facts.shape is not None:
-            view.host.put(WatchBlocks())
+        if prices and self.fleet is not None:
+            view.learn(prices, self.workers_by_name.values(), self.fleet.workers)
 
     def _blocks(self, view: WorkerView, message: BlocksChanged) -> None:
         assert self.fleet is not None, "a worker has joined"
@@ -265,7 +262,7 @@ class Router:
         if message.whole:
             index.replace(view.name, message.number, message.stored)
         elif not index.apply(view.name, message.number, message.stored, message.evicted):
-            self._watch_blocks(view)
+            view.watch_blocks()
 
     def _tell_facts(self) -> None:
         """The workers together, as one engine; or why there will be none."""
@@ -341,6 +338,7 @@ class Router:
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
         """A worker has died: what it was computing goes on elsewhere, or fails where there is nobody else."""
         with self._lock:
+            left = self._leavers.gone(view)
             view.leave()
             if self._closing:
                 return
@@ -358,7 +356,8 @@ class Router:
                 self._died(self.last_death)
                 return
             self.last_death = EngineDeadError(self.last_death.cause, "It is being started again.")
-            LOG.warning("%s: what it had goes on elsewhere, %d requests.", view.name, len(lost))
+            if not left:
+                LOG.warning("%s: what it had goes on elsewhere, %d requests.", view.name, len(lost))
             for sent in lost:
                 self._continue(sent, view.name)
             for message in [message for one, message in self._asked.values() if one is view]:

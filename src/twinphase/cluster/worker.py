@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import threading
@@ -25,7 +26,7 @@ from twinphase.engine.child import Link, load, serve
 from twinphase.engine.embedding import LoadedEmbedder
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.loop import refusal
-from twinphase.engine.messages import Add, EngineFacts, FromEngine, Load, Loading, ToEngine
+from twinphase.engine.messages import Add, EngineFacts, FromEngine, Leaving, Load, Loading, ToEngine
 from twinphase.engine.text import ModelText
 from twinphase.engine.wire import SEND_BUFFER
 from twinphase.errors import InvalidRequestError, TwinphaseError
@@ -33,6 +34,7 @@ from twinphase.request import FinishReason
 
 __all__ = ["main", "run_worker"]
 
+DRAIN_SECONDS = 60.0
 LOST_SECONDS = 10.0  # without a ping, after which the server is gone
 
 
@@ -40,9 +42,20 @@ class _ServerLink(Link):
     """A request arrives when it comes here: the server's clock is another one."""
 
     role: Role = "both"
+    leaving = False
 
     def send(self, message: FromEngine) -> None:
-        super().send(replace(message, role=self.role) if isinstance(message, EngineFacts) else message)
+        if not isinstance(message, EngineFacts):
+            super().send(message)
+            return
+        super().send(replace(message, role=self.role))
+        if self.leaving:  # it was told while it loaded
+            super().send(Leaving())
+
+    def leave(self) -> None:
+        """Have the server take what it can elsewhere."""
+        self.leaving = True
+        super().send(Leaving())
 
     def next(self) -> ToEngine | None:
         message = super().next()
@@ -58,6 +71,7 @@ class Worker:
     def __init__(self, key: bytes, role: Role = "both") -> None:
         """With `key`, other workers send KV blocks; the server is told the `role`."""
         self._key, self._role = key, role
+        self.link: _ServerLink | None = None
         self._wanted: Load | None = None
         self._loaded: LoadedEngine | LoadedEmbedder | None = None
 
@@ -65,7 +79,7 @@ class Worker:
         """Do what a server wants that has proved its key, until it leaves."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         connection.settimeout(LOST_SECONDS)
-        link = _ServerLink(connection)
+        self.link = link = _ServerLink(connection)
         link.role = self._role
         first = link.next()
         if not isinstance(first, Load):
@@ -101,8 +115,13 @@ class Worker:
         return self._loaded
 
 
-def run_worker(address: str, key: bytes, role: str = "both", *, ends_with_stdin: bool = False) -> None:
+def run_worker(
+    address: str, key: bytes, role: str = "both", *, drain_timeout: float = DRAIN_SECONDS, ends_with_stdin: bool = False
+) -> None:
     """Listen, and serve whoever has the key; prints the address first. With `ends_with_stdin`, until stdin closes.
+
+    SIGTERM has the server drain this worker, which ends when that is done, at the latest after `drain_timeout` seconds;
+    a second one ends it at once. Whatever it still computes then goes on elsewhere.
 
     Raises:
         TwinphaseError: nobody can listen there, or there is no such role.
@@ -114,20 +133,35 @@ def run_worker(address: str, key: bytes, role: str = "both", *, ends_with_stdin:
     if ends_with_stdin:
         threading.Thread(target=_end_with_stdin, name="twinphase-parent", daemon=True).start()
     worker = Worker(key, cast(Role, role))
-    while True:
-        connection, _ = listener.accept()
-        with connection:
-            try:
-                prepare(connection)
-                authenticate(connection, key, listening=True)
-            except (TwinphaseError, OSError) as error:
-                print(f"Refused a connection: {error}", file=sys.stderr, flush=True)
-                continue
-            worker.serve(connection)
+
+    def leave(*_: object) -> None:
+        link = worker.link
+        if link is None or link.is_broken or link.leaving:
+            os._exit(0)
+        # In a thread: this one may be sending at this moment.
+        threading.Thread(target=link.leave, name="twinphase-leave", daemon=True).start()
+        timer = threading.Timer(drain_timeout, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        while worker.link is None or not worker.link.leaving:
+            connection, _ = listener.accept()
+            with connection:
+                try:
+                    prepare(connection)
+                    authenticate(connection, key, listening=True)
+                except (TwinphaseError, OSError) as error:
+                    print(f"Refused a connection: {error}", file=sys.stderr, flush=True)
+                    continue
+                worker.serve(connection)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end_with_stdin() -> None:
-    while sys.stdin.buffer.read(1 << 16):
+    while os.read(0, 1 << 16):
         pass
     os._exit(0)
 

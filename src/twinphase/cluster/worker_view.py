@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
 from twinphase.cluster.block_index import BlockIndex
-from twinphase.cluster.routing import Role
+from twinphase.cluster.routing import Role, WorkerLoad
 from twinphase.engine.host import LinkHost
-from twinphase.engine.messages import EngineFacts, Refused, StepStats, WorkerStatus
+from twinphase.engine.messages import EngineFacts, Refused, StepStats, WatchBlocks, WorkerStatus
 from twinphase.phases.cost import FEATURES, CostModel
 
 __all__ = ["WorkerView", "as_one", "can_answer", "failure_of"]
@@ -76,6 +76,21 @@ class WorkerView:
             self._recent.popleft()
         self._seconds[0] += stats.prefill_seconds
         self._seconds[1] += stats.decode_seconds
+
+    def watch_blocks(self) -> None:
+        """Have it tell which blocks its prefix cache has, and what changes."""
+        if self.facts is not None and self.facts.shape is not None:
+            self.host.put(WatchBlocks())
+
+    def learn(self, prices: tuple[float, ...], views: Collection[WorkerView], loads: Mapping[str, WorkerLoad]) -> None:
+        """Its cost model has other prices: those of its machine's workers, among `views`, change."""
+        self.prices = prices
+        near = [one for one in views if one.is_up and one.machine == self.machine]
+        times = WorkerView.shared_times(near)
+        for one in near:
+            if (load := loads.get(one.name)) is not None:
+                load.times = times
+                load.forget_steps()
 
     def total(self, name: str) -> int:
         return self._before[name] + int(getattr(self._stats, name, 0))

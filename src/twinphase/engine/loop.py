@@ -26,6 +26,7 @@ from twinphase.engine.messages import (
     EngineFacts,
     Finished,
     FromEngine,
+    HandOver,
     LookAt,
     News,
     PushTo,
@@ -71,6 +72,9 @@ class Pushes(Protocol):
 
     def begin(self, request: Request, to: PushTo) -> None:
         """From now on, send what is computed of the request's prompt."""
+
+    def hand_over(self, to: PushTo) -> None:
+        """Send what the prefix cache holds."""
 
     def progress(self) -> None:
         """Called between two steps."""
@@ -168,6 +172,8 @@ class EngineLoop:
         elif isinstance(message, WatchBlocks):
             number, hashes = engine.scheduler.kv_cache.prefix_cache.watch()
             self._send(BlocksChanged(number, hashes, whole=True))
+        elif isinstance(message, HandOver) and self.pushes is not None:
+            self.pushes.hand_over(message.to)
         elif isinstance(message, Stop):
             self._stopped = True
 

@@ -31,6 +31,8 @@ __all__ = [
     "EngineFacts",
     "Finished",
     "FromEngine",
+    "HandOver",
+    "Leaving",
     "Load",
     "Loading",
     "LookAt",
@@ -131,6 +133,12 @@ class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
     """Tell which blocks can be found now, and from now on what changes; asked again, the whole is told again."""
 
 
+class HandOver(msgspec.Struct, tag=True, frozen=True):
+    """Send what the prefix cache holds to another engine; answered by `Pushed` of the request ""."""
+
+    to: PushTo
+
+
 class Ping(msgspec.Struct, tag=True, frozen=True):
     """Answered by `Pong` with the same time, at once, whatever the engine computes."""
 
@@ -201,6 +209,10 @@ class Accepted(msgspec.Struct, tag=True, frozen=True):
     """The request is queued."""
 
     request_id: str
+
+
+class Leaving(msgspec.Struct, tag=True, frozen=True):
+    """The engine is to end: it should get nothing new, and `Stop` when it has finished what it has."""
 
 
 class Seen(msgspec.Struct, tag=True, frozen=True):
@@ -363,5 +375,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     restarts: int = 0
 
 
-ToEngine = Load | Add | Embed | End | LookAt | Ping | Stop | WatchBlocks
-FromEngine = Loading | EngineFacts | Refused | Accepted | Embedded | Seen | StepNews | Pong | BlocksChanged | Pushed
+ToEngine = Load | Add | Embed | End | HandOver | LookAt | Ping | Stop | WatchBlocks
+FromEngine = (
+    Loading | EngineFacts | Refused | Accepted | Embedded | Seen | StepNews | Pong | BlocksChanged | Pushed | Leaving
+)
