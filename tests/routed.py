@@ -40,7 +40,7 @@ def same(output, expected):
     """Bit for bit: tokens, text, log probabilities, and why it ended."""
     found, wanted = output.outputs[0], expected.outputs[0]
     assert (found.token_ids, found.text, found.finish_reason) == (wanted.token_ids, wanted.text, wanted.finish_reason)
-    assert repr(found.logprobs) == repr(wanted.logprobs)
+    assert repr((found.logprobs, output.prompt_logprobs)) == repr((wanted.logprobs, expected.prompt_logprobs))
     timeline = output.metrics
     at = timeline.arrival
     for interval in timeline.intervals:
@@ -66,6 +66,7 @@ def mix(seed, count=10):
                 frequency_penalty=draw.choice([0.0, 0.3]),
                 seed=number,
                 logprobs=draw.choice([None, 0, 3]),
+                prompt_logprobs=draw.choice([None, None, None, 1]),
                 max_tokens=draw.choice([2, 7, 24, 60]),
                 structured_outputs=StructuredOutputsParams(**form) if form else None,
                 **free,

@@ -123,17 +123,18 @@ def report_answer(
 
 def result_json(model: str, answer: Answer, result: PhaseReport, ceilings: Ceilings | None) -> dict[str, Any]:
     """The whole result as plain values, named as in OpenAI's API where that has a name."""
+    from twinphase.engine.outputs import plain_logprobs
+
     completion, prompt_tokens = answer.output.outputs[0], len(answer.output.prompt_token_ids)
+    scored = answer.output.prompt_logprobs
     return {
         "model": model,
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
-        "logprobs": completion.logprobs
-        and [
-            {str(token_id): asdict(entry) for token_id, entry in position.items()} for position in completion.logprobs
-        ],
+        "logprobs": completion.logprobs and [plain_logprobs(position) for position in completion.logprobs],
+        "prompt_logprobs": scored and [plain_logprobs(position) for position in scored],
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": len(completion.token_ids),

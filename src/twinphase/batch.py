@@ -53,10 +53,10 @@ class StepWork(NamedTuple):
         return StepWork(*map(sum, zip(self, other, strict=True)))
 
     @classmethod
-    def of_chunk(cls, start: int, num_tokens: int, samples: bool, window: int | None = None) -> StepWork:
+    def of_chunk(cls, start: int, num_tokens: int, num_logits: int, window: int | None = None) -> StepWork:
         """A prefill chunk at positions `start` .. `start + num_tokens - 1`; `window` is that of the model's layers."""
         sums = _attended(start, num_tokens, window)
-        return cls(num_tokens, sums[0], 0, int(samples), 1, sums[1], sums[2], 0, sums[3])
+        return cls(num_tokens, sums[0], 0, int(num_logits), 1, sums[1], sums[2], 0, sums[3])
 
     @classmethod
     def of_decodes(cls, count: int, context: float, window: int | None = None) -> StepWork:
@@ -111,9 +111,17 @@ class ScheduledRequest:
         return len(self.token_ids)
 
     @property
+    def scored(self) -> range:
+        """Positions whose logits give the log probability of the prompt token that follows; none is given twice."""
+        if self.sampling_params.prompt_logprobs is None or self.output_token_ids:
+            return range(0)
+        start = max(self.num_computed_tokens, self.most_computed_tokens)
+        return range(start, min(self.num_computed_tokens + len(self.token_ids), len(self.prompt_token_ids) - 1))
+
+    @property
     def num_logits(self) -> int:
-        """Rows whose logits are wanted, the last ones: that of the last known token, and those of the drafts."""
-        return 1 + self.num_drafts if self.samples else 0
+        """Rows whose logits are wanted: those of `scored`, of the last known token, and of the drafts."""
+        return len(self.scored) + (1 + self.num_drafts if self.samples else 0)
 
     @property
     def num_prefilled(self) -> int:
@@ -168,7 +176,7 @@ class Batch:
     def prefill_work(self) -> StepWork:
         total = StepWork()
         for share in self.prefills:
-            chunk = share.num_computed_tokens, len(share.token_ids), share.samples
+            chunk = share.num_computed_tokens, len(share.token_ids), share.num_logits
             total = total.plus(StepWork.of_chunk(*chunk, self.window))
         return total
 
@@ -193,11 +201,13 @@ class StepOutput:
 
     A request of the batch that should have sampled and has no tokens failed; `errors` says why, in one line.
     `sampling_seconds` of the step went to choosing tokens. `computed_singly` where the executor failed on the whole
-    batch, and each request was computed by itself.
+    batch, and each request was computed by itself. `prompt_logprobs` are those of consecutive prompt tokens from an
+    index on.
     """
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     sampling_seconds: float = 0.0
     computed_singly: bool = False

@@ -78,8 +78,10 @@ def run(
     if model is not None and prompt is None and not is_model_name(model):
         model, prompt = None, model
     params = SamplingParams(**{**RUN_DEFAULTS, **sampling})
-    if params.logprobs is not None and not json:
-        raise InvalidRequestError("--logprobs needs --json.", "Add --json; the stream has no place for them.")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None and not json:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidRequestError(f"{option} needs --json.", "Add --json; the stream has no place for them.")
     engine = {**SPECULATION, **engine}
     EngineConfig(**engine)  # refuses what is out of range before anything is loaded
     before = {"start": time.perf_counter() - _process_start()}

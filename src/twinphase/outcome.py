@@ -34,6 +34,7 @@ class MissReason(enum.StrEnum):
     SALT = "salt"  # nothing is cached under this request's `cache_salt`, and nothing is shared across salts
     EVICTED = "evicted"  # it was there, and its blocks were needed for others
     NEVER_SEEN = "never_seen"  # in no full block
+    PROMPT_LOGPROBS = "prompt_logprobs"  # they are computed with the prompt, of which they need every row
     DISABLED = "disabled"
 
 

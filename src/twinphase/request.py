@@ -89,6 +89,12 @@ class SamplingParams:
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
+    prompt_logprobs: int | None = setting(
+        None,
+        "Log probabilities per prompt token, but for the first: its own, and those of so many most likely ones.",
+        minimum=0,
+        maximum=MAX_LOGPROBS,
+    )
     n: int = setting(1, "Answers per prompt.", minimum=1)
     structured_outputs: StructuredOutputsParams | None = setting(
         None, 'Form of the output, as JSON with one of json, regex, choice, grammar: \'{"choice": ["yes", "no"]}\'.'
@@ -252,6 +258,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens known so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of prompt tokens are still wanted: then the rows before them are all computed."""
+        return self.sampling_params.prompt_logprobs is not None and not self.output_token_ids
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens [start, stop) of prompt + output."""

@@ -2,20 +2,25 @@ import io
 import re
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from provoked import Script
+from steps import Steps
+from twinphase.backends.reference import ReferenceBackend
 from twinphase.batch import Phase
 from twinphase.engine.progress import GenerateProgress
 from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError
 from twinphase.phases.timeline import IntervalKind
 from twinphase.phases.work import model_shape
 from twinphase.request import MissReason, PrefixMiss, SamplingParams
+from twinphase.scheduler import chunk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(40, 70))
@@ -299,6 +304,32 @@ class TestMany:
                 at = interval.end
             assert at == timeline.end == timeline.token_times[-1]
             assert timeline.seconds(IntervalKind.UNATTRIBUTED) < 0.01 * (at - timeline.arrival)
+
+
+def test_log_probabilities_of_the_prompt_are_those_of_the_whole_computed_at_once(make_llm, tiny_path, monkeypatch):
+    """In chunks, behind another of the same prompt, and beside it; what was computed for them serves others."""
+    monkeypatch.setattr(chunk, "MOST_SCORED", 32)
+    llm, prompt = make_llm(), [7 + number * number % 290 for number in range(100)]
+    logits = Steps(tiny_path, ReferenceBackend()).chunked(np.array(prompt, np.int32), [100]).astype(np.float64)
+    expected = (logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))[:-1]
+    scored, most = replace(GREEDY, prompt_logprobs=2), []
+    plain = answer(llm, prompt)
+    together = [prompt, prompt[1:], prompt], [scored, GREEDY, scored]
+    for prompts, params in (([prompt], scored), together):
+        with patched(llm, lambda batch: most.append(max(one.num_logits for one in batch.scheduled))):
+            outputs = llm.generate(prompts, params)
+        for output in outputs[::2]:
+            assert output.outputs[0] == plain and output.prompt_logprobs[0] is None
+            assert (output.num_cached_tokens, output.prefix_miss) == (0, PrefixMiss(MissReason.PROMPT_LOGPROBS, 0))
+            for row, token_id, entry in zip(expected, prompt[1:], output.prompt_logprobs[1:], strict=True):
+                assert entry[token_id].logprob == pytest.approx(row[token_id], abs=1e-4)
+                assert max(one.logprob for one in entry.values()) == pytest.approx(row.max(), abs=1e-4)
+                assert 2 <= len(entry) <= 3 and entry[token_id].rank == 1 + (row > row[token_id]).sum()
+    assert max(most) == 32
+    assert llm.generate([prompt[:1]], scored)[0].prompt_logprobs == [None]
+    fresh = make_llm()
+    fresh.generate([prompt], scored)
+    assert fresh.generate([prompt], GREEDY)[0].num_cached_tokens == 96
 
 
 def interrupted(llm, step):

@@ -193,9 +193,13 @@ class Alone:
             request, logprobs = Request("alone", list(prompt), params), []
             request.constraint = constraint_of(self._loaded, params, prompt)
             engine.add_request(request)
+            scored: list[TokenLogprobs] = []
             while engine.has_work:
-                logprobs += engine.step().output.logprobs.get("alone", [])
-            self._known[key] = request.output_token_ids, repr(logprobs), request.finish_reason
+                output = engine.step().output
+                logprobs += output.logprobs.get("alone", [])
+                scored += output.prompt_logprobs.get("alone", (0, []))[1]
+            assert params.prompt_logprobs is None or len(scored) == len(prompt) - 1
+            self._known[key] = request.output_token_ids, repr(scored + logprobs), request.finish_reason
         return self._known[key]
 
 
@@ -223,6 +227,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         logit_bias=draw(st.sampled_from([None, None, {12: 3.0, 40: -2.0}])),
         seed=draw(st.sampled_from([None, 0, 1, 2])),
         logprobs=draw(st.sampled_from([None, 0, 3])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, None, 2])),
         max_tokens=max_tokens,
         stop_token_ids=draw(st.sampled_from([None, None, [30, 31, 32, 33]])),
         thinking_token_budget=draw(st.sampled_from([None, None, None, 0, 6])),
@@ -318,6 +323,9 @@ class Mixes(RuleBasedStateMachine):
             result: StepResult = self.engine.step()
         self.scheduler.check_integrity()
         assert 0 < result.batch.num_tokens <= self.scheduler.max_num_batched_tokens
+        for name, (first, entries) in result.output.prompt_logprobs.items():
+            assert first == len(self.logprobs[name]) + 1
+            self.logprobs[name] += entries
         for name, entries in result.output.logprobs.items():
             self.logprobs[name] += entries
         self.ends |= {request.request_id: result.record.end for request in result.finished}
@@ -410,6 +418,7 @@ class Mixes(RuleBasedStateMachine):
         assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
         assert repr(self.logprobs[name]) == logprobs
         self.tally["compared"] += 1
+        self.tally["compared with the prompt's"] += request.sampling_params.prompt_logprobs is not None
         self.tally["compared with a grammar"] += request.sampling_params.structured_outputs is not None
         thoughts = request.sampling_params.thinking_token_budget is not None
         self.tally["compared with an end of thinking"] += thoughts and list(TAGS.end) in (tokens[:3], tokens[6:9])

@@ -197,6 +197,42 @@ def test_completions_of_texts_and_of_tokens(client, model, llm, words):
     assert [choice.text for choice in echoed] == [choice["text"] for choice in streamed] == expected
 
 
+def test_log_probabilities_of_prompts(client, model, llm):
+    """As evaluation harnesses ask for them: of the prompt's tokens alone, of prompts by ids, of several at once."""
+    texts = ["one two hello", "the world is é and ü, or is it?"]
+    prompts = [llm.tokenizer.encode(text) for text in texts]
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, prompt_logprobs=2)
+    expected = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    request = {"model": model, "prompt": prompts, "temperature": 0, "logprobs": 2, "echo": True,
+               "extra_body": {"return_token_ids": True}}  # fmt: skip
+    for max_tokens, whole in ((3, True), (0, False)):
+        reply = client.completions.create(**request, max_tokens=max_tokens)
+        streamed, _ = joined(client.completions.create(**request, max_tokens=max_tokens, stream=True))
+        assert reply.usage.completion_tokens == 2 * max_tokens
+        for choice, streams, output, text in zip(reply.choices, streamed, expected, texts, strict=True):
+            known = output.prompt_logprobs + (output.outputs[0].logprobs if whole else [])
+            ids = output.prompt_token_ids + (output.outputs[0].token_ids if whole else [])
+            wanted = [one and one[token_id].logprob for one, token_id in zip(known, ids, strict=True)]
+            assert choice.logprobs.token_logprobs == wanted and wanted[0] is None
+            assert [one and max(one.values()) for one in choice.logprobs.top_logprobs] == [
+                one and max(entry.logprob for entry in one.values()) for one in known
+            ]
+            assert choice.text == streams["text"] == text + (output.outputs[0].text if whole else "")
+            assert choice.finish_reason == "length" and plain(choice.logprobs) == streams["logprobs"]
+            for start, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True):
+                assert "\ufffd" in token or choice.text.startswith(token, start)
+    extra = {"extra_body": {"prompt_logprobs": 2}}
+    reply = client.completions.create(model=model, prompt=prompts[0], max_tokens=1, **extra)
+    chat = client.chat.completions.create(model=model, messages=USER, max_tokens=1, **extra)
+    wanted = [one and {str(token_id): vars(entry) for token_id, entry in one.items()}
+              for one in expected[0].prompt_logprobs]  # fmt: skip
+    assert reply.choices[0].prompt_logprobs == wanted
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens and chat.prompt_logprobs[0] is None
+    for bad in ({"max_tokens": 0}, {"stream": True, **extra}, {"extra_body": {"prompt_logprobs": 21}}):
+        with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+            client.completions.create(**{"model": model, "prompt": "a", "max_tokens": 1, **bad})
+
+
 def test_limits_biases_and_fields_beyond_openais(client, model, llm):
     create = client.chat.completions.create
     for field in ("max_tokens", "max_completion_tokens"):

@@ -69,10 +69,11 @@ class KVCacheManager:
     def _following(self, request: Request, computed: int) -> Iterator[bytes]:
         """Hashes of the full blocks behind the first `computed` tokens that could be shared, one by one.
 
-        None off a block boundary; the last known token is never shared.
+        None off a block boundary, nor where the prompt's log probabilities are wanted, which no block has; the last
+        known token is never shared.
         """
         index, rest = divmod(computed, self.block_size)
-        if self.enable_prefix_caching and not rest:
+        if self.enable_prefix_caching and not rest and not request.scores_prompt:
             for following in range(index, (request.num_tokens - 1) // self.block_size):
                 yield self.prefix_cache.block_hash(request, following)
 
@@ -198,4 +199,6 @@ class KVCacheManager:
     def _miss(self, request: Request, num_hits: int) -> PrefixMiss | None:
         if not self.enable_prefix_caching:
             return PrefixMiss(MissReason.DISABLED, 0)
+        if request.scores_prompt:
+            return PrefixMiss(MissReason.PROMPT_LOGPROBS, 0)
         return self.prefix_cache.miss(request, num_hits)

@@ -188,6 +188,7 @@ class Engine:
         for part in map(self._execute, parts):
             output.token_ids |= part.token_ids
             output.logprobs |= part.logprobs
+            output.prompt_logprobs |= part.prompt_logprobs
             output.errors |= part.errors
         return output
 

@@ -26,8 +26,10 @@ def build(batch: Batch, block_size: int) -> StepInputs:
         here = range(share.num_computed_tokens, share.num_computed_tokens + share.num_scheduled_tokens)
         positions += here
         slots += [share.block_ids[p // block_size] * block_size + p % block_size for p in here]
+        logit_rows += [query_start[-1] + position - share.num_computed_tokens for position in share.scored]
+        if share.samples:
+            logit_rows += range(len(token_ids) - 1 - share.num_drafts, len(token_ids))
         query_start.append(len(token_ids))
-        logit_rows += range(len(token_ids) - share.num_logits, len(token_ids))
 
     used = [positions[end - 1] // block_size + 1 for end in query_start[1:]]  # blocks up to the last computed token
     block_tables = np.zeros((len(shares), max(used)), np.int32)

@@ -287,6 +287,7 @@ class LLM:
             if transcript is None:  # another front end's
                 continue
             transcript.num_prefilled, transcript.num_cached_tokens = share.num_prefilled, share.num_cached_tokens
+            transcript.take_prompt_logprobs(result.output.prompt_logprobs.get(share.request_id))
             if not share.samples and request is None:
                 continue
             timeline, num_before = transcript.timeline, len(transcript.token_ids)

@@ -261,7 +261,8 @@ class EngineLoop:
             request = finished.get(name)
             end = self._finished(engine, request, self._timelines.pop(name)) if request else None
             tokens, logprobs = result.output.token_ids.get(name, []), result.output.logprobs.get(name, [])
-            news.append(News(name, tokens, share.num_prefilled, share.num_cached_tokens, logprobs, end))
+            scored = result.output.prompt_logprobs.get(name)
+            news.append(News(name, tokens, share.num_prefilled, share.num_cached_tokens, logprobs, end, scored))
         return news
 
     def _finished(self, engine: Engine, request: Request, timeline: RequestTimeline) -> Finished:

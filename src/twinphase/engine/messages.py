@@ -287,6 +287,7 @@ class News(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         num_prefilled: prompt tokens in the KV cache, cached ones included.
         num_cached: those the prefix cache held.
+        prompt_logprobs: of consecutive prompt tokens from an index on, where they are asked for.
     """
 
     request_id: str
@@ -295,6 +296,7 @@ class News(msgspec.Struct, array_like=True, frozen=True):
     num_cached: int
     logprobs: list[TokenLogprobs] = []
     finished: Finished | None = None
+    prompt_logprobs: tuple[int, list[TokenLogprobs]] | None = None
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True):

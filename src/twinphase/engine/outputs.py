@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from twinphase.batch import Phase, TokenLogprobs
 from twinphase.phases.timeline import RequestTimeline
@@ -11,7 +12,7 @@ from twinphase.request import FinishReason, PrefixMiss, RequestCounts, SamplingP
 from twinphase.tokenizer.detokenizer import Detokenizer
 from twinphase.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["CompletionOutput", "Logprob", "RequestOutput", "StreamUpdate", "Transcript"]
+__all__ = ["CompletionOutput", "Logprob", "RequestOutput", "StreamUpdate", "Transcript", "plain_logprobs"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class RequestOutput:
         prefix_miss: why the prefix cache did not hold more of the prompt; None when it held all it could.
         num_preemptions: how often the request lost its KV to others; known when it has finished, as the next one is.
         num_recomputed_tokens: tokens computed once more after that.
+        prompt_logprobs: per prompt token, as of output tokens; None of the first, and altogether if not asked for.
     """
 
     request_id: str
@@ -76,6 +78,7 @@ class RequestOutput:
     prefix_miss: PrefixMiss | None = None
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,13 @@ class StreamUpdate:
         return len(self.transcript.prompt_token_ids)
 
 
+def plain_logprobs(position: Mapping[int, Logprob] | None) -> dict[str, Any] | None:
+    """One position's log probabilities as JSON has them, by token id."""
+    if position is None:
+        return None
+    return {str(token_id): asdict(entry) for token_id, entry in position.items()}
+
+
 @dataclass
 class Transcript:
     """The answer to one request as it grows: takes each step's tokens, gives updates and results.
@@ -123,6 +133,7 @@ class Transcript:
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         num_cached_tokens: those that the prefix cache held.
         token_ids, text, logprobs: the answer so far; logprobs only if asked for.
+        prompt_logprobs: of the prompt tokens from the second on, as far as it is read; only if asked for.
         stop_string: the one that ended it.
         finish_reason: None until the engine has let go of the request.
     """
@@ -140,6 +151,7 @@ class Transcript:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_string: str | None = None
     finish_reason: FinishReason | None = None
     num_tokens_given: int = 0  # in updates
@@ -187,6 +199,12 @@ class Transcript:
             if not self._searching and len(self.token_ids) >= self.sampling_params.min_tokens:
                 self._begin_search()
         self.logprobs.extend(logprobs[: len(self.token_ids) - len(self.logprobs)])
+
+    def take_prompt_logprobs(self, scored: tuple[int, list[TokenLogprobs]] | None) -> None:
+        """Add those of prompt tokens from an index on; whoever goes on with another's request may say them again."""
+        if scored is not None:
+            first, entries = scored
+            self.prompt_logprobs[first - 1 : first - 1 + len(entries)] = entries
 
     def end(self, reason: FinishReason, counts: RequestCounts | None) -> None:
         """The engine has let go of the request, of which it tells `counts`."""
@@ -247,6 +265,9 @@ class Transcript:
             prefix_miss=counts.prefix_miss,
             num_preemptions=counts.num_preemptions,
             num_recomputed_tokens=counts.num_recomputed_tokens,
+            prompt_logprobs=None
+            if self.sampling_params.prompt_logprobs is None
+            else [None, *map(self._by_token, self.prompt_logprobs)],
         )
 
     def _detokenize(self, stop: Sequence[str], continuation: bool) -> Detokenizer:

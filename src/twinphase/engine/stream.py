@@ -92,6 +92,7 @@ class RequestStream:
         transcript, finished = self.transcript, news.finished
         self.last_news = began = perf_counter()
         transcript.num_prefilled, transcript.num_cached_tokens = news.num_prefilled, news.num_cached
+        transcript.take_prompt_logprobs(news.prompt_logprobs)
         stopped = transcript.stop_string is not None  # and the engine was told so
         if not stopped:
             self.last_step_end = step_end

@@ -27,6 +27,7 @@ MISS_SENTENCES = {
     MissReason.SALT: "nothing is cached under its cache_salt (or API key) yet, and nothing is shared across them",
     MissReason.EVICTED: "what follows token {} was cached once and has been evicted",
     MissReason.NEVER_SEEN: "what follows token {} is new",
+    MissReason.PROMPT_LOGPROBS: "log probabilities of the prompt need all of it computed",
 }
 OWN_WEIGHT = "A larger --tenant-weight for its key would give it more of the engine while others ask too."
 About = tuple[str, Lever | None]

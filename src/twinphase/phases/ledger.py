@@ -197,7 +197,7 @@ class Ledger:
             if timeline is None:
                 continue
             count = len(share.token_ids)
-            work = StepWork.of_chunk(share.num_computed_tokens, count, share.samples, window)
+            work = StepWork.of_chunk(share.num_computed_tokens, count, share.num_logits, window)
             own = seconds if alone_in_step else min(seconds, predict(work) * scale)
             again = min(count, max(0, share.most_computed_tokens - share.num_computed_tokens))
             timeline.add_prefill(record, count, own, own * again / count)

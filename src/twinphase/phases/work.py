@@ -164,5 +164,5 @@ def rows_cost(shape: ModelShape, start: int, num_rows: int, num_logits: int) -> 
     The row at position p attends to p + 1 tokens, or to its layer's window if that is less. Without windows the sum of
     contexts over a whole prompt is n (n + 1) / 2.
     """
-    chunk = StepWork.of_chunk(start, num_rows, samples=False, window=shape.window)
+    chunk = StepWork.of_chunk(start, num_rows, num_logits=0, window=shape.window)
     return step_cost(shape, chunk._replace(logits=num_logits))

@@ -8,6 +8,8 @@ from twinphase.batch import StepWork
 
 __all__ = ["ChunkBudget", "StepTimes"]
 
+MOST_SCORED = 128  # rows of logits of one request in a step: 78 MB of a vocabulary of 151,936
+
 
 class StepTimes(Protocol):
     """Predicts how long a step takes; the measured cost model does."""
@@ -53,33 +55,37 @@ class ChunkBudget:
             self._limit = max(times.step_limit(slo_seconds), times.seconds(decodes) + room)
         self._given = False
 
-    def take(self, start: int, remaining: int) -> int:
+    def take(self, start: int, remaining: int, *, scored: bool = False) -> int:
         """Tokens of the next chunk, of a request that has computed `start` tokens and needs `remaining` more.
+
+        Where the prompt is `scored`, each of them may want its logits, which are many bytes: then they are few.
 
         The first chunk of a step has a block's worth of tokens even where the SLO has no room: a request that waits
         for ever is no better than a late token.
         """
-        most = min(self.num_tokens, remaining)
+        most = min(self.num_tokens, remaining, MOST_SCORED if scored else remaining)
         if self._limit is not None:
-            most = self._fitting(start, most, remaining)
+            most = self._fitting(start, most, remaining, scored)
         if most < remaining:
             aligned = max(0, most - (start + most) % self._block_size)
             # Less than a block is not worth beginning: off a boundary, the request could share nothing until the next.
             most = aligned if aligned or self._given else most
         if most > 0:
-            self._work = self._work.plus(StepWork.of_chunk(start, most, most == remaining, self._window))
+            self._work = self._work.plus(self._chunk(start, most, remaining, scored))
             self.num_tokens -= most
             self._given = True
         return most
 
-    def _fitting(self, start: int, most: int, remaining: int) -> int:
+    def _chunk(self, start: int, count: int, remaining: int, scored: bool) -> StepWork:
+        return StepWork.of_chunk(start, count, count if scored else count == remaining, self._window)
+
+    def _fitting(self, start: int, most: int, remaining: int, scored: bool) -> int:
         """The largest chunk up to `most` whose step is predicted to stay within the limit."""
         limit = self._limit
         assert limit is not None
 
         def fits(count: int) -> bool:
-            step = self._work.plus(StepWork.of_chunk(start, count, count == remaining, self._window))
-            return self._times.seconds(step) <= limit
+            return self._times.seconds(self._work.plus(self._chunk(start, count, remaining, scored))) <= limit
 
         if fits(most):
             return most

@@ -51,7 +51,8 @@ def schedule_prefills(
         kv_cache.share_new_prefix(request)
         if worth_waiting_for(request, request.num_computed_tokens, kv_cache, computing):
             continue
-        chunk = budget.take(request.num_computed_tokens, request.num_tokens - request.num_computed_tokens)
+        computed = request.num_computed_tokens
+        chunk = budget.take(computed, request.num_tokens - computed, scored=request.scores_prompt)
         if not chunk:
             return
         computing.update(kv_cache.blocks_of_chunk(request, chunk))

@@ -261,7 +261,7 @@ class Scheduler:
         computed = len(prefix) * self.kv_cache.block_size
         if worth_waiting_for(request, computed, self.kv_cache, computing):
             return "prefix"
-        chunk = budget.take(computed, request.num_tokens - computed)
+        chunk = budget.take(computed, request.num_tokens - computed, scored=request.scores_prompt)
         if not chunk:
             return "budget"
         self.kv_cache.start(request, prefix)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from twinphase.batch import Phase, TokenLogprobs
 from twinphase.engine.async_engine import AsyncEngine
-from twinphase.engine.outputs import StreamUpdate
+from twinphase.engine.outputs import StreamUpdate, plain_logprobs
 from twinphase.engine.stream import RequestStream
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, TwinphaseError
-from twinphase.request import CONSTRAINT_FAILURE
+from twinphase.request import CONSTRAINT_FAILURE, FinishReason
 from twinphase.server.jobs import Job
 from twinphase.server.tool_calls import ToolCall, ToolCallDelta, join_deltas
 from twinphase.tokenizer.detokenizer import Detokenizer
@@ -69,11 +70,17 @@ class Choice:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.stream.transcript.token_ids
+        return [] if self.job.prompt_only else self.stream.transcript.token_ids
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        return self.stream.transcript.logprobs
+        return [] if self.job.prompt_only else self.stream.transcript.logprobs
+
+    @property
+    def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
+        """Of each prompt token, in vLLM's shape; None of the first, and altogether if not asked for."""
+        found = self.stream.transcript.output().prompt_logprobs
+        return None if found is None else [plain_logprobs(position) for position in found]
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -87,6 +94,8 @@ class Choice:
         """The next delta; raises what the request failed with."""
         if update.phase is Phase.PREFILL and not update.finished:
             return Delta(self, num_prefilled=update.num_prefilled)
+        if self.job.prompt_only:
+            update = replace(update, text="", token_ids=[], logprobs=[])
         reasoning, content, calls = self._divide(update.text, update.finished)
         if self.job.echo and not self._echoed:
             content, self._echoed = self._prompt_text() + content, True
@@ -122,6 +131,8 @@ class Choice:
             raise TwinphaseError(f"The request failed: {error.rstrip('.')}.", "Other requests are not affected.")
         if reason == "abort":
             raise EngineUnavailableError("The request was ended by the server.", "Send it again.")
+        if self.job.prompt_only:
+            reason = FinishReason.LENGTH
         self.finish_reason = "tool_calls" if self._calls and reason == "stop" else reason and reason.value
         if self.reasoning:
             self.num_reasoning_tokens = self._count_reasoning()

@@ -80,6 +80,7 @@ class Job:
         prompts: each is answered `n` times.
         params: of every answer, but for the seed.
         cache_salt: as the client gave it.
+        prompt_only: the one token that the engine cannot do without is kept from the client.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Job:
     cache_salt: str | None
     reader: Reader = Reader()
     echo: bool = False
+    prompt_only: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     return_progress: bool = False
@@ -201,7 +203,10 @@ async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: st
     for prompt in prompts:
         encoded.append(await engine.encode(prompt, arrival))
         await asyncio.sleep(0)  # others' answers go on
-    params = _params(body, 16 if body.max_tokens is None else body.max_tokens, body.logprobs, _one_constraint(body))
+    max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
+    params = _params(body, max_tokens, body.logprobs, _one_constraint(body))
+    if body.echo and body.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     return Job(
         f"cmpl-{secrets.token_hex(16)}",
         "text_completion",
@@ -213,6 +218,7 @@ async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: st
         body.priority,
         body.cache_salt,
         echo=bool(body.echo),
+        prompt_only=body.max_tokens == 0,
         **_extras(body),
     )
 
@@ -278,7 +284,7 @@ def _params(
 ) -> SamplingParams:
     names = (
         "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
-        "stop", "stop_token_ids", "logit_bias", "min_tokens", "ignore_eos",
+        "stop", "stop_token_ids", "logit_bias", "min_tokens", "ignore_eos", "prompt_logprobs",
     )  # fmt: skip
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     seed = None if body.seed is None else body.seed % NUM_SEEDS

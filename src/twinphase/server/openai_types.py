@@ -204,6 +204,7 @@ class GenerationRequest(_Strict):
     logit_bias: LogitBias | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     stream: bool | None = False
@@ -230,6 +231,8 @@ class GenerationRequest(_Strict):
             raise ValueError("`stream_options` needs `stream`: true")
         if self.return_progress and not self.stream:
             raise ValueError("`return_progress` needs `stream`: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("`prompt_logprobs` are not streamed: leave out `stream`")
         return self
 
 
@@ -279,6 +282,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0 with `echo`: the prompt's log probabilities
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
     best_of: Literal[1] | None = None
@@ -286,9 +290,9 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: Literal[True] = True
 
     @model_validator(mode="after")
-    def _echo_without_logprobs(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("`echo` together with `logprobs` is not supported: log probabilities are of new tokens")
+    def _something_to_say(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("`max_tokens`: 0 needs `echo`: true, or `prompt_logprobs`")
         return self
 
 

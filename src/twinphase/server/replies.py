@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -13,6 +13,7 @@ from twinphase.server.answers import Choice, Delta
 from twinphase.server.jobs import Job
 from twinphase.server.observe import spec_decode_metrics, timings
 from twinphase.server.tool_calls import ToolCallDelta
+from twinphase.tokenizer.detokenizer import Detokenizer
 from twinphase.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["DONE", "ChatReplies", "CompletionReplies", "Replies", "event", "usage"]
@@ -145,6 +146,11 @@ class ChatReplies(Replies):
 
     chunk_object, body_object = "chat.completion.chunk", "chat.completion"
 
+    def body(self) -> dict[str, Any]:
+        """See `Replies`; log probabilities of the prompt, which all answers share, stand beside them, as vLLM's do."""
+        scored = self.choices[0].prompt_logprobs
+        return super().body() | ({} if scored is None else {"prompt_logprobs": scored})
+
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
         if delta.content or (delta.first and not delta.reasoning):
@@ -195,36 +201,64 @@ class CompletionReplies(Replies):
     def __init__(self, job: Job, choices: Sequence[Choice], *known: Any) -> None:
         """`known` as in `Replies`."""
         super().__init__(job, choices, *known)
-        self._offsets = [0] * len(choices)  # characters of the tokens whose log probabilities were given
+        self._told_tokens: dict[int, _ToldTokens] = {}  # by answer
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         index = delta.choice.index
-        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
+        logprobs = self._logprobs(delta.choice, delta.logprobs)
         finish_reason = delta.choice.finish_reason if delta.finished else None
         return {"index": index, "text": delta.content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def body_choice(self, choice: Choice) -> dict[str, Any]:
+        self._told_tokens.pop(choice.index, None)
         asked = self.job.params.logprobs is not None
-        self._offsets[choice.index] = 0
-        logprobs = self._logprobs(choice.index, choice.logprobs) if asked else None
+        logprobs = self._logprobs(choice, choice.logprobs) or (_ToldTokens.EMPTY if asked else None)
         reason = choice.finish_reason
-        return {"index": choice.index, "text": choice.content, "logprobs": logprobs, "finish_reason": reason}
+        shown = {"index": choice.index, "text": choice.content, "logprobs": logprobs, "finish_reason": reason}
+        return shown | ({"prompt_logprobs": found} if (found := choice.prompt_logprobs) is not None else {})
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        tokens, offsets, top = [], [], []
-        for entry in entries:
-            text = _token_text(self.tokenizer, entry.token_id)
-            tokens.append(text)
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
-            ranked = [(entry.token_id, entry.logprob), *entry.top]
-            top.append({_token_text(self.tokenizer, i): max(logprob, LOWEST_LOGPROB) for i, logprob in ranked})
-        return {
-            "tokens": tokens,
-            "token_logprobs": [max(entry.logprob, LOWEST_LOGPROB) for entry in entries],
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }
+    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]] | None:
+        """Those of the next tokens, behind the prompt's where it is echoed; None where there are none."""
+        if self.job.params.logprobs is None:
+            return None
+        told = self._told_tokens.get(choice.index)
+        first: list[tuple[int, TokenLogprobs | None]] = []
+        if told is None:
+            told = self._told_tokens[choice.index] = _ToldTokens(self.tokenizer, self.job)
+            if self.job.echo:
+                first = [(self.job.prompt_of(choice.index).token_ids[0], None)]
+                first += [(entry.token_id, entry) for entry in choice.stream.transcript.prompt_logprobs]
+        return told.next([*first, *((entry.token_id, entry) for entry in entries)])
+
+
+class _ToldTokens:
+    """The tokens of one answer whose log probabilities were told, and the characters that they are."""
+
+    EMPTY: ClassVar[dict[str, list[Any]]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
+        self._tokenizer, self._most, self._offset = tokenizer, job.params.logprobs or 0, 0
+        self._text = Detokenizer(tokenizer, keep_special=job.reader.markers, continuation=not job.echo)
+
+    def next(self, entries: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, list[Any]] | None:
+        """The next tokens in OpenAI's shape; nothing is known of the first of a text. None without tokens."""
+        if not entries:
+            return None
+        shown: dict[str, list[Any]] = {name: [] for name in self.EMPTY}
+        for token_id, entry in entries:
+            shown["tokens"].append(_token_text(self._tokenizer, token_id))
+            shown["text_offset"].append(self._offset)
+            self._offset += len(self._text.append(token_id))
+            shown["token_logprobs"].append(entry and max(entry.logprob, LOWEST_LOGPROB))
+            shown["top_logprobs"].append(entry and self._top(entry))
+        return shown
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, logprob in [(entry.token_id, entry.logprob), *entry.top[: self._most]]:
+            text = _token_text(self._tokenizer, token_id)  # parts of characters all look alike
+            top[text] = max(logprob, top.get(text, LOWEST_LOGPROB))
+        return top
 
 
 def _token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -150,7 +150,7 @@ class DraftModel:
 
     def _begin(self, request: Request) -> _Sequence | None:
         """Start to follow a request, from what the prefix cache has of it; None without room, or too near its end."""
-        params = replace(request.sampling_params, logprobs=None)
+        params = replace(request.sampling_params, logprobs=None, prompt_logprobs=None)
         own = Request(
             request.request_id,
             request.prompt_token_ids,

@@ -68,7 +68,7 @@ class Medusa(HiddenProposer):
         for share in batch.scheduled:
             new = output.token_ids.get(share.request_id)
             if new:
-                self._last[share.request_id] = hidden[0][row + len(new) - 1].copy()
+                self._last[share.request_id] = hidden[0][row + len(share.scored) + len(new) - 1].copy()
             row += share.num_logits
 
     def guess(self, names: Sequence[str]) -> list[list[int]]:

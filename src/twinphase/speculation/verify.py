@@ -29,16 +29,21 @@ def sample(logits: F32, batch: Batch, eos_token_ids: Collection[int]) -> StepOut
         eos_token_ids: tokens that end an output, and that `min_tokens` holds back.
 
     Returns:
-        A token a sampling request, and one for each draft that was right. A request that cannot be sampled, such as
+        A token per sampling request, and one for each draft that was right. A request that cannot be sampled, such as
         from logits that are not finite, has its reason in `errors` instead: it alone fails.
     """
     output, row = StepOutput(), 0
     if len(logits) != sum(share.num_logits for share in batch.scheduled):
         raise ValueError(f"the step has {len(logits)} rows of logits, and its requests want other ones")
     for share in batch.scheduled:
-        if not share.samples:
+        if not share.num_logits:
             continue
         rows, row = logits[row : row + share.num_logits], row + share.num_logits
+        if scored := share.scored:
+            output.prompt_logprobs[share.request_id] = (scored.start + 1, score(rows, share))
+            rows = rows[len(scored) :]
+        if not share.samples:
+            continue
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         try:
@@ -85,6 +90,13 @@ def verify(
         accepted.append(token_id)
         if token_id != draft or params.ends_at(token_id, len(share.output_token_ids) + len(accepted), eos_token_ids):
             return
+
+
+def score(logits: F32, share: ScheduledRequest) -> list[TokenLogprobs]:
+    """Log probabilities of the prompt tokens that follow the rows of `share.scored`, the first rows of `logits`."""
+    num_top = share.sampling_params.prompt_logprobs or 0
+    following = [share.prompt_token_ids[position + 1] for position in share.scored]
+    return [token_logprobs(row, token_id, num_top) for row, token_id in zip(logits, following, strict=False)]
 
 
 def _reason(error: BaseException) -> str:
