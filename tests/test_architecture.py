@@ -55,6 +55,7 @@ MAY_IMPORT = {
         "weights",
         "backends",
         "server",
+        "cluster",
     },
 }
 TOP = {

@@ -23,6 +23,7 @@ from twinphase.bench.report.terminal import show
 from twinphase.bench.roofline.measure import RooflinePoint
 from twinphase.bench.targets.stepped import Workshop
 from twinphase.cli import run_app
+from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.errors import OutOfMemoryError
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.work import kv_bytes_per_token
@@ -40,6 +41,7 @@ def known_ceilings():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("measured_ceilings", None), ("ceilings_now", ceilings), ("save_ceilings", None)):
             patch.setattr(f"twinphase.bench.lab.lab.{name}", lambda _, value=value: value)
+        patch.setenv(KEY_VARIABLE, "put back after these tests")
         yield
 
 
@@ -180,7 +182,7 @@ def test_the_command(tiny, tmp_path, capsys):
 
 
 def test_all_claims_take_under_four_minutes_and_the_quick_ones_about_one():
-    assert planned_seconds(EXPERIMENTS) <= 205
+    assert planned_seconds(EXPERIMENTS) <= 216
     assert planned_seconds(choose(quick=True)) <= 65
 
 

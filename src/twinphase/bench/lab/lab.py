@@ -30,6 +30,7 @@ from twinphase.bench.lab.experiments.prompt_cache import prompt_cache
 from twinphase.bench.lab.experiments.queue import queue
 from twinphase.bench.lab.experiments.request_shapes import request_shapes
 from twinphase.bench.lab.experiments.same_tokens import same_tokens
+from twinphase.bench.lab.experiments.separate_pools import separate_pools
 from twinphase.bench.lab.experiments.short_prompts import short_prompts
 from twinphase.bench.lab.experiments.speculation import speculation
 from twinphase.bench.lab.experiments.static_batching import static_batching
@@ -61,6 +62,7 @@ EXPERIMENTS = (
     no_kv_cache,
     static_batching,
     speculation,
+    separate_pools,
 )
 USUAL_ROUNDS = 8  # from here on one disturbed repetition on either side does not count
 OTHER_BLOCKS = 256  # KV cache of a model that is loaded beside the first
