@@ -32,14 +32,14 @@ def lone(tiny_path, own_cache):
 def serve(tiny_path, own_cache):
     """Runs a coroutine function with a front end over a router of as many workers."""
 
-    def run(body, count=2, hosts=None, silence=2.0, seconds=240):
+    def run(body, count=2, hosts=None, silence=2.0, seconds=240, **options):
         async def main():
             made = (
                 hosts()
                 if hosts
                 else {f"worker-{i}": ProcessHost(tiny_path, CONFIG, silence=silence) for i in range(count)}
             )
-            engine = AsyncEngine(Router(made))
+            engine = AsyncEngine(Router(made, **options))
             try:
                 await body(engine)
             finally:

@@ -18,7 +18,8 @@ from tiny_gguf import write_tiny_gguf
 from twinphase.cli import run_app
 from twinphase.cluster import remote
 from twinphase.cluster.address import KEY_VARIABLE, connect, listen, read_key
-from twinphase.cluster.remote import RemoteHost
+from twinphase.cluster.joining import Door
+from twinphase.cluster.remote import CalledHost, RemoteHost
 from twinphase.cluster.router import Router
 from twinphase.cluster.timelines import joined, shifted
 from twinphase.engine.async_engine import AsyncEngine
@@ -31,9 +32,9 @@ KEY = "0123456789abcdef"
 class Started:
     """A worker's process; it ends with the `with` block, or when its stdin closes."""
 
-    def __init__(self, address="127.0.0.1:0", key=KEY, role="both"):
+    def __init__(self, address="127.0.0.1:0", key=KEY, role="both", join=()):
         command = [sys.executable, "-m", "twinphase.cluster.worker", "--listen", address, "--role", role]
-        command.append("--ends-with-stdin")
+        command += [*join, "--ends-with-stdin"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, **pipes, env={**os.environ, KEY_VARIABLE: key}, text=True)
         self.address = self.process.stdout.readline().split()[-1]
@@ -177,6 +178,54 @@ def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_tak
             await whole(engine)
 
         serve(body, hosts=hosts_of(workers, tiny_path))
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lone, tiny_path):
+    prompts = [[30 + number, 31] for number in range(6)]
+    expected = lone.generate(prompts, LONG)
+
+    def newcomer(name, address):
+        return CalledHost(address, KEY.encode(), tiny_path, CONFIG, 2.0)
+
+    door = Door("127.0.0.1:0", KEY.encode(), newcomer)
+    join = ("--join", door.address)
+
+    async def body(engine):
+        router = engine.host
+        await until(lambda: engine.is_running)
+        assert len(router.workers()) == 1
+        with joining("0.0.0.0:0", join) as worker:
+            streams = [await engine.submit(prompt, LONG) for prompt in prompts[:3]]
+            await until(lambda: [one.state for one in router.workers()] == ["ready", "ready"])
+            streams += [await engine.submit(prompt, LONG) for prompt in prompts[3:]]
+            assert "worker-1" in {sent.worker for sent in router._sent.values()}
+            worker.process.kill()
+            outputs = await asyncio.gather(*map(read, streams))
+            assert all(map(same, outputs, expected))
+            await until(lambda: len(router.workers()) == 1)
+        address = router.workers_by_name["worker-1"].host.where
+        assert address.startswith("127.0.0.1:")
+        with joining(address, join) as again:  # by its name of before
+            await until(lambda: [one.state for one in router.workers()] == ["ready", "ready"])
+            assert list(router.workers_by_name) == ["worker-0", "worker-1"]
+            again.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(again.process.wait, 60) == 0
+        await until(lambda: len(router.workers()) == 1)
+        with joining("127.0.0.1:0", join, key="another key, as long") as stranger:
+            assert await asyncio.to_thread(stranger.process.wait, 60) == 1
+            assert "another key" in stranger.process.stderr.read()
+
+    serve(body, count=1, door=door)
+
+
+@contextmanager
+def joining(address, join, key=KEY):
+    worker = Started(address, key, join=join)
+    try:
+        yield worker
+    finally:
+        end(worker.process)
 
 
 def refused(workers, path, key=KEY, host=None):

@@ -41,6 +41,11 @@ class ClusterConfig:
     workers: tuple[str, ...] = setting(
         (), "Address of an engine that `twinphase worker` runs, HOST:PORT or unix:PATH; repeatable.", option="worker"
     )
+    cluster_listen: str | None = setting(
+        None,
+        "Address where `twinphase worker --join` asks to be let in while the server runs, HOST:PORT.",
+        default_text="nobody joins",
+    )
     cluster_key_file: str | None = setting(
         None, "File with the key that this server and its workers share.", default_text=f"the key in {KEY_VARIABLE}"
     )
@@ -62,10 +67,10 @@ class ClusterConfig:
             raise InvalidRequestError(
                 "--prefill-workers needs --decode-workers, and the other way round.", "Give both."
             )
-        if self.prefill_workers and (self.replicas or self.workers):
+        if self.prefill_workers and (self.replicas or self.workers or (self.cluster_listen and not self.ray_address)):
             raise InvalidRequestError(
                 "--prefill-workers and --decode-workers are given together with other workers.",
-                "Drop --replicas. For --worker, start each engine as `twinphase worker --role prefill|decode`.",
+                "Drop --replicas; beside --worker or --cluster-listen, start each as `twinphase worker --role ...`.",
             )
 
     @property
@@ -85,7 +90,7 @@ class ClusterConfig:
 
     @property
     def is_cluster(self) -> bool:
-        return self.num_here != 1 or bool(self.workers) or self.ray_address is not None
+        return self.num_here != 1 or bool(self.workers or self.cluster_listen) or self.ray_address is not None
 
     def of_each(self, engine: EngineConfig) -> int | None:
         """Compute threads of each engine here, with a warning where there are not enough cores for all."""

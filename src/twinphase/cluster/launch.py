@@ -9,9 +9,10 @@ from typing import Any
 
 from twinphase.cluster.address import KEY_VARIABLE, read_key
 from twinphase.cluster.config import ClusterConfig
+from twinphase.cluster.joining import Door
 from twinphase.cluster.pools import RayPool
 from twinphase.cluster.ported import PortedHost
-from twinphase.cluster.remote import RemoteHost
+from twinphase.cluster.remote import CalledHost, RemoteHost
 from twinphase.cluster.router import Router
 from twinphase.engine.checks import engine_config
 from twinphase.engine.host import Host, LinkHost, ProcessHost
@@ -37,7 +38,9 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
         return ProcessHost(model, engine)
     roles, hosts = cluster.roles, dict[str, LinkHost]()
     pool = RayPool(roles, threads or 1, cluster.ray_address) if cluster.ray_address is not None else None
-    key = read_key(cluster.cluster_key_file) if cluster.workers else b""
+    key = pool.key if pool is not None else b""
+    if cluster.workers or (cluster.cluster_listen and pool is None):
+        key = read_key(cluster.cluster_key_file)
     if cluster.prefill_workers and pool is None:
         os.environ[KEY_VARIABLE] = secrets.token_hex(32)  # of these engines alone, which inherit it
     for name, role in roles.items():
@@ -49,9 +52,14 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
     for number, address in enumerate(cluster.workers, len(roles)):
         own = _own(engine, name := f"worker-{number}")
         hosts[name] = RemoteHost(address, key, model, own, cluster.worker_silence)
+
+    def newcomer(name: str, address: str) -> CalledHost:
+        return CalledHost(address, key, model, _own(engine, name), cluster.worker_silence)
+
+    door = Door(cluster.cluster_listen, key, newcomer) if cluster.cluster_listen else None
     if pool is not None:
         pool.start()
-    return Router(hosts, roles=roles, stall=stall, closed=pool.close if pool else None)
+    return Router(hosts, roles=roles, stall=stall, door=door, closed=pool.close if pool else None)
 
 
 def _own(engine: dict[str, Any], name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from twinphase.engine.host import LinkHost
 from twinphase.engine.messages import Finished, FromEngine, Load, LookAt, News, Pong, Seen, StepNews, ToEngine
 from twinphase.engine.wire import SEND_BUFFER
 
-__all__ = ["RemoteHost"]
+__all__ = ["CalledHost", "RemoteHost"]
 
 CLOSE_SECONDS = 2.0  # that a worker has to finish its step when the server leaves
 
@@ -110,6 +110,18 @@ class RemoteHost(LinkHost):
     def _load_message(self) -> Load:
         """The model by its name: where its files are, the worker knows."""
         return Load(self._model, self._config, __version__, self.text.checkpoint.fingerprint)
+
+
+class CalledHost(RemoteHost):
+    """A worker that says when it is there, and is not sought before."""
+
+    is_sought = False
+
+    def call(self) -> None:
+        """It is there; nothing to do where it is connected to already."""
+        if self._writer is None and not self._tasks and not self._closing:
+            self.failure = None
+            self._run(self._connect(0.0))
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.elastic import Leavers
 from twinphase.cluster.fleet import Fleet
+from twinphase.cluster.joining import Door
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.sent import Sent, chain_of
 from twinphase.cluster.worker_view import WorkerView, as_one, can_answer, failure_of
@@ -70,14 +71,15 @@ class Router:
         roles: Mapping[str, Role] | None = None,
         routing: Routing | None = None,
         stall: float = 60.0,
+        door: Door | None = None,
         closed: Callable[[], None] | None = None,
     ) -> None:
         """`hosts` by name, all of the same model; none has been started.
 
         One that has work and makes no step for `stall` seconds is ended, though it may answer pings. `closed` is
-        called when all hosts are closed.
+        called when all hosts are closed. Workers that come to the `door` are added.
         """
-        self._stall, self._looked, self._closed = stall, 0.0, closed
+        self._stall, self._looked, self._closed, self._door = stall, 0.0, closed, door
         self.workers_by_name = {
             name: WorkerView(name, (roles or {}).get(name, "both"), host) for name, host in hosts.items()
         }
@@ -109,13 +111,17 @@ class Router:
     @property
     def failure(self) -> Refused | None:
         """Why no worker will ever answer, where none will."""
-        return failure_of(self.workers_by_name.values())
+        return failure_of(self.workers_by_name.values(), more_may_come=self._door is not None)
 
     def start(self, receive: Receive, died: Died) -> None:
         self._receive, self._died = receive, died
         for view in self.workers_by_name.values():
-            view.host.start(lambda message, view=view: self._take(view, message),  # type: ignore[misc]
-                            lambda error, view=view: self._lose(view, error))  # type: ignore[misc]  # fmt: skip
+            self._start(view)
+        if self._door is not None:
+            self._door.open(self.workers_by_name, self._start)
+
+    def _start(self, view: WorkerView) -> None:
+        view.host.start(lambda message: self._take(view, message), lambda error: self._lose(view, error))
 
     def put(self, message: ToEngine) -> None:
         with self._lock:
@@ -134,7 +140,9 @@ class Router:
 
     def close(self) -> None:
         self._closing = True
-        for view in self.workers_by_name.values():
+        if self._door is not None:
+            self._door.close()
+        for view in list(self.workers_by_name.values()):
             view.host.close()
         if self._closed is not None:
             self._closed()
@@ -142,7 +150,7 @@ class Router:
     def workers(self) -> list[WorkerStatus]:
         with self._lock:
             index, views = self.fleet.index if self.fleet else None, self.workers_by_name.values()
-            return [view.status(index, perf_counter()) for view in views]
+            return [view.status(index, perf_counter()) for view in views if view.state != "gone"]
 
     def _add(self, add: Add) -> None:
         if add.request_id in self._sent:
@@ -247,14 +255,9 @@ class Router:
             self._hashes = PrefixCache(1, facts.config.block_size, facts.kv_fingerprint.encode())
             self.fleet = Fleet(self._routing or Routing(block_size=facts.config.block_size))
         self.fleet.join(view.name, view.role, WorkerView.shared_times([view]))
-        self._learn(view, view.prices)
+        view.learn(view.prices, self.workers_by_name.values(), self.fleet.workers)
         view.watch_blocks()
         self._tell_facts()
-
-    def _learn(self, view: WorkerView, prices: tuple[float, ...]) -> None:
-        """A worker's cost model has other prices: those of its machine change."""
-        if prices and self.fleet is not None:
-            view.learn(prices, self.workers_by_name.values(), self.fleet.workers)
 
     def _blocks(self, view: WorkerView, message: BlocksChanged) -> None:
         assert self.fleet is not None, "a worker has joined"
@@ -323,7 +326,7 @@ class Router:
             del self._sent[news.request_id]
             done = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
             self._forget(news.request_id, finished.counts.num_output_tokens if done else None)
-            self._learn(self.workers_by_name[sent.worker], finished.prices)
+            (views := self.workers_by_name)[sent.worker].learn(finished.prices, views.values(), self.fleet.workers)
         return found
 
     def _go_on(self, sent: Sent, how: str) -> None:
@@ -394,6 +397,4 @@ class Router:
         if now - self._looked > STALL_LOOKS:
             self._looked = now
             for view in self.workers_by_name.values():
-                if view.is_up and view.requests and now - view.heard > self._stall:
-                    LOG.error("%s made no step for %.0f s; it is ended.", view.name, self._stall)
-                    view.host.kill()
+                view.end_stalled(now, self._stall)

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from time import perf_counter
 from typing import cast, get_args
 
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 from twinphase import __version__
 from twinphase.cluster.address import listen, prepare, read_key
 from twinphase.cluster.handshake import authenticate
+from twinphase.cluster.joining import ask_to_join
 from twinphase.cluster.kv_port import opened_port
 from twinphase.cluster.routing import Role
 from twinphase.engine.child import Link, load, serve
@@ -35,6 +37,7 @@ from twinphase.request import FinishReason
 __all__ = ["main", "run_worker"]
 
 DRAIN_SECONDS = 60.0
+JOIN_SECONDS = 1.0  # between two attempts
 LOST_SECONDS = 10.0  # without a ping, after which the server is gone
 
 
@@ -72,6 +75,7 @@ class Worker:
         """With `key`, other workers send KV blocks; the server is told the `role`."""
         self._key, self._role = key, role
         self.link: _ServerLink | None = None
+        self.refusal: TwinphaseError | None = None  # of a model, by this worker
         self._wanted: Load | None = None
         self._loaded: LoadedEngine | LoadedEmbedder | None = None
 
@@ -87,7 +91,9 @@ class Worker:
         try:
             loaded = self._load(first, link)
         except TwinphaseError as error:
+            self.refusal = error
             link.send(refusal(None, error))
+            link.is_broken = True
             return
         if isinstance(loaded, LoadedEngine):
             engine = loaded.engine
@@ -116,15 +122,23 @@ class Worker:
 
 
 def run_worker(
-    address: str, key: bytes, role: str = "both", *, drain_timeout: float = DRAIN_SECONDS, ends_with_stdin: bool = False
+    address: str,
+    key: bytes,
+    role: str = "both",
+    *,
+    join: str | None = None,
+    drain_timeout: float = DRAIN_SECONDS,
+    ends_with_stdin: bool = False,
 ) -> None:
     """Listen, and serve whoever has the key; prints the address first. With `ends_with_stdin`, until stdin closes.
+
+    The server at `join` is told of this worker, and told again whenever no server is connected.
 
     SIGTERM has the server drain this worker, which ends when that is done, at the latest after `drain_timeout` seconds;
     a second one ends it at once. Whatever it still computes then goes on elsewhere.
 
     Raises:
-        TwinphaseError: nobody can listen there, or there is no such role.
+        TwinphaseError: nobody can listen there, there is no such role, or the server to join wants another model.
     """
     if role not in get_args(Role):
         raise InvalidRequestError(f"A worker's role is not {role!r}.", f"Use one of: {', '.join(get_args(Role))}.")
@@ -144,6 +158,9 @@ def run_worker(
         timer.daemon = True
         timer.start()
 
+    if join is not None:
+        name, arguments = "twinphase-join", (worker, join, address, key)
+        threading.Thread(target=_keep_joining, args=arguments, name=name, daemon=True).start()
     before = signal.signal(signal.SIGTERM, leave)
     try:
         while worker.link is None or not worker.link.leaving:
@@ -156,8 +173,28 @@ def run_worker(
                     print(f"Refused a connection: {error}", file=sys.stderr, flush=True)
                     continue
                 worker.serve(connection)
+                if join is not None and worker.refusal is not None:
+                    raise worker.refusal
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _keep_joining(worker: Worker, server: str, address: str, key: bytes) -> None:
+    is_told = False
+    while worker.link is None or not worker.link.leaving:
+        if worker.link is None or worker.link.is_broken:
+            try:
+                ask_to_join(server, address, key)
+                is_told = False
+            except OSError as error:
+                if not is_told:
+                    why = error.strerror or error
+                    print(f"Cannot reach {server}: {why}. It is tried again.", file=sys.stderr, flush=True)
+                is_told = True
+            except TwinphaseError as error:
+                print(error, file=sys.stderr, flush=True)
+                os._exit(error.exit_code)
+        time.sleep(JOIN_SECONDS)
 
 
 def _end_with_stdin() -> None:
@@ -171,11 +208,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="twinphase.cluster.worker")
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT or unix:PATH")
     parser.add_argument("--cluster-key-file", help="file with the key; the environment's otherwise")
+    parser.add_argument("--join", help="HOST:PORT of a server's --cluster-listen")
     parser.add_argument("--role", default="both", help="both, prefill or decode")
     parser.add_argument("--ends-with-stdin", action="store_true", help="end when standard input closes")
     asked = parser.parse_args(arguments)
     try:
-        run_worker(asked.listen, read_key(asked.cluster_key_file), asked.role, ends_with_stdin=asked.ends_with_stdin)
+        key = read_key(asked.cluster_key_file)
+        run_worker(asked.listen, key, asked.role, join=asked.join, ends_with_stdin=asked.ends_with_stdin)
     except TwinphaseError as error:
         print(error, file=sys.stderr)
         return error.exit_code

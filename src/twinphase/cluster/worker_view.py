@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace as replaced
@@ -16,6 +17,7 @@ from twinphase.phases.cost import FEATURES, CostModel
 
 __all__ = ["WorkerView", "as_one", "can_answer", "failure_of"]
 
+LOG = logging.getLogger("twinphase.cluster")
 NO_PRICES = (0.0,) * len(FEATURES)
 SHARE_SECONDS = 10.0  # that the shares of time are told of
 TOTALS = ("prefix_queries", "prefix_hits", "num_preemptions")
@@ -64,7 +66,7 @@ class WorkerView:
     def leave(self) -> None:
         """It has died; what it counted is kept."""
         self.requests.clear()
-        self.is_up, self.is_absent, self.state = False, True, "starting"
+        self.is_up, self.is_absent, self.state = False, True, "starting" if self.host.is_sought else "gone"
         for name in TOTALS:
             self._before[name] += getattr(self._stats, name, 0)
         self._stats = None
@@ -84,6 +86,8 @@ class WorkerView:
 
     def learn(self, prices: tuple[float, ...], views: Collection[WorkerView], loads: Mapping[str, WorkerLoad]) -> None:
         """Its cost model has other prices: those of its machine's workers, among `views`, change."""
+        if not prices:
+            return
         self.prices = prices
         near = [one for one in views if one.is_up and one.machine == self.machine]
         times = WorkerView.shared_times(near)
@@ -91,6 +95,12 @@ class WorkerView:
             if (load := loads.get(one.name)) is not None:
                 load.times = times
                 load.forget_steps()
+
+    def end_stalled(self, now: float, most: float) -> None:
+        """End it if it has requests, and has told of no step for over `most` seconds."""
+        if self.is_up and self.requests and now - self.heard > most:
+            LOG.error("%s made no step for %.0f s; it is ended.", self.name, most)
+            self.host.kill()
 
     def total(self, name: str) -> int:
         return self._before[name] + int(getattr(self._stats, name, 0))
@@ -145,12 +155,12 @@ def can_answer(views: Collection[WorkerView]) -> bool:
     return any(view.is_up and view.role != "prefill" for view in views)
 
 
-def failure_of(views: Collection[WorkerView]) -> Refused | None:
+def failure_of(views: Collection[WorkerView], *, more_may_come: bool) -> Refused | None:
     """Why there is nobody to wait for: what refused the first worker, if all were, or that none is to answer."""
     failures = [view.host.failure for view in views]
     if all(failures):
         return failures[0]
-    if can_answer(views) or not all(view.is_up or view.host.failure for view in views):
+    if more_may_come or can_answer(views) or not all(view.is_up or view.host.failure for view in views):
         return None
     return Refused(None, "InvalidRequestError", "All workers have the role prefill, so that none would answer.",
                    "Start one with --role decode, or both.")  # fmt: skip

@@ -167,12 +167,14 @@ class LinkHost:
         pid: of the engine's process, while there is one and it is known.
         failure: what refused the model, or this host, at the first start; it is not tried again then.
         waits_for: why the engine could not be reached, while it cannot.
+        is_sought: it is connected to again when the connection breaks.
     """
 
     totals_last = False
     where = "localhost"
     pid: int | None = None
     waits_for = ""
+    is_sought = True
 
     def __init__(self, model: str | Path, config: dict[str, Any], silence: float | None = None) -> None:
         """Read the model's header; the engine is reached for with `start`.
@@ -265,6 +267,8 @@ class LinkHost:
         self._writer.write(encode(self._load_message()))
 
     def _connect_later(self) -> None:
+        if not self.is_sought:
+            return
         self._run(self._connect(self._delay))
         self._delay = min(2 * self._delay, LONGEST_DELAY)
 

@@ -1,0 +1,139 @@
+"""How a worker joins a server that runs: it says where it listens, and the server connects to it as to any other."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from twinphase import __version__
+from twinphase.cluster.address import connect, listen
+from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate, receive_exactly
+from twinphase.cluster.remote import CalledHost
+from twinphase.cluster.worker_view import WorkerView
+from twinphase.errors import InvalidRequestError, TwinphaseError
+
+__all__ = ["Door", "ask_to_join"]
+
+LOG = logging.getLogger("twinphase.cluster")
+MOST_BYTES = 1 << 12
+
+
+class _Join(msgspec.Struct):
+    """Said by a worker; answered by the same, with what is wrong with it as `problem`."""
+
+    address: str
+    version: str = __version__
+    problem: str = ""
+
+
+class Door:
+    """Where workers ask to join.
+
+    Attributes:
+        address: with the port that it got.
+    """
+
+    def __init__(self, address: str, key: bytes, make: Callable[[str, str], CalledHost]) -> None:
+        """Listen; whoever asks has to have the key. `make` gives a host for a name and an address.
+
+        Raises:
+            TwinphaseError: nobody can listen there.
+        """
+        self._listener, self.address = listen(address)
+        self._key, self._make = key, make
+        self._is_closed = False
+
+    def open(self, views: dict[str, WorkerView], start: Callable[[WorkerView], None]) -> None:
+        """From now on, add workers that ask to `views`, and `start` them, on the event loop that runs."""
+        loop = asyncio.get_running_loop()
+
+        def call(address: str) -> None:
+            found = [view.host for view in views.values() if view.host.where == address]
+            for host in found:
+                if isinstance(host, CalledHost):
+                    host.call()
+            if not found and not self._is_closed:
+                name = f"worker-{len(views)}"
+                view = views[name] = WorkerView(name, "both", self._make(name, address))
+                view.is_absent = True  # nobody waits for it
+                start(view)
+
+        name = "twinphase-join"
+        threading.Thread(target=self._serve, args=(loop, call), name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self, loop: asyncio.AbstractEventLoop, call: Callable[[str], None]) -> None:
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:
+                return
+            with link:
+                try:
+                    authenticate(link, self._key, listening=True)
+                    asked = _receive(link)
+                    if asked.version != __version__:
+                        asked.problem = f"The worker is twinphase {asked.version}, and the server {__version__}."
+                    _send(link, asked)
+                    if not asked.problem:
+                        loop.call_soon_threadsafe(call, asked.address)
+                except (TwinphaseError, OSError, msgspec.MsgspecError) as error:
+                    LOG.warning("A worker that wants to join was refused: %s", error)
+                except RuntimeError:  # the loop is closed
+                    return
+
+
+def ask_to_join(server: str, address: str, key: bytes) -> None:
+    """Tell the server that listens at `server` (`--cluster-listen`) of a worker at `address`.
+
+    Raises:
+        TwinphaseError: it has another key or version, or could not reach that address.
+        OSError: nobody is there.
+    """
+    with connect(server) as link:
+        authenticate(link, key, listening=False)
+        _send(link, _Join(_reachable(address, link)))
+        answer = _receive(link)
+    if answer.problem:
+        raise InvalidRequestError(answer.problem, "Install the same version on both.")
+
+
+def _reachable(address: str, link: socket.socket) -> str:
+    """The address as the other end of `link` knows it: of all addresses of this machine, the one it is spoken to by."""
+    host, _, port = address.rpartition(":")
+    if link.family == socket.AF_UNIX or address.startswith("unix:"):
+        return address
+    own = str(link.getsockname()[0])
+    with suppress(ValueError):  # a name
+        listens = ipaddress.ip_address(host.strip("[]"))
+        if listens.is_unspecified:
+            return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+        if listens.is_loopback and not ipaddress.ip_address(own).is_loopback:
+            raise InvalidRequestError(
+                f"The server cannot reach a worker that listens on {address}.", f"Use --listen {own}:PORT."
+            )
+    return address
+
+
+def _send(link: socket.socket, message: _Join) -> None:
+    data = msgspec.msgpack.encode(message)
+    link.sendall(len(data).to_bytes(4, "little") + data)
+
+
+def _receive(link: socket.socket) -> _Join:
+    link.settimeout(HANDSHAKE_SECONDS)
+    size = int.from_bytes(receive_exactly(link, 4), "little")
+    return msgspec.msgpack.decode(receive_exactly(link, min(size, MOST_BYTES)), type=_Join)
