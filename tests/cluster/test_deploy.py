@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from children import end
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
-from twinphase.cluster.deploy import build_openai_app, by_queue_seconds
+from twinphase.cluster.deploy import build_openai_app, build_pd_openai_app, by_queue_seconds
 from twinphase.errors import InvalidRequestError
 
 
@@ -66,17 +66,39 @@ def test_what_is_not_honoured_is_refused_by_name(args, told):
         build_openai_app(args)
 
 
+ONE = {"model_loading_config": {"model_id": "m"}}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "told"),
+    [
+        (ONE, None, "decode_config"),
+        (ONE, {"model_loading_config": {"model_id": "n"}}, "different models"),
+        (ONE, {**ONE, "engine_kwargs": {"block_size": 32}}, "block_size"),
+        ({**ONE, "server_kwargs": {"max_n": 2}}, ONE, "server_kwargs"),
+        (ONE, {**ONE, "kv_role": "both"}, "kv_role"),
+    ],
+)
+def test_halves_that_do_not_go_together_are_refused(prefill, decode, told):
+    pytest.importorskip("ray.serve")
+    given = {"prefill_config": prefill, "decode_config": decode}
+    with pytest.raises(InvalidRequestError, match=told):
+        build_pd_openai_app({name: value for name, value in given.items() if value is not None})
+
+
 # In a process of its own: Ray changes how its process takes signals.
 SERVE = """
 import json, sys
 import ray
 from ray import serve
-from twinphase.cluster.deploy import build_openai_app
+from twinphase.cluster.deploy import build_openai_app, build_pd_openai_app
 
 config, port = json.loads(sys.argv[1]), int(sys.argv[2])
+one = lambda: build_openai_app({"llm_configs": [config]})
+two = lambda: build_pd_openai_app({"prefill_config": config, "decode_config": config})
 ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR")
 serve.start(http_options={"host": "127.0.0.1", "port": port})
-serve.run(build_openai_app({"llm_configs": [config]}))
+serve.run({"one": one, "two": two}[sys.argv[3]]())
 print("serving", flush=True)
 sys.stdin.read()
 serve.shutdown()
@@ -85,8 +107,9 @@ ray.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_a_replica_answers_as_the_engine_does(tmp_path):
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("halves", ["one", "two"])
+def test_replicas_answer_as_the_engine_does(tmp_path, halves):
     pytest.importorskip("ray.serve")
     model = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0")
     params = {"max_tokens": 12, "temperature": 1.2, "seed": 5}
@@ -99,7 +122,7 @@ def test_a_replica_answers_as_the_engine_does(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", SERVE, json.dumps(config), str(port)]
+    command = [sys.executable, "-c", SERVE, json.dumps(config), str(port), halves]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert any(line.strip() == "serving" for line in process.stdout), "Ray Serve did not start"
@@ -108,6 +131,8 @@ def test_a_replica_answers_as_the_engine_does(tmp_path):
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["text"] == wanted.outputs[0].text
         assert httpx.post(url, json={"prompt": "a", "top_p": 7}, timeout=60).status_code == 400
+        roles = [one["role"] for one in httpx.get(f"http://127.0.0.1:{port}/v1/cluster").json()["workers"]]
+        assert sorted(roles) == {"one": ["both"], "two": ["decode", "prefill"]}[halves]
         process.stdin.close()
         assert process.wait(60) == 0
     finally:

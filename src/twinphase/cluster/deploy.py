@@ -11,13 +11,14 @@ by seconds of work that wait. Not for pools of this project's own server (`pools
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from twinphase.engine.checks import engine_config
-from twinphase.engine.host import ProcessHost
+from twinphase.engine.host import Host, ProcessHost
 from twinphase.errors import EngineUnavailableError, InvalidRequestError
 from twinphase.server.app import make_app
 from twinphase.server.config import ServerConfig
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.config import AutoscalingContext
 
-__all__ = ["build_openai_app", "by_queue_seconds"]
+__all__ = ["LLMConfig", "OpenAIServer", "build_openai_app", "build_pd_openai_app", "by_queue_seconds"]
 
 TARGET_SECONDS = 2.0  # of work that may wait for a replica
 IDLE = 0.5  # of its seats that a replica may have taken if another is to be spared
@@ -61,17 +62,29 @@ class ServingArgs(msgspec.Struct, forbid_unknown_fields=True):
     llm_configs: list[LLMConfig]
 
 
+class PDServingArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """What `build_pd_openai_app` takes."""
+
+    prefill_config: LLMConfig
+    decode_config: LLMConfig
+
+
 class OpenAIServer:
     """A replica: the server that `twinphase serve` is, behind Serve's proxy."""
+
+    when_ready = True  # it counts as started
 
     def __init__(self, config: LLMConfig) -> None:
         names = config.model_loading_config
         server = ServerConfig(**{"served_model_name": (names.model_id,), **config.server_kwargs})
         model = names.model_source or names.model_id
-        self._service = Service(ProcessHost(model, config.engine_kwargs), model, server)
+        self._service = Service(self._host(model, config, server), model, server)
+
+    def _host(self, model: str, config: LLMConfig, server: ServerConfig) -> Host:
+        return ProcessHost(model, config.engine_kwargs)
 
     def __serve_build_asgi_app__(self) -> Any:  # noqa: PLW3201 - Ray asks for the application by this name
-        return make_app(self._service, when_ready=True)
+        return make_app(self._service, when_ready=self.when_ready)
 
     def check_health(self) -> None:
         """Raise if Serve should start another replica in this one's place."""
@@ -99,20 +112,58 @@ def build_openai_app(llm_serving_args: Mapping[str, Any]) -> Application:
     """
     from ray import serve
 
-    args = _read(llm_serving_args, ServingArgs)
+    args: ServingArgs = _read(llm_serving_args, ServingArgs)
     if len(args.llm_configs) != 1:
         raise InvalidRequestError(
             f"llm_configs has {len(args.llm_configs)} models.", "Build an application for each, with its own route."
         )
     (config,) = args.llm_configs
+    deployment: Any = serve.deployment(serve.ingress()(OpenAIServer), **_options(config))
+    application: Application = deployment.bind(config)
+    return application
+
+
+def build_pd_openai_app(pd_serving_args: Mapping[str, Any]) -> Application:
+    """A Serve application with OpenAI's API whose replicas either read prompts or answer; see `prefill_decode.py`.
+
+    Args:
+        pd_serving_args: `{"prefill_config": ..., "decode_config": ...}`, each as `LLMConfig` describes.
+
+    Raises:
+        InvalidRequestError: a field that is not known, a value that is not allowed, or two that do not go together.
+        ImportError: Ray Serve is not installed.
+    """
+    from ray import serve
+
+    from twinphase.cluster.prefill_decode import PDServer, PDWorker
+
+    args: PDServingArgs = _read(pd_serving_args, PDServingArgs)
+    configs = args.prefill_config, args.decode_config
+    if configs[0].model_loading_config != configs[1].model_loading_config:
+        raise InvalidRequestError("prefill_config and decode_config have different models.", "Give both the same.")
+    for name in ("block_size", "kv_cache_dtype"):
+        if len({getattr(engine_config(config.engine_kwargs), name) for config in configs}) > 1:
+            raise InvalidRequestError(f"prefill_config and decode_config differ in {name}.", "Give both the same.")
+    if configs[0].server_kwargs:
+        raise InvalidRequestError("prefill_config has server_kwargs.", "There is one server: give decode_config's.")
+    key = secrets.token_hex(32)
+    pools = []
+    for role, config in zip(("prefill", "decode"), configs, strict=True):
+        pool: Any = serve.deployment(PDWorker, name=f"{role.capitalize()}Worker", **_options(config))
+        pools.append(pool.bind(config, role, key))
+    server: Any = serve.deployment(serve.ingress()(PDServer), name="PDServer", ray_actor_options={"num_cpus": 0})
+    application: Application = server.bind(args.decode_config, key, pools)
+    return application
+
+
+def _options(config: LLMConfig) -> dict[str, Any]:
+    """Of the deployment: as many cores as threads, and the number of replicas by `by_queue_seconds`."""
     engine = engine_config(config.engine_kwargs)
     options = {"ray_actor_options": {"num_cpus": engine.threads or 1}, **config.deployment_config}
     if isinstance(options.get("autoscaling_config"), dict):
         policy = {"policy_function": f"{__name__}:by_queue_seconds"}
         options["autoscaling_config"] = {"policy": policy, **options["autoscaling_config"]}
-    deployment: Any = serve.deployment(serve.ingress()(OpenAIServer), **options)
-    application: Application = deployment.bind(config)
-    return application
+    return options
 
 
 def by_queue_seconds(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

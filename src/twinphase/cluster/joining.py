@@ -38,16 +38,17 @@ class Door:
 
     Attributes:
         address: with the port that it got.
+        make: a host for a name and an address.
     """
 
     def __init__(self, address: str, key: bytes, make: Callable[[str, str], CalledHost]) -> None:
-        """Listen; whoever asks has to have the key. `make` gives a host for a name and an address.
+        """Listen; whoever asks has to have the key.
 
         Raises:
             TwinphaseError: nobody can listen there.
         """
         self._listener, self.address = listen(address)
-        self._key, self._make = key, make
+        self._key, self.make = key, make
         self._is_closed = False
 
     def open(self, views: dict[str, WorkerView], start: Callable[[WorkerView], None]) -> None:
@@ -61,7 +62,7 @@ class Door:
                     host.call()
             if not found and not self._is_closed:
                 name = f"worker-{len(views)}"
-                view = views[name] = WorkerView(name, "both", self._make(name, address))
+                view = views[name] = WorkerView(name, "both", self.make(name, address))
                 view.is_absent = True  # nobody waits for it
                 start(view)
 

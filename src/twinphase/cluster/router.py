@@ -74,7 +74,7 @@ class Router:
         door: Door | None = None,
         closed: Callable[[], None] | None = None,
     ) -> None:
-        """`hosts` by name, all of the same model; none has been started.
+        """`hosts` by name, all of the same model, none of them started; there may be none where there is a `door`.
 
         One that has work and makes no step for `stall` seconds is ended, though it may answer pings. `closed` is
         called when all hosts are closed. Workers that come to the `door` are added.
@@ -83,7 +83,7 @@ class Router:
         self.workers_by_name = {
             name: WorkerView(name, (roles or {}).get(name, "both"), host) for name, host in hosts.items()
         }
-        first = next(iter(hosts.values()))
+        first = next(iter(hosts.values())) if hosts or door is None else door.make("", "")
         self.text: ModelText = first.text
         self.embeds: bool = first.embeds
         self.last_death: EngineDeadError | None = None

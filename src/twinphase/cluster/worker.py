@@ -7,14 +7,16 @@ When the connection breaks, its requests are given up; model and prefix cache st
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from time import perf_counter
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from msgspec.structs import replace
 
@@ -71,9 +73,12 @@ class _ServerLink(Link):
 class Worker:
     """The model that there is, for one connection after the other."""
 
-    def __init__(self, key: bytes, role: Role = "both") -> None:
-        """With `key`, other workers send KV blocks; the server is told the `role`."""
-        self._key, self._role = key, role
+    def __init__(self, key: bytes, role: Role = "both", own: Mapping[str, Any] | None = None) -> None:
+        """With `key`, other workers send KV blocks; the server is told the `role`.
+
+        `own` are fields of `EngineConfig` that hold here, whatever the server says.
+        """
+        self._key, self._role, self._own = key, role, dict(own or {})
         self.link: _ServerLink | None = None
         self.refusal: TwinphaseError | None = None  # of a model, by this worker
         self._wanted: Load | None = None
@@ -114,6 +119,7 @@ class Worker:
             raise InvalidRequestError(
                 f"The worker's {wanted.model} is another model than the server's.", "Give both the same files."
             )
+        wanted = replace(wanted, config={**wanted.config, **self._own})
         if self._loaded is None or self._wanted != wanted:
             self._loaded = None  # before the next one takes as much memory
             link.send(Loading("importing"))
@@ -125,6 +131,7 @@ def run_worker(
     address: str,
     key: bytes,
     role: str = "both",
+    own: Mapping[str, Any] | None = None,
     *,
     join: str | None = None,
     drain_timeout: float = DRAIN_SECONDS,
@@ -132,7 +139,8 @@ def run_worker(
 ) -> None:
     """Listen, and serve whoever has the key; prints the address first. With `ends_with_stdin`, until stdin closes.
 
-    The server at `join` is told of this worker, and told again whenever no server is connected.
+    `own` fields of `EngineConfig` hold for this worker alone. The server at `join` is told of it, and told again
+    whenever no server is connected.
 
     SIGTERM has the server drain this worker, which ends when that is done, at the latest after `drain_timeout` seconds;
     a second one ends it at once. Whatever it still computes then goes on elsewhere.
@@ -146,7 +154,7 @@ def run_worker(
     print(f"listening on {address}", flush=True)
     if ends_with_stdin:
         threading.Thread(target=_end_with_stdin, name="twinphase-parent", daemon=True).start()
-    worker = Worker(key, cast(Role, role))
+    worker = Worker(key, cast(Role, role), own)
 
     def leave(*_: object) -> None:
         link = worker.link
@@ -208,13 +216,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="twinphase.cluster.worker")
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT or unix:PATH")
     parser.add_argument("--cluster-key-file", help="file with the key; the environment's otherwise")
+    parser.add_argument("--engine", default="{}", help="fields of EngineConfig as a JSON object, for this worker alone")
     parser.add_argument("--join", help="HOST:PORT of a server's --cluster-listen")
     parser.add_argument("--role", default="both", help="both, prefill or decode")
     parser.add_argument("--ends-with-stdin", action="store_true", help="end when standard input closes")
     asked = parser.parse_args(arguments)
     try:
         key = read_key(asked.cluster_key_file)
-        run_worker(asked.listen, key, asked.role, join=asked.join, ends_with_stdin=asked.ends_with_stdin)
+        own = json.loads(asked.engine)
+        run_worker(asked.listen, key, asked.role, own, join=asked.join, ends_with_stdin=asked.ends_with_stdin)
     except TwinphaseError as error:
         print(error, file=sys.stderr)
         return error.exit_code

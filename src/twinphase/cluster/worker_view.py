@@ -158,7 +158,7 @@ def can_answer(views: Collection[WorkerView]) -> bool:
 def failure_of(views: Collection[WorkerView], *, more_may_come: bool) -> Refused | None:
     """Why there is nobody to wait for: what refused the first worker, if all were, or that none is to answer."""
     failures = [view.host.failure for view in views]
-    if all(failures):
+    if failures and all(failures):
         return failures[0]
     if more_may_come or can_answer(views) or not all(view.is_up or view.host.failure for view in views):
         return None

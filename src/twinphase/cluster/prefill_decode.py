@@ -1,0 +1,120 @@
+"""The two halves as deployments of Ray Serve: a server with a router, and replicas that join it as workers.
+
+A replica starts a worker's process with its role, which says to the server where it is (`joining.py`), and which is
+drained when Serve stops the replica. Only the key, addresses and loads go through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from contextlib import suppress
+from typing import Any
+
+from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.cluster.deploy import LLMConfig, OpenAIServer
+from twinphase.cluster.joining import Door
+from twinphase.cluster.remote import CalledHost
+from twinphase.cluster.router import Router
+from twinphase.cluster.routing import Role
+from twinphase.config import module_command
+from twinphase.engine.host import Host
+from twinphase.server.config import ServerConfig
+
+__all__ = ["PDServer", "PDWorker"]
+
+LOOK_SECONDS = 0.2
+DRAIN_SECONDS = 15.0  # less than Serve gives a replica to end
+
+
+class PDServer(OpenAIServer):
+    """The server, of which there is one: a worker serves one at a time."""
+
+    when_ready = False  # or its workers would wait for it, and it for them
+
+    def __init__(self, config: LLMConfig, key: str, pools: list[Any]) -> None:
+        """`pools` are the workers' deployments, which Serve starts since they are named here."""
+        self._key = key.encode()
+        super().__init__(config)
+
+    def _host(self, model: str, config: LLMConfig, server: ServerConfig) -> Host:
+        def newcomer(name: str, address: str) -> CalledHost:
+            return CalledHost(address, self._key, model, config.engine_kwargs, 2.0)
+
+        self._door = Door(f"{_own_address()}:0", self._key, newcomer)
+        self._router = Router({}, stall=server.stall_timeout, door=self._door)
+        return self._router
+
+    def where(self) -> str:
+        """Where workers ask to join."""
+        return self._door.address
+
+    def load(self, address: str) -> dict[str, float] | None:
+        """Seconds of reading that wait at a worker, and the share of its seats that is taken; None if it is not up."""
+        views = self._router.workers_by_name.values()
+        view = next((view for view in views if view.host.where == address and view.is_up), None)
+        fleet = self._router.fleet
+        if view is None or view.facts is None or fleet is None:
+            return None
+        seats = view.facts.config.max_num_seqs or 1
+        return {"queue_seconds": fleet.workers[view.name].prefill_seconds, "busy": len(view.requests) / seats}
+
+
+class PDWorker:
+    """A replica: one worker's process, which ends with it."""
+
+    _process: subprocess.Popen[str] | None = None
+
+    async def __init__(self, config: LLMConfig, role: Role, key: str) -> None:  # type: ignore[misc]
+        """Ready once the server has the worker."""
+        from ray import serve
+
+        self._server = serve.get_deployment_handle("PDServer", serve.get_replica_context().app_name)
+        command = [*module_command("twinphase.cluster.worker"), "--listen", f"{_own_address()}:0", "--role", role]
+        self._command = [*command, "--engine", json.dumps(config.engine_kwargs), "--ends-with-stdin", "--join"]
+        self._environment = {**os.environ, KEY_VARIABLE: key}
+        self._door = self._address = ""
+        await self.check_health()
+        while await self._server.load.remote(self._address) is None:
+            await self.check_health()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def check_health(self) -> None:
+        """Start the worker if it has ended, or if its server is elsewhere now."""
+        door = await self._server.where.remote()
+        if self._process is None or self._process.poll() is not None or door != self._door:
+            self._end(0.0)
+            self._door, pipe = door, subprocess.PIPE
+            command = [*self._command, door]
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=self._environment)
+            assert self._process.stdout is not None
+            line = await asyncio.to_thread(self._process.stdout.readline)
+            self._address = line.rpartition(" ")[2].strip()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `by_queue_seconds` decides by."""
+        found: dict[str, float] | None = await self._server.load.remote(self._address)
+        return found or {"queue_seconds": 0.0, "busy": 0.0}
+
+    def __del__(self) -> None:
+        """Drain the worker: Serve calls this when it stops the replica."""
+        self._end(DRAIN_SECONDS)
+
+    def _end(self, seconds: float) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        process.kill()
+        process.wait()
+
+
+def _own_address() -> str:
+    import ray
+
+    address: Any = ray.util.get_node_ip_address  # which has no types
+    return str(address())
