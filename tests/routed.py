@@ -80,7 +80,10 @@ async def all_of(engine, asked, **options):
 
 
 async def whole(engine):
-    """Nothing is left anywhere: the workers hold no request and no block, and the router knows of none."""
+    """Nothing is left anywhere: the workers hold no request and no block, and the router knows of none.
+
+    Workers of roles have a router that sends every prompt to a reader.
+    """
     router = engine.host
     await until(lambda: not router._sent and not router._asked and engine.num_unfinished == 0)
     assert all(one.num_decodes == 0 and one.decode_tokens == 0 for one in router.fleet.workers.values())
@@ -88,8 +91,8 @@ async def whole(engine):
     loads = router.fleet.workers
     for name in loads:  # a last step of each says how it stands after it
         for load in loads.values():
-            load.accepts = load.name == name
-        await all_of(engine, [([10, 11, 12], SamplingParams(temperature=0.0, max_tokens=1))])
+            load.accepts = load.name == name or load.role != loads[name].role
+        await all_of(engine, [([10, 11, 12], SamplingParams(temperature=0.0, max_tokens=2))])
         stats = router.workers_by_name[name]._stats
         assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
     for load in loads.values():

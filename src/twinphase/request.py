@@ -207,6 +207,7 @@ class Request:
         order: place in the line of arrival, given by the scheduler.
         most_computed_tokens: the largest `num_computed_tokens` so far.
         block_hashes: of its leading full blocks, as far as they were needed.
+        fresh: what is cached of its beginning is not to be believed, and is given up.
         constraint: what its tokens must obey; never shared with another request.
         prediction_token_ids: what its user expects it to say.
         num_draft_tokens: as in `RequestCounts`, with what follows it.
@@ -233,6 +234,7 @@ class Request:
     order: int = -1
     most_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
+    fresh: bool = False
     constraint: Constraint | None = field(default=None, repr=False)
     prediction_token_ids: list[int] = field(default_factory=list, repr=False)
     num_draft_tokens: int = 0

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import os
 import signal
 
 import pytest
+from msgspec.structs import replace
 
-from routed import CONFIG, LONG, all_of, mix, same, until
+from kv_workers import FaultProxy
+from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
+from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
+from twinphase.cluster.frames import ENVELOPE, checksum, decode_header, encode_message, open_envelope
 from twinphase.cluster.launch import make_host
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Routing
 from twinphase.engine.async_engine import AsyncEngine
+from twinphase.engine.messages import EngineFacts, StepNews
+from twinphase.errors import EngineUnavailableError
 from twinphase.phases.timeline import IntervalKind
+from twinphase.request import FinishReason
 
 ROLES = {"reader": "prefill", "writer": "decode"}
 
@@ -23,13 +32,16 @@ ROLES = {"reader": "prefill", "writer": "decode"}
 @pytest.fixture
 def serve_pools(tiny_path, own_cache, monkeypatch):
     """Runs a coroutine function with a front end over workers of both roles; every prompt goes to a reader."""
-    import asyncio
-
     monkeypatch.setenv(KEY_VARIABLE, "the key of these tests")
 
-    def run(body, roles=ROLES):
+    def run(body, roles=ROLES, heard=None):
+        """`heard` is given each message of a worker, by its name, and returns what the router is told instead."""
+
         async def main():
             hosts = {name: PortedHost(tiny_path, CONFIG, silence=2.0) for name in roles}
+            for name, host in hosts.items() if heard else ():
+                take = host.take
+                host.take = lambda message, name=name, take=take: take(heard(name, message))
             routing = Routing(block_size=CONFIG["block_size"], policy="random")
             engine = AsyncEngine(Router(hosts, roles=roles, routing=routing))
             try:
@@ -69,6 +81,91 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone):
         await settled(engine)
 
     serve_pools(body)
+
+
+def through(fault):
+    """Blocks for the writer go by a proxy."""
+    proxies = []
+
+    def heard(name, message):
+        if name != "writer" or not isinstance(message, EngineFacts):
+            return message
+        proxies.append(FaultProxy(message.kv_addresses[-1], fault))
+        return replace(message, kv_addresses=[proxies[-1].address])
+
+    return proxies, heard
+
+
+def wrong_bits(choose, data):
+    """Keys and values that are those of other layers, with the checksum that belongs to them."""
+    (message,) = data
+    start = ENVELOPE.size + open_envelope(message[: ENVELOPE.size])[0]
+    frame, payload = decode_header(message[ENVELOPE.size : start]), message[start:]
+    head = 4 + int.from_bytes(payload[:4], "little")
+    payload = payload[:head] + bytes(len(payload) - head)
+    block = CachedBlock(frame.block_hash, frame.parent, tuple(frame.token_ids), frame.index)
+    frame = replace(frame, checksum=checksum(block, payload))
+    return [encode_message(frame, len(payload)) + payload]
+
+
+LONG_PROMPTS = [[10 + (i * j) % 250 for i in range(180)] for j in (3, 7, 9)]
+
+
+@pytest.mark.timeout(300)
+def test_blocks_that_are_wrong_are_found_by_the_first_token_and_not_used(serve_pools, lone):
+    """They pass every check on the way. The second time around the writer has the right ones, which it computed."""
+    expected = lone.generate(LONG_PROMPTS, LONG)
+    proxies, heard = through(wrong_bits)
+
+    async def body(engine):
+        for _ in range(2):
+            assert all(map(same, await all_of(engine, [(prompt, LONG) for prompt in LONG_PROMPTS]), expected))
+            found = {one.id: one.first_token_mismatches for one in engine.host.workers()}
+            assert found == {"reader": len(LONG_PROMPTS), "writer": 0}
+        assert proxies[0].num_spoilt >= 11
+        await whole(engine)
+
+    serve_pools(body, heard=heard)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lie", ["another token", "other digits", "no token", "an end"])
+def test_a_reader_that_lies(serve_pools, lone, lie):
+    """A wrong token that was told already ends the stream; it can be asked for again. Other lies cost time alone."""
+    expected = lone.generate(LONG_PROMPTS, LONG)
+    lying = True
+
+    def told(news):
+        if news.finished is None or not lying:
+            return news
+        if lie == "another token":
+            return replace(news, token_ids=[news.token_ids[0] ^ 1])
+        if lie == "other digits":
+            return replace(news, logprobs=[dataclasses.replace(news.logprobs[0], logprob=-1.0)])
+        if lie == "no token":
+            return replace(news, token_ids=[], logprobs=[])
+        return replace(news, finished=replace(news.finished, reason=FinishReason.STOP))
+
+    def heard(name, message):
+        if name != "reader" or not isinstance(message, StepNews):
+            return message
+        return replace(message, news=[told(news) for news in message.news])
+
+    async def body(engine):
+        nonlocal lying
+        streams = [await engine.submit(prompt, LONG) for prompt in LONG_PROMPTS]
+        found = await asyncio.gather(*map(read, streams), return_exceptions=True)
+        wrong = lie in ("another token", "other digits")
+        if wrong:
+            assert all(isinstance(one, EngineUnavailableError) and "told already" in str(one) for one in found)
+        else:
+            assert all(map(same, found, expected))
+        assert sum(one.first_token_mismatches for one in engine.host.workers()) == wrong * len(LONG_PROMPTS)
+        lying = False
+        assert all(map(same, await all_of(engine, [(prompt, LONG) for prompt in LONG_PROMPTS]), expected))
+        await whole(engine)
+
+    serve_pools(body, heard=heard)
 
 
 def test_the_command_lines_pools(tiny_path, own_cache, monkeypatch):

@@ -111,6 +111,12 @@ class BlockPool:
                 else:
                     self._free.append(block_id)
 
+    def empty(self, block_id: int) -> None:
+        """The block's content is no longer kept; whoever holds the block keeps it."""
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._free.append(block_id)
+
     def check_integrity(self, owned: Iterable[Iterable[int]]) -> None:
         """Prove that free + held + cached = all, and that every block has as many owners as it should.
 

@@ -176,6 +176,19 @@ class KVCacheManager:
         found = (self.prefix_cache.content(block_id) for block_id in self.pool.cached)
         return sorted(found, key=lambda block: block.index)
 
+    def forget(self, request: Request) -> set[int]:
+        """Give up what is cached of a prompt and of all that begins with its first block; returns which blocks had it.
+
+        Nobody finds them any more; requests that hold some keep them.
+        """
+        if not self.enable_prefix_caching or len(request.prompt_token_ids) < self.block_size:
+            return set()
+        block_ids = self.prefix_cache.branch(self.prefix_cache.block_hash(request, 0))
+        for block_id in block_ids:
+            self.prefix_cache.evict(block_id)
+            self.pool.empty(block_id)
+        return set(block_ids)
+
     def free(self, request: Request) -> None:
         """Take all blocks of `request`; its tokens are no longer computed, but findable ones stay so for a while."""
         self.pool.release(request.block_ids, cached=self.prefix_cache.holds)

@@ -183,6 +183,15 @@ class PrefixCache:
                 block_id = self.find(self._content[block_id].parent)
         return sorted(found, key=lambda block_id: found[block_id])
 
+    def branch(self, block_hash: bytes) -> list[int]:
+        """Ids of the cached block of that hash and of all that continue it, parents first."""
+        found, hashes = list[int](), [block_hash]
+        for one in hashes:
+            if (block_id := self.find(one)) is not None:
+                found.append(block_id)
+            hashes += self._children.get(one, ())
+        return found
+
     def evict(self, block_id: int) -> None:
         """The block's content is given up; its hash is remembered for a while."""
         content = self._content.pop(block_id)

@@ -172,9 +172,9 @@ class Router:
         sent.worker, sent.reason = view.name, decision.reason
         now, sent.num_when_sent = sent.route_until_now(decision.reason), len(done)
         try:
-            message = replace(add, arrival=now, tokenized=now, output_token_ids=list(done))
+            message = sent.message(now)
             reader = self.workers_by_name.get(decision.prefill_worker or "")
-            if reader is not None and (there := view.facts) is not None and sent.goes_on(there):
+            if reader and (here := reader.facts) and (there := view.facts) and sent.goes_on(here, there):
                 sent.worker, sent.then = reader.name, view.name
                 view, message = reader, sent.first_token(message, there.kv_addresses)
             self._hand(view, message)
@@ -193,8 +193,7 @@ class Router:
         if sent is not None:
             sent.ending = message.reason
             if not sent.accepted:  # a worker that compiles its grammar gives it up without a word
-                del self._sent[message.request_id]
-                self._forget(message.request_id)
+                self._drop(message.request_id)
                 self.workers_by_name[sent.worker].requests.discard(message.request_id)
             if sent.waits:  # no worker has it
                 self._continue(sent, sent.worker)
@@ -224,8 +223,8 @@ class Router:
                 sent = self._of(view, message.request_id)
                 if sent is not None and sent.waits:
                     self._go_on(sent, f"{message.num_stored} of {message.num_blocks} blocks there")
-            elif isinstance(message, BlocksChanged):
-                self._blocks(view, message)
+            elif isinstance(message, BlocksChanged) and self.fleet is not None:
+                view.tell_blocks(message, self.fleet.index)
             elif isinstance(message, EngineFacts):
                 self._join(view, message)
             elif isinstance(message, Accepted):
@@ -238,10 +237,7 @@ class Router:
             elif isinstance(message, (Seen, Embedded)):
                 self._answered(message)
             elif isinstance(message, Loading):
-                view.state = message.stage
-                if view.host.waits_for and not view.is_settled:
-                    LOG.warning("%s is not there yet: %s. It is tried again.", view.name, view.host.waits_for)
-                    view.is_absent = True
+                if view.load(message.stage):
                     self._tell_facts()
                 if not self.is_running:
                     self._receive(message)
@@ -258,14 +254,6 @@ class Router:
         view.learn(view.prices, self.workers_by_name.values(), self.fleet.workers)
         view.watch_blocks()
         self._tell_facts()
-
-    def _blocks(self, view: WorkerView, message: BlocksChanged) -> None:
-        assert self.fleet is not None, "a worker has joined"
-        index = self.fleet.index
-        if message.whole:
-            index.replace(view.name, message.number, message.stored)
-        elif not index.apply(view.name, message.number, message.stored, message.evicted):
-            view.watch_blocks()
 
     def _tell_facts(self) -> None:
         """The workers together, as one engine; or why there will be none."""
@@ -290,14 +278,10 @@ class Router:
         elif isinstance(message.about, int):
             self._asked.pop(message.about, None)
             self._receive(message)
-        elif (sent := self._of(view, message.about)) is not None:
-            del self._sent[message.about]
+        elif self._of(view, message.about) is not None:
             view.requests.discard(message.about)
-            self._forget(message.about)
-            if sent.accepted:  # what the first worker took, the second one would not
-                self._receive(StepNews([sent.ended(FinishReason.ERROR, str(message.error()))]))
-            else:
-                self._receive(message)
+            self._drop(message.about)
+            self._receive(message)
 
     def _answered(self, message: Seen | Embedded) -> None:
         _, question = self._asked.pop(message.number, (None, None))
@@ -309,9 +293,12 @@ class Router:
     def _news(self, view: WorkerView, message: StepNews) -> None:
         view.requests -= {news.request_id for news in message.news if news.finished is not None}
         passed = [self._passed_on(sent, news) for news in message.news
-                  if (sent := self._of(view, news.request_id)) is not None]  # fmt: skip
+                  if (sent := self._of(view, news.request_id)) is not None and self._is_right(sent, news)]  # fmt: skip
         stats, view.heard = message.stats, perf_counter()
-        self._end_stalled(view.heard)
+        if view.heard - self._looked > STALL_LOOKS:  # while others work; where none does, the server notices
+            self._looked = view.heard
+            for one in self.workers_by_name.values():
+                one.end_stalled(view.heard, self._stall)
         if stats is not None:
             view.step(stats)
             stats = WorkerView.together(stats, self.workers_by_name.values())
@@ -329,6 +316,24 @@ class Router:
             (views := self.workers_by_name)[sent.worker].learn(finished.prices, views.values(), self.fleet.workers)
         return found
 
+    def _is_right(self, sent: Sent, news: News) -> bool:
+        """Or a worker computed another first token than was told: its blocks are bad, or what was told is wrong."""
+        if (said := sent.is_doubted_by(news)) is None:
+            return True
+        name, view = news.request_id, self.workers_by_name[sent.worker]
+        what = f"{view.name} computed another first token than {said.worker}"
+        if news.finished is None:
+            view.host.put(End(name, FinishReason.ABORT))
+        elif not sent.fresh:
+            LOG.error("%s: it computes the prompt itself, without the blocks that came.", what)
+            self.workers_by_name[said.worker].num_mismatches += 1
+            self._hand(view, sent.anew(what))
+        else:
+            LOG.error("%s, by itself too: the answer ends.", what)
+            self._drop(name)
+            self._receive(Refused(name, "EngineUnavailableError", f"{what}, which is told already.", "Send it again."))
+        return False
+
     def _go_on(self, sent: Sent, how: str) -> None:
         """Its prompt is read, and its first token there: the worker that has the blocks does the rest."""
         view = self.workers_by_name[sent.then]
@@ -336,7 +341,7 @@ class Router:
         if not view.is_up:
             return self._continue(sent, view.name)
         sent.worker, sent.num_when_sent = view.name, len(sent.token_ids)
-        self._hand(view, replace(sent.add, arrival=now, tokenized=now, output_token_ids=list(sent.token_ids)))
+        self._hand(view, sent.message(now))
 
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
         """A worker has died: what it was computing goes on elsewhere, or fails where there is nobody else."""
@@ -383,18 +388,12 @@ class Router:
             self._send(sent)
         except TwinphaseError as error:
             del self._sent[name]
-            if sent.accepted:
-                self._receive(StepNews([sent.ended(FinishReason.ERROR, str(error))]))
-            else:
-                self._receive(Refused(name, type(error).__name__, error.cause, error.fix))
+            self._receive(Refused(name, type(error).__name__, error.cause, error.fix))
+
+    def _drop(self, request_id: str) -> None:
+        del self._sent[request_id]
+        self._forget(request_id)
 
     def _forget(self, request_id: str, num_outputs: int | None = None) -> None:
         assert self.fleet is not None, "a worker has joined"
         self.fleet.end(request_id, num_outputs)
-
-    def _end_stalled(self, now: float) -> None:
-        """While others work; where none does, the server notices."""
-        if now - self._looked > STALL_LOOKS:
-            self._looked = now
-            for view in self.workers_by_name.values():
-                view.end_stalled(now, self._stall)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_params
 from time import perf_counter
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from twinphase.batch import TokenLogprobs
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.timelines import joined
 from twinphase.engine.messages import Add, EngineFacts, Finished, News, PushTo
@@ -15,6 +17,14 @@ from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, RequestCounts, SamplingParams
 
 __all__ = ["Sent", "chain_of"]
+
+
+class Said(NamedTuple):
+    """The first token of an answer, as the worker said it that read the prompt."""
+
+    worker: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
 
 
 @dataclass
@@ -32,6 +42,9 @@ class Sent:
         num_when_sent: tokens of its answer when it was sent to this worker.
         then: worker that goes on with it behind the first token, which has the KV blocks by then; "" if none does.
         waits: its first token is there, and its blocks are on their way.
+        said: that token, until the worker that goes on has computed it too.
+        differs: that worker computed another one, or other digits; it gives the request up.
+        fresh: it computes the prompt anew, without the blocks that came.
         num_vain: workers in a row that died before they gave it a token: it may be what kills them.
     """
 
@@ -48,6 +61,9 @@ class Sent:
     num_vain: int = 0
     then: str = ""
     waits: bool = False
+    said: Said | None = None
+    differs: bool = False
+    fresh: bool = False
 
     @classmethod
     def of(cls, add: Add) -> Sent:
@@ -55,11 +71,17 @@ class Sent:
         timeline.mark(IntervalKind.TOKENIZE, max(add.arrival, add.tokenized))
         return cls(add, timeline, token_ids=list(add.output_token_ids))
 
-    def goes_on(self, there: EngineFacts) -> bool:
-        """Whether the worker that is to have its blocks can send them on, and more than one token is to come."""
+    def goes_on(self, here: EngineFacts, there: EngineFacts) -> bool:
+        """Whether blocks computed here are of use there, and more than one token is to come."""
         room = (there.config.max_model_len or 0) - len(self.add.prompt_token_ids)
         most = self.add.sampling_params.max_tokens
-        return bool(there.kv_addresses) and not self.token_ids and room > 1 and (most is None or most > 1)
+        same = here.kv_fingerprint == there.kv_fingerprint and bool(there.kv_addresses)
+        return same and not self.token_ids and room > 1 and (most is None or most > 1)
+
+    def message(self, now: float) -> Add:
+        """For a worker: go on behind the tokens there are; with the first one, where only a reader has said it."""
+        done = [] if self.said else list(self.token_ids)
+        return replace(self.add, arrival=now, tokenized=now, output_token_ids=done, fresh=self.fresh)
 
     def first_token(self, message: Add, addresses: list[str]) -> Add:
         """What its reader is to do: the next token alone; the KV blocks go to the worker at these addresses."""
@@ -75,7 +97,7 @@ class Sent:
 
     def lost(self, worker: str) -> None:
         """Its worker has died."""
-        self.then, self.waits = "", False
+        self.then, self.waits, self.differs, self.fresh = "", False, False, False
         self.route_until_now(f"{worker}, which died with {len(self.token_ids)} tokens")
         self.num_vain = 0 if len(self.token_ids) > self.num_when_sent else self.num_vain + 1
 
@@ -83,17 +105,46 @@ class Sent:
         """The request's life, of which the worker tells its part."""
         return joined(self.timeline, timeline, perf_counter(), self.reason)
 
+    def is_doubted_by(self, news: News) -> Said | None:
+        """Compare the first token that a reader said, where a second worker now has; what was said, if it differs."""
+        if self.said is None or self.waits:
+            return None
+        if news.token_ids and not self.differs:
+            self.differs = (news.token_ids[:1], news.logprobs[:1]) != (self.said.token_ids, self.said.logprobs)
+        elif news.finished is not None and news.finished.reason is FinishReason.ERROR:  # by what came, or by itself
+            self.differs = self.differs or not self.fresh
+        return self.said if self.differs and self.ending is None else None
+
+    def anew(self, what: str) -> Add:
+        """For the worker that differs, which has given the request up: to compute it without the blocks that came."""
+        self.fresh, self.differs = True, False
+        return self.message(self.route_until_now(what))
+
     def take(self, news: News) -> News:
         """News of its worker, as if one engine had had the request from the first on."""
+        if self.said is not None and not self.waits and news.token_ids:  # the first one its reader was told
+            self.said = None
+            news = replace(news, token_ids=news.token_ids[1:], logprobs=news.logprobs[1:])
+        if self.then and self.ending is None and news.finished is not None:
+            news = self._read(news)
         self.token_ids += news.token_ids
         self.num_prefilled = max(self.num_prefilled, news.num_prefilled)
         self.num_cached = max(self.num_cached, news.num_cached)
         finished = news.finished
-        if finished is not None and self.then and finished.reason is FinishReason.LENGTH:
-            self.timeline, self.waits, finished = self.whole(finished.timeline), True, None
         if finished is not None:
             finished = replace(finished, timeline=self.whole(finished.timeline))
         return replace(news, num_prefilled=self.num_prefilled, num_cached=self.num_cached, finished=finished)
+
+    def _read(self, news: News) -> News:
+        """Its reader has finished: what it said is told, but for an end, which another worker is to find as well."""
+        finished = news.finished
+        if finished is None or finished.reason not in (FinishReason.LENGTH, FinishReason.STOP):
+            return news
+        self.timeline, self.waits = self.whole(finished.timeline), True
+        if finished.reason is FinishReason.STOP or not news.token_ids:
+            return replace(news, token_ids=[], logprobs=[], finished=None)
+        self.said = Said(self.worker, news.token_ids[:1], news.logprobs[:1])
+        return replace(news, token_ids=self.said.token_ids, logprobs=self.said.logprobs, finished=None)
 
     def ended(self, reason: FinishReason, error: str | None = None) -> News:
         """The end of a request that no worker has."""

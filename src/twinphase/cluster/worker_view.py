@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.routing import Role, WorkerLoad
 from twinphase.engine.host import LinkHost
-from twinphase.engine.messages import EngineFacts, Refused, StepStats, WatchBlocks, WorkerStatus
+from twinphase.engine.messages import BlocksChanged, EngineFacts, Refused, StepStats, WatchBlocks, WorkerStatus
 from twinphase.phases.cost import FEATURES, CostModel
 
 __all__ = ["WorkerView", "as_one", "can_answer", "failure_of"]
@@ -34,6 +34,7 @@ class WorkerView:
         facts: what it said of itself when it came last.
         prices: of its cost model, which it told last.
         requests: that it has, by id.
+        num_mismatches: answers that it began, and whose first token another worker computed otherwise.
         heard: when a step of it was told last, or its first request was sent, seconds.
     """
 
@@ -44,6 +45,7 @@ class WorkerView:
         self.prices = NO_PRICES
         self.state, self.heard = "starting", 0.0
         self.requests: set[str] = set()
+        self.num_mismatches = 0
         self._stats: StepStats | None = None
         self._before = dict.fromkeys(TOTALS, 0)  # of those that lived before this one
         self._seconds = [0.0, 0.0]  # prefill, decode
@@ -62,6 +64,14 @@ class WorkerView:
         self.facts, self.is_up, self.state = facts, True, "ready"
         self.role = facts.role or self.role
         self.prices = facts.prices or NO_PRICES
+
+    def load(self, stage: str) -> bool:
+        """It is being started; whether it now turns out that nobody is there yet."""
+        self.state, absent = stage, bool(self.host.waits_for) and not self.is_settled
+        if absent:
+            LOG.warning("%s is not there yet: %s. It is tried again.", self.name, self.host.waits_for)
+            self.is_absent = True
+        return absent
 
     def leave(self) -> None:
         """It has died; what it counted is kept."""
@@ -83,6 +93,13 @@ class WorkerView:
         """Have it tell which blocks its prefix cache has, and what changes."""
         if self.facts is not None and self.facts.shape is not None:
             self.host.put(WatchBlocks())
+
+    def tell_blocks(self, message: BlocksChanged, index: BlockIndex) -> None:
+        """What its prefix cache has, for the index of all; where an event was lost it tells the whole again."""
+        if message.whole:
+            index.replace(self.name, message.number, message.stored)
+        elif not index.apply(self.name, message.number, message.stored, message.evicted):
+            self.watch_blocks()
 
     def learn(self, prices: tuple[float, ...], views: Collection[WorkerView], loads: Mapping[str, WorkerLoad]) -> None:
         """Its cost model has other prices: those of its machine's workers, among `views`, change."""
@@ -138,7 +155,7 @@ class WorkerView:
             stats.num_running if stats else 0, stats.num_waiting if stats else 0,
             stats.kv_cache_usage if stats else 0.0, index.num_held(self.name) if index else 0,
             round(min(1.0, prefill), 4), round(min(1.0, decode), 4), self._seconds[0], self._seconds[1],
-            self.host.num_restarts,
+            self.host.num_restarts, self.num_mismatches,
         )  # fmt: skip
 
 

@@ -288,7 +288,7 @@ class AsyncEngine:
             self._accepted.add(message.request_id)
             self._answer(message.request_id, None)
         elif isinstance(message, Refused) and message.about is not None:
-            self._answer(message.about, message.error())
+            self._refused(message.about, message.error())
         elif isinstance(message, (Seen, Embedded)):
             self.last_embedded = self.clock() if isinstance(message, Embedded) else self.last_embedded
             self._answer(message.number, message)
@@ -316,6 +316,15 @@ class AsyncEngine:
                 elsewhere.setdefault(stream.loop, []).append((stream, news))
         for loop, items in elsewhere.items():
             _post_to(loop, take_all, items, end)
+
+    def _refused(self, about: str | int, error: errors.TwinphaseError) -> None:
+        """One that was queued is refused where no engine can go on with it."""
+        if about in self._accepted:
+            self._accepted.discard(about)
+            reference = self._streams.pop(str(about), None)
+            if reference is not None and (stream := reference()) is not None:
+                _post_to(stream.loop, stream.fail, error)
+        self._answer(about, error)
 
     def _died(self, error: EngineDeadError) -> None:
         self.progress = Loading("starting again")

@@ -206,7 +206,7 @@ class EngineLoop:
                 add.tenant, add.weight,
             )  # fmt: skip
             request.constraint, request.prediction_token_ids = queued.constraint, add.prediction_token_ids
-            request.output_token_ids = list(add.output_token_ids)
+            request.output_token_ids, request.fresh = list(add.output_token_ids), add.fresh
             if queued.constraint is not None:
                 timeline.mark(IntervalKind.QUEUE, max(timeline.end, engine.clock()), reason="grammar")
             engine.add_request(request, timeline=timeline)

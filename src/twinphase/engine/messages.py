@@ -86,6 +86,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
         prediction_token_ids: what its user expects the answer to be.
         output_token_ids: of an answer that another engine began: this one goes on with it, bit for bit.
         push_to: another engine, which is to have the KV blocks of the prompt; answered by `Pushed` as well.
+        fresh: compute the prompt anew, and give up what the prefix cache has of it.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     prediction_token_ids: list[int] = []
     output_token_ids: list[int] = []
     push_to: PushTo | None = None
+    fresh: bool = False
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
@@ -359,6 +361,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         prefill_share, decode_share: of the last seconds, the fraction that it computed in each phase.
         prefill_seconds, decode_seconds: the same since the server started, in seconds.
         restarts: how often it was started again, or connected to again.
+        first_token_mismatches: answers that it began, and whose first token another worker computed otherwise.
     """
 
     id: str
@@ -375,6 +378,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     restarts: int = 0
+    first_token_mismatches: int = 0
 
 
 ToEngine = Load | Add | Embed | End | HandOver | LookAt | Ping | Stop | WatchBlocks

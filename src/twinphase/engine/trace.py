@@ -97,7 +97,7 @@ class TraceWriter:
     def add(self, request: Request) -> None:
         """A request was accepted; its seed is known."""
         names = ["request_id", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "weight"]
-        names += ["output_token_ids"] if request.output_token_ids else []
+        names += [name for name in ("output_token_ids", "fresh") if getattr(request, name)]
         values = {name: getattr(request, name) for name in names}
         self._write("add", {**values, "sampling_params": asdict(request.sampling_params)})
 

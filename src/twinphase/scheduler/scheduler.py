@@ -122,6 +122,10 @@ class Scheduler:
         request.order, self._num_added = self._num_added, self._num_added + 1
         self._requests[request.request_id] = request
         self.fair.add(request)
+        if request.fresh:  # whoever computes with what is given up computes it again as well
+            wrong = self.kv_cache.forget(request)
+            for other in [other for other in self.running if not wrong.isdisjoint(other.block_ids)]:
+                self._preempt(other)
 
     def schedule(self, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})) -> Batch:
         """The next step's work: decodes first, then prefill chunks of running requests and of those that are let in.

@@ -192,7 +192,9 @@ class Metrics:
         self._worker_waiting = of.gauge_by("worker_requests_waiting", "Requests that wait at a worker.", by)
         self._worker_usage = of.gauge_by("worker_kv_cache_usage_perc", "Fraction of its blocks that are held.", by)
         self._worker_seconds = of.counter_by("worker_step_seconds", "Time of a worker's steps, by phase.", by, "phase")
-        self._worker_known: dict[tuple[str, str], float] = {}
+        text = "First tokens of a worker that another one computed otherwise."
+        self._worker_mismatches = of.counter_by("worker_first_token_mismatches", text, by)
+        self._worker_known: dict[tuple[str, ...], float] = {}
 
     def _make_tenant_metrics(self, of: _Families, tenants: Mapping[str, float]) -> None:
         names, by = list(tenants), "tenant"
@@ -239,10 +241,13 @@ class Metrics:
             self._worker_running.labels(model, one.id).set(one.running)
             self._worker_waiting.labels(model, one.id).set(one.waiting)
             self._worker_usage.labels(model, one.id).set(one.kv_cache_usage)
-            for phase, seconds in (("prefill", one.prefill_seconds), ("decode", one.decode_seconds)):
-                known = self._worker_known.get((one.id, phase), 0.0)
-                self._worker_seconds.labels(model, one.id, phase).inc(seconds - known)
-                self._worker_known[one.id, phase] = seconds
+            for counter, labels, total in (
+                (self._worker_seconds, (one.id, "prefill"), one.prefill_seconds),
+                (self._worker_seconds, (one.id, "decode"), one.decode_seconds),
+                (self._worker_mismatches, (one.id,), one.first_token_mismatches),
+            ):
+                counter.labels(model, *labels).inc(total - self._worker_known.get(labels, 0.0))
+                self._worker_known[labels] = total
 
     def engine_up(self, is_up: bool) -> None:
         """Whether the engine takes requests; what it held died with it."""
