@@ -28,11 +28,11 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-from pools import closed, decoding, prompt, started, timed
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from cluster import closed, decoding, prompt, started, timed
 from twinphase import LLM, SamplingParams
 from twinphase.batch import StepWork
 from twinphase.bench.load.slo import Slos
