@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -25,3 +26,19 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
         yield process
     finally:
         end(process)
+
+
+def descendants(parent: int, wanted: Callable[[bytes], bool]) -> list[int]:
+    """Ids of a process's descendants whose command line is wanted."""
+    found, queue = [], [parent]
+    while queue:
+        pid = queue.pop()
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            queue += [int(child) for child in path.read_text().split()]
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if wanted(words):
+            found.append(pid)
+    return found

@@ -10,36 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from children import descendants
 from routed import CONFIG, LONG, all_of, mix, read, same, until
 from twinphase.cli import run_app
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
 from twinphase.cluster.launch import make_host
 from twinphase.engine.async_engine import AsyncEngine
-from twinphase.errors import EngineDeadError
-from twinphase.request import SamplingParams
 
 ENGINE = {name: value for name, value in CONFIG.items() if name != "threads"}
 
 
 def worker_pids(parent):
     return descendants(parent, lambda words: b"twinphase.cluster.worker" in words)
-
-
-def descendants(parent, wanted):
-    """Ids of a process's descendants whose command line is wanted."""
-    found, queue = [], [parent]
-    while queue:
-        pid = queue.pop()
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            queue += [int(child) for child in path.read_text().split()]
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if wanted(words):
-            found.append(pid)
-    return found
 
 
 @pytest.mark.slow
@@ -98,32 +81,6 @@ def test_ray_starts_workers_of_both_roles(tiny_path, lone, monkeypatch):
             assert all(map(same, found, expected))
             reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
             assert sum(reason.startswith("decode-0: ") and "blocks there" in reason for reason in reasons) > 5
-        finally:
-            await asyncio.to_thread(engine.close)
-
-    asyncio.run(asyncio.wait_for(main(), 250))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_server_outlives_ray_and_has_its_workers_again_when_ray_is_back(tiny_path, lone, monkeypatch):
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    expected = lone.generate([[30, 31]], LONG)[0]
-    cluster = ClusterConfig(replicas=1, threads_per_worker=1, ray_address="local")
-
-    async def main():
-        engine = AsyncEngine(make_host(str(tiny_path), ENGINE, cluster, stall=60.0))
-        try:
-            await until(lambda: engine.is_running)
-            endless = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)
-            streams = [await engine.submit([30 + number], endless) for number in range(8)]
-            (raylet,) = descendants(os.getpid(), lambda words: words.split(b"\0")[0].endswith(b"/raylet"))
-            os.kill(raylet, signal.SIGKILL)
-            for found in await asyncio.gather(*map(read, streams), return_exceptions=True):
-                assert isinstance(found, EngineDeadError) or len(found.outputs[0].token_ids) == 480
-            await until(lambda: not engine.is_running)
-            await until(lambda: engine.is_running)
-            assert same(await read(await engine.submit([30, 31], LONG)), expected)
         finally:
             await asyncio.to_thread(engine.close)
 

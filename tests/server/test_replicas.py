@@ -5,7 +5,8 @@ import signal
 
 import pytest
 
-from raw_client import LONG, PATH, PROBE, events, send, tokens, until
+from children import descendants
+from raw_client import LONG, PATH, PROBE, events, read_reply, send, tokens, until
 from twinphase.cli import run_app
 
 
@@ -47,6 +48,30 @@ def test_a_worker_dies_in_the_middle_of_a_stream_and_its_reader_sees_the_same_te
     assert lines[0].split()[:3] == ["id", "role", "host"] and [line.split()[0] for line in lines[1:]] == [
         "worker-0", "worker-1"
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_server_outlives_ray_and_has_its_workers_again_when_ray_is_back(start):
+    """Answers go on without Ray, until it is given up and started again: those that are open then can be sent again."""
+    pytest.importorskip("ray")
+    with start("--replicas", "1", "--threads-per-worker", "1", "--ray-address", "local") as running:
+        expected = tokens(running.post(PATH, LONG)[1])
+        (raylet,) = descendants(running.process.pid, lambda words: words.split(b"\0")[0].endswith(b"/raylet"))
+        os.kill(raylet, signal.SIGKILL)
+
+        def is_refused():
+            with send(running, PATH, LONG) as client:
+                status, headers, body = read_reply(client)
+            if status == 200:
+                assert tokens(body) == expected
+            else:
+                assert status == 503 and body["error"]["code"] == "engine_restarted" and "retry-after" in headers
+            return status == 503
+
+        until(is_refused)
+        until(lambda: running.get("/health/ready")[0] == 200)
+        assert tokens(running.post(PATH, LONG)[1]) == expected
 
 
 def test_a_lone_server_is_a_cluster_of_one(server, capsys):
