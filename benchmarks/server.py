@@ -5,6 +5,7 @@
     python benchmarks/server.py overload     # four times what it can do: refusals at once, the accepted undisturbed
     python benchmarks/server.py drain        # SIGTERM under load: nothing accepted is lost
     python benchmarks/server.py kill         # the engine's process killed under load: errors, and back again
+    python benchmarks/server.py pools        # workers of pools killed under load: every answer right, nothing leaked
     python benchmarks/server.py tenants      # one key's flood and another's requests; streams beside long prompts
 
 Prints Markdown and saves every value as JSON. Engine, server and client share this machine's cores. It needs the
@@ -21,7 +22,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # the server that tests start
-from serving import drain, kill, overhead, overload, soak, tenants  # noqa: E402
+from serving import drain, kill, overhead, overload, pools, soak, tenants  # noqa: E402
 
 from twinphase.bench.conditions import Bystanders, conditions  # noqa: E402
 from twinphase.bench.report.markdown import markdown  # noqa: E402
@@ -29,7 +30,8 @@ from twinphase.bench.report.report import Report  # noqa: E402
 from twinphase.bench.report.result import result_json  # noqa: E402
 from twinphase.weights.hub import resolve_model  # noqa: E402
 
-SUBJECTS = {"overhead": overhead, "soak": soak, "overload": overload, "drain": drain, "kill": kill, "tenants": tenants}
+SUBJECTS = {"overhead": overhead, "soak": soak, "overload": overload, "drain": drain, "kill": kill, "pools": pools,
+            "tenants": tenants}  # fmt: skip
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -48,7 +50,7 @@ def main() -> None:
         for option, (default, what) in subject.OPTIONS.items():
             command.add_argument(f"--{option}", type=type(default), default=default, help=what)
     args = parser.parse_args()
-    args.model = str(resolve_model(args.model))
+    args.model = args.model if args.model == "tiny" else str(resolve_model(args.model))
     with Bystanders() as others:
         section, values = SUBJECTS[args.subject].run(args)
     where = conditions(model=Path(args.model), threads=args.threads)

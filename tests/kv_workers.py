@@ -11,13 +11,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from twinphase.cluster.frames import Frame, encode_message
 from twinphase.cluster.handshake import DIGEST_BYTES, GREETING, NONCE_BYTES, receive_exactly
 from twinphase.cluster.kv_port import KVPort
 from twinphase.cluster.transport import connect, read_message
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.loop import EngineLoop
-from twinphase.engine.messages import Add, Finished, FromEngine, Pushed, PushTo, Refused, StepNews, Stop
+from twinphase.engine.messages import Add, EngineFacts, Finished, FromEngine, Pushed, PushTo, Refused, StepNews, Stop
 from twinphase.request import SamplingParams
 
 KEY = b"a key of this test"
@@ -188,3 +190,70 @@ class FaultProxy:
     def close(self) -> None:
         self._server.close()
         self._hang_up()
+
+
+def drop(choose, data):
+    return [] if choose.random() < 0.3 else data
+
+
+def duplicate(choose, data):
+    return data * choose.randint(1, 3)
+
+
+def truncate(choose, data):
+    return [data[0][: -choose.randint(1, 3000)]] if choose.random() < 0.3 else data
+
+
+def flip(choose, data):
+    if choose.random() < 0.5:
+        return data
+    spoilt = bytearray(data[0])
+    spoilt[choose.randrange(100, len(spoilt))] ^= 1 << choose.randrange(8)
+    return [bytes(spoilt)]
+
+
+def hang_up(choose, data):
+    return None if choose.random() < 0.2 else data
+
+
+class Reorder:
+    """Holds some messages back until a later one has gone by."""
+
+    def __init__(self):
+        self.held = []
+
+    def __call__(self, choose, data):
+        if choose.random() < 0.4:
+            self.held += data
+            return []
+        data, self.held = data + self.held, []
+        return data
+
+
+def delay(choose, data):
+    threading.Event().wait(choose.choice([0.0, 0.0, 0.02]))
+    return data
+
+
+FAULTS = {
+    "drop": drop,
+    "delay": delay,
+    "truncate": truncate,
+    "duplicate": duplicate,
+    "reorder": Reorder(),
+    "flip": flip,
+    "hang_up": hang_up,
+}
+
+
+def through(fault: Fault) -> tuple[list[FaultProxy], Callable]:
+    """What `serve_pools` hears of workers, so that blocks for those of role decode go by proxies; and the proxies."""
+    proxies: list[FaultProxy] = []
+
+    def heard(name: str, message: FromEngine) -> FromEngine:
+        if name not in ("writer", "other") or not isinstance(message, EngineFacts):
+            return message
+        proxies.append(FaultProxy(message.kv_addresses[-1], fault, len(proxies)))
+        return replace(message, kv_addresses=[proxies[-1].address])
+
+    return proxies, heard

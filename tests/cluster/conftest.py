@@ -2,10 +2,13 @@ import asyncio
 
 import pytest
 
-from routed import CONFIG, VOCAB
+from routed import CONFIG, VOCAB, until
 from steps import own_cache as make_cache
 from tiny_gguf import write_tiny_gguf
+from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.router import Router
+from twinphase.cluster.routing import Routing
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.host import ProcessHost
 from twinphase.engine.llm import LLM
@@ -41,6 +44,32 @@ def serve(tiny_path, own_cache):
             )
             engine = AsyncEngine(Router(made, **options))
             try:
+                await body(engine)
+            finally:
+                await asyncio.to_thread(engine.close)
+
+        asyncio.run(asyncio.wait_for(main(), seconds))
+
+    return run
+
+
+@pytest.fixture
+def serve_pools(tiny_path, own_cache, monkeypatch):
+    """Runs a coroutine function with a front end over workers of both roles; every prompt goes to a reader."""
+    monkeypatch.setenv(KEY_VARIABLE, "the key of these tests")
+
+    def run(body, roles, heard=None, config=CONFIG, seconds=240):
+        """`heard` is given each message of a worker, by its name, and returns what the router is told instead."""
+
+        async def main():
+            hosts = {name: PortedHost(tiny_path, config, silence=2.0) for name in roles}
+            for name, host in hosts.items() if heard else ():
+                take = host.take
+                host.take = lambda message, name=name, take=take: take(heard(name, message))
+            routing = Routing(block_size=config["block_size"], policy="random")
+            engine = AsyncEngine(Router(hosts, roles=roles, routing=routing))
+            try:
+                await until(lambda: engine.is_running)
                 await body(engine)
             finally:
                 await asyncio.to_thread(engine.close)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_workers import KEY, FaultProxy, Worker, workers
+from kv_workers import FAULTS, KEY, FaultProxy, Worker, workers
 from tiny_gguf import write_tiny_gguf
 from twinphase.cluster.handshake import WrongKeyError, authenticate
 from twinphase.engine.messages import Pushed, PushTo
@@ -134,60 +134,6 @@ def test_many_at_once_and_salts_apart(pair, alone):
         assert same(answer, alone.ask(one, PARAMS)) and answer.num_cached == (len(one) - 1) // 16 * 16
     other = writer.ask(prompts[1], PARAMS)
     assert other.num_cached == 0 and same(other, alone.ask(prompts[1], PARAMS))
-
-
-def drop(choose, data):
-    return [] if choose.random() < 0.3 else data
-
-
-def duplicate(choose, data):
-    return data * choose.randint(1, 3)
-
-
-def truncate(choose, data):
-    return [data[0][: -choose.randint(1, 3000)]] if choose.random() < 0.3 else data
-
-
-def flip(choose, data):
-    if choose.random() < 0.5:
-        return data
-    spoilt = bytearray(data[0])
-    spoilt[choose.randrange(100, len(spoilt))] ^= 1 << choose.randrange(8)
-    return [bytes(spoilt)]
-
-
-def hang_up(choose, data):
-    return None if choose.random() < 0.2 else data
-
-
-class Reorder:
-    """Holds some messages back until a later one has gone by."""
-
-    def __init__(self):
-        self.held = []
-
-    def __call__(self, choose, data):
-        if choose.random() < 0.4:
-            self.held += data
-            return []
-        data, self.held = data + self.held, []
-        return data
-
-
-def delay(choose, data):
-    threading.Event().wait(choose.choice([0.0, 0.0, 0.02]))
-    return data
-
-
-FAULTS = {
-    "drop": drop,
-    "delay": delay,
-    "truncate": truncate,
-    "duplicate": duplicate,
-    "reorder": Reorder(),
-    "flip": flip,
-    "hang_up": hang_up,
-}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

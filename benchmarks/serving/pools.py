@@ -1,0 +1,127 @@
+"""Minutes of load on one prefill and two decode workers, of which one is killed every 20 s: what is lost, or leaks?
+
+Streams and whole replies, greedy and seeded, short and long prompts with shared beginnings, on KV caches so small that
+requests lose their blocks to others; a tenth of the clients leaves. Every answer that came to its end must have the
+tokens, the text and the reason that one engine alone gave before. `--model tiny` is a random one of a few kilobytes,
+whose workers are back in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+from typing import Any
+
+from running import RunningServer
+from serving.mixed_requests import Sample
+from serving.processes import COMPLETIONS, ProcessState, process_state, serving
+from serving.soak import IDLE_SECONDS, OUTCOMES, Tally, client
+from tiny_gguf import write_tiny_gguf
+from twinphase import LLM, SamplingParams
+from twinphase.bench.client.client import run as run_client
+from twinphase.bench.report.report import Column, Section, Table
+
+OPTIONS = {
+    "minutes": (10.0, "of load"),
+    "every": (20.0, "seconds between two kills"),
+    "clients": (8, "at once"),
+    "blocks": (256, "num_kv_blocks of each worker"),
+}
+WARM_SECONDS = 20.0  # of load before the first look at the server
+
+
+def make_samples(model: str) -> list[Sample]:
+    """Requests, and what one engine alone answers."""
+    rng = random.Random(0)
+    prefixes = [[rng.randrange(10, 300) for _ in range(500)] for _ in range(3)]
+    llm, samples = LLM(model, threads=1, max_num_seqs=1, enable_prefix_caching=False), []
+    for number in range(60):
+        prompt = rng.choice(prefixes)[: rng.choice([16, 200, 500])] + [rng.randrange(10, 300) for _ in range(40)]
+        params: dict[str, Any] = {"temperature": rng.choice([0.0, 1.2]), "seed": number, "ignore_eos": True}
+        params["max_tokens"] = rng.choice([1, 8, 64, 200, 400])
+        (output,) = llm.generate([prompt], SamplingParams(**params))
+        answer = output.outputs[0]
+        answers = [(answer.token_ids, answer.text, str(answer.finish_reason))]
+        samples.append(Sample("completion", COMPLETIONS, {"prompt": prompt, **params}, answers, len(prompt)))
+    return samples
+
+
+async def load(server: RunningServer, samples: list[Sample], seconds: float, clients: int, tally: Tally) -> None:
+    until = time.perf_counter() + seconds
+    rngs = [random.Random(f"{seconds}-{number}") for number in range(clients)]
+    await asyncio.gather(*(client(server, rng, samples, until, tally, 0.1) for rng in rngs))
+    late = time.perf_counter() + IDLE_SECONDS
+    while time.perf_counter() < late and not await asyncio.to_thread(is_whole, server):
+        await asyncio.sleep(0.2)
+
+
+def workers(server: RunningServer) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = server.get("/v1/cluster")[1]["workers"]
+    return found
+
+
+def is_whole(server: RunningServer) -> bool:
+    return server.is_idle() and all(one["state"] == "ready" for one in workers(server))
+
+
+async def kill_some(server: RunningServer, every: float, kills: Counter[str]) -> None:
+    rng = random.Random(1)
+    while True:
+        await asyncio.sleep(every)
+        victim = rng.choice([one for one in await asyncio.to_thread(workers, server) if one["pid"]])
+        os.kill(victim["pid"], signal.SIGKILL)
+        kills[victim["role"]] += 1
+
+
+async def soak(server: RunningServer, samples: list[Sample], args: argparse.Namespace) -> dict[str, Any]:
+    """What became of the requests, and what the server's process held before and after."""
+    await load(server, samples, WARM_SECONDS, args.clients, Tally())
+    tally, kills, before = Tally(), Counter[str](), process_state(server.process.pid)
+    killer = asyncio.create_task(kill_some(server, args.every, kills))
+    working = asyncio.create_task(load(server, samples, 60 * args.minutes, args.clients, tally))
+    await asyncio.sleep(60 * args.minutes - args.every / 2)
+    killer.cancel()  # the last that was killed is back at the end
+    await working
+    after, whole = process_state(server.process.pid), is_whole(server)
+    return {"counts": tally.counts, "unexpected": tally.unexpected, "kills": kills, "before": before, "after": after,
+            "whole": whole, "workers": workers(server)}  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> tuple[Section, Any]:
+    """One engine's own answers first, then the load; `--reps` has no meaning here."""
+    if args.model == "tiny":
+        args.out.mkdir(parents=True, exist_ok=True)
+        args.model = str(write_tiny_gguf(args.out / "tiny.gguf", vocab=320, context=2048))
+    samples, args.threads = make_samples(args.model), 1
+    options = {"prefill_workers": 1, "decode_workers": 2, "num_kv_blocks": args.blocks}
+    with serving(args, **options) as server:
+        found = run_client(soak(server, samples, args))
+        found |= {"exit code": server.stop(), "log": server.log.read_text()}
+    return section(args, found), found
+
+
+def section(args: argparse.Namespace, found: dict[str, Any]) -> Section:
+    counts, kills, log = found["counts"], found["kills"], found["log"]
+    continued = sum(map(int, re.findall(r"goes on elsewhere, (\d+) requests", log)))
+    notes = (
+        f"{args.minutes:g} minutes, {args.clients} clients, a worker killed every {args.every:g} s: "
+        f"{sum(counts.values()):,} requests, {', '.join(f'{counts[name]:,} {name}' for name in OUTCOMES)}.",
+        f"{kills.total()} kills ({', '.join(f'{count} {role}' for role, count in sorted(kills.items()))}), "
+        f"{continued} requests went on at another worker; "
+        f"{sum(one['first_token_mismatches'] for one in found['workers'])} first tokens differed.",
+        f"At the end {'all workers were ready and held no request and no block' if found['whole'] else 'NOT IDLE'}; "
+        f"exit code {found['exit code']}; {log.count('Traceback')} tracebacks in the log.",
+    )
+
+    def row(name: str, state: ProcessState) -> tuple[str, ...]:
+        return name, f"{state.resident:.1f}", str(state.threads), str(state.descriptors)
+
+    columns = (Column("server, idle"), Column("RSS, MiB"), Column("threads"), Column("descriptors"))
+    table = Table("The server's process", columns, (row("before", found["before"]), row("after", found["after"])))
+    return Section("Pools whose workers are killed", (), notes, (table,))

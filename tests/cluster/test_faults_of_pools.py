@@ -1,0 +1,200 @@
+"""Whatever happens at any point of a request's life: the bits of an undisturbed engine, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+import signal
+import threading
+
+import pytest
+
+from kv_workers import FAULTS, through
+from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
+from twinphase.engine.messages import StepNews
+from twinphase.errors import EngineDeadError
+from twinphase.request import SamplingParams
+
+ROLES = {"reader": "prefill", "writer": "decode", "other": "decode"}
+SMALL_STEPS = {**CONFIG, "max_num_batched_tokens": 16}  # many chunks, to be between two of them
+POINTS = ("queued", "mid-chunk", "mid-transfer", "before hand-over", "mid-answer")
+PARAMS = dataclasses.replace(LONG, max_tokens=100)
+
+
+def prompts_of(number, count=2):
+    """Of 400 tokens, with nothing in common."""
+    return [[10 + (i * (3 + 2 * which) + number + which) % 250 for i in range(400)] for which in range(count)]
+
+
+class Point:
+    """Does something when a request comes to a point of its life.
+
+    Attributes:
+        happened: it was done.
+    """
+
+    def __init__(self):
+        self.proxies, self._through = through(self._pass)
+        self._point, self._act = "", lambda: None
+        self.happened = threading.Event()
+        self._open = threading.Event()
+
+    def arm(self, point, act):
+        self._point, self._act = point, act
+        self.happened.clear()
+        (self._open.clear if point == "before hand-over" else self._open.set)()
+
+    def _now(self):
+        if not self.happened.is_set():
+            self._act()
+            self.happened.set()
+            self._open.set()
+
+    def heard(self, name, message):
+        """For `serve_pools`."""
+        steps = message.news if name == "reader" and isinstance(message, StepNews) else []
+        if self._point == "mid-chunk" and any(0 < news.num_prefilled < 400 for news in steps):
+            self._now()
+        return self._through(name, message)
+
+    def _pass(self, choose, data):
+        if self._point == "mid-transfer":
+            self._now()
+        self._open.wait(60)
+        return data
+
+    async def reach(self, router, stream):
+        """Go on until it has happened."""
+        if self._point == "before hand-over":
+            await until(lambda: any(sent.waits for sent in router._sent.values()))
+        elif self._point == "mid-answer":
+            await until(lambda: len(stream.transcript.token_ids) > 9)
+        elif self._point != "queued":
+            await until(self.happened.is_set)
+        self._now()
+
+
+def who(router, victims):
+    """Names of the workers that have the first request, or are to have it."""
+    sent = next(iter(router._sent.values()))
+    writer = sent.then or sent.worker
+    return {"reader": ["reader"], "writer": [writer], "both": ["reader", writer]}[victims]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("sig", "victims", "points"),
+    [
+        ("SIGKILL", "both", POINTS[2::2]),
+        *(
+            pytest.param(sig, victims, POINTS, marks=pytest.mark.slow)
+            for sig in ("SIGKILL", "SIGSTOP")
+            for victims in ("reader", "writer", "both")
+        ),
+    ],
+)
+def test_workers_that_die_or_stand_still_at_any_point(serve_pools, lone, sig, victims, points):
+    point = Point()
+
+    async def body(engine):
+        router, hosts = engine.host, {name: view.host for name, view in engine.host.workers_by_name.items()}
+
+        def act():
+            for name in who(router, victims):
+                os.kill(hosts[name].pid, getattr(signal, sig))
+
+        for number, where in enumerate(points):
+            restarts, prompts = router.num_restarts, prompts_of(number)
+            point.arm(where, act)
+            streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
+            await point.reach(router, streams[0])
+            outputs = await asyncio.gather(*map(read, streams))
+            assert all(map(same, outputs, lone.generate(prompts, PARAMS))), where
+            await until(lambda before=restarts: router.num_restarts > before)
+            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        assert router.num_continued
+        await whole(engine)
+
+    serve_pools(body, ROLES, point.heard, SMALL_STEPS)
+
+
+@pytest.mark.timeout(300)
+def test_a_client_who_leaves_at_any_point(serve_pools, lone):
+    """The other answers are not disturbed, and nothing is left of it."""
+    point = Point()
+
+    async def body(engine):
+        loop = asyncio.get_running_loop()
+        for number, where in enumerate(POINTS):
+            prompts = prompts_of(number)
+            streams = []
+            point.arm(where, lambda streams=streams: loop.call_soon_threadsafe(lambda: streams[0].abandon()))
+            for prompt in prompts:
+                streams.append(await engine.submit(prompt, PARAMS))
+            await point.reach(engine.host, streams[0])
+            assert same(await read(streams[1]), lone.generate(prompts[1:], PARAMS)[0])
+            await whole(engine)
+
+    serve_pools(body, ROLES, point.heard, SMALL_STEPS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
+    """Each frame by a fault of its own, or by none."""
+    choices = [*FAULTS.values(), *[lambda choose, data: data] * 7]
+    proxies, heard = through(lambda choose, data: choose.choice(choices)(choose, data))
+
+    async def body(engine):
+        for seed in range(10):
+            asked = list(mix(seed)) + [(prompt, PARAMS) for prompt in prompts_of(seed)]
+            expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+            assert all(map(same, await all_of(engine, asked), expected))
+        assert sum(proxy.num_spoilt for proxy in proxies) > 10
+        await whole(engine)
+
+    serve_pools(body, ROLES, heard)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, lone):
+    """Its cache holds three of the eight prompts; then its port stands still until all leases have ended."""
+    point = Point()
+    point.arm("", None)
+
+    async def body(engine):
+        for number in range(2):
+            prompts = prompts_of(number, 8)
+            streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
+            assert all(map(same, await asyncio.gather(*map(read, streams)), lone.generate(prompts, PARAMS)))
+            await whole(engine)
+            point.arm("before hand-over", lambda: None)  # nobody opens it
+        point._now()
+
+    serve_pools(body, {"reader": "prefill", "writer": "decode"}, point.heard)
+
+
+@pytest.mark.timeout(300)
+def test_without_a_decode_worker_answers_end_at_once(serve_pools, lone):
+    """And it is not waited for that the reader reads on; later the same requests are answered."""
+    point, short = Point(), SamplingParams(temperature=0.0, max_tokens=2)
+
+    async def body(engine):
+        router = engine.host
+        for number, where in enumerate(random.Random(0).sample(POINTS, 2)):
+            prompts = prompts_of(number)
+            point.arm(where, lambda: os.kill(router.workers_by_name["writer"].host.pid, signal.SIGKILL))
+            streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
+            await point.reach(router, streams[0])
+            for found in await asyncio.gather(*map(read, streams), return_exceptions=True):
+                assert isinstance(found, EngineDeadError) and "again" in str(found)
+            await until(lambda: engine.is_running)
+            assert all(map(same, await all_of(engine, [(prompt, PARAMS) for prompt in prompts]),
+                           lone.generate(prompts, PARAMS)))  # fmt: skip
+        await all_of(engine, [([10, 11], short)])
+        await whole(engine)
+
+    serve_pools(body, {"reader": "prefill", "writer": "decode"}, point.heard, SMALL_STEPS)
