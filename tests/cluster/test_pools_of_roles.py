@@ -27,6 +27,7 @@ TOPOLOGIES = {
     "2P1D": {"reader": "prefill", "second": "prefill", "writer": "decode"},
     "1P2D": {"reader": "prefill", "writer": "decode", "other": "decode"},
 }
+LONG_PROMPTS = [[10 + (i * j) % 250 for i in range(180)] for j in (3, 7, 9)]
 
 
 @pytest.mark.timeout(900)
@@ -48,6 +49,11 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone, t
                       if one.kind is IntervalKind.ROUTE]  # fmt: skip
             sent += sum("blocks there" in reason for reason in routes)
         assert sent > 5 * num_mixes
+        # Who reads the prompt says all of an answer that has one token.
+        prompt, params = LONG_PROMPTS[0], dataclasses.replace(LONG, max_tokens=1)
+        before = {one.id: one.prefill_seconds for one in engine.host.workers()}
+        assert same(*await all_of(engine, [(prompt, params)]), lone.generate([prompt], params)[0])
+        assert {one.role for one in engine.host.workers() if one.prefill_seconds > before[one.id]} == {"prefill"}
         await whole(engine)
 
     serve_pools(body, TOPOLOGIES[topology], seconds=800)
@@ -63,9 +69,6 @@ def wrong_bits(choose, data):
     block = CachedBlock(frame.block_hash, frame.parent, tuple(frame.token_ids), frame.index)
     frame = replace(frame, checksum=checksum(block, payload))
     return [encode_message(frame, len(payload)) + payload]
-
-
-LONG_PROMPTS = [[10 + (i * j) % 250 for i in range(180)] for j in (3, 7, 9)]
 
 
 @pytest.mark.timeout(300)

@@ -175,8 +175,8 @@ class Router:
             message = sent.message(now)
             reader = self.workers_by_name.get(decision.prefill_worker or "")
             if reader and (here := reader.facts) and (there := view.facts) and sent.goes_on(here, there):
-                sent.worker, sent.then = reader.name, view.name
-                view, message = reader, sent.first_token(message, there.kv_addresses)
+                sent.worker, message = reader.name, sent.first_token(message, view.name, there)
+                view = reader
             self._hand(view, message)
         except TwinphaseError:
             self.fleet.end(add.request_id)

@@ -72,22 +72,27 @@ class Sent:
         return cls(add, timeline, token_ids=list(add.output_token_ids))
 
     def goes_on(self, here: EngineFacts, there: EngineFacts) -> bool:
-        """Whether blocks computed here are of use there, and more than one token is to come."""
-        room = (there.config.max_model_len or 0) - len(self.add.prompt_token_ids)
-        most = self.add.sampling_params.max_tokens
+        """Whether blocks computed here are of use there, or no second token is to come."""
         same = here.kv_fingerprint == there.kv_fingerprint and bool(there.kv_addresses)
-        return same and not self.token_ids and room > 1 and (most is None or most > 1)
+        return not self.token_ids and (same or self._only_one(there))
+
+    def _only_one(self, there: EngineFacts) -> bool:
+        """Whether the answer has one token at most: who reads the prompt says all of it."""
+        room = (there.config.max_model_len or 0) - len(self.add.prompt_token_ids)
+        return room <= 1 or self.add.sampling_params.max_tokens == 1
 
     def message(self, now: float) -> Add:
         """For a worker: go on behind the tokens there are; with the first one, where only a reader has said it."""
         done = [] if self.said else list(self.token_ids)
         return replace(self.add, arrival=now, tokenized=now, output_token_ids=done, fresh=self.fresh)
 
-    def first_token(self, message: Add, addresses: list[str]) -> Add:
-        """What its reader is to do: the next token alone; the KV blocks go to the worker at these addresses."""
-        params = message.sampling_params
+    def first_token(self, message: Add, then: str, there: EngineFacts) -> Add:
+        """What its reader is to do: one token; if more are to come, the KV blocks go to the worker `then`."""
+        if self._only_one(there):
+            return message
+        self.then, params = then, message.sampling_params
         only = replace_params(params, max_tokens=len(self.token_ids) + 1, min_tokens=min(params.min_tokens, 1))
-        return replace(message, sampling_params=only, push_to=PushTo(addresses))
+        return replace(message, sampling_params=only, push_to=PushTo(there.kv_addresses))
 
     def route_until_now(self, reason: str) -> float:
         """All since the last interval was the way to a worker, or what a worker did that died; now, seconds."""

@@ -98,13 +98,14 @@ class SimulatedExecutor:
         return StepOutput({share.request_id: [TOKEN] for share in batch.scheduled if share.samples})
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Live:
-    """A request that has not ended, wherever it is."""
+    """A request that has not ended; `compares`: who goes on with it computes its first token once more."""
 
     asked: TraceRequest
     decision: Decision
     outcome: Outcome
+    compares: bool = False
 
 
 @dataclass
@@ -230,7 +231,10 @@ class Simulation:
                 outcome.num_cached = share.num_cached_tokens
         for share in batch.scheduled:
             if share.samples:
-                self._live[share.request_id].outcome.token_times.append(self.now)
+                live = self._live[share.request_id]
+                if not live.compares:
+                    live.outcome.token_times.append(self.now)
+                live.compares = False
         for request in finished:
             live = self._live[request.request_id]
             if worker.name == live.decision.prefill_worker and live.asked.num_outputs > 1:
@@ -243,7 +247,7 @@ class Simulation:
         """The blocks but for the last have come while the rest was read."""
         worker, asked = self._workers[live.decision.worker], live.asked
         decoding = self._request(request.request_id, asked, request.prompt_token_ids, asked.num_outputs)
-        decoding.block_hashes, decoding.output_token_ids = request.block_hashes, [TOKEN]
+        decoding.block_hashes, live.compares = request.block_hashes, True
         chain = self._chain(request, len(request.prompt_token_ids) // self.spec.block_size)
         lacking = [index for index, block in enumerate(chain) if worker.prefix_cache.find(block) is None]
         blocks = [reader.prefix_cache.block(request, index) for index in lacking]
