@@ -150,7 +150,7 @@ def test_the_openapi_document_is_complete(server, limited):
         for method, operation in methods.items()
     }
     names = [operation["operationId"] for operation in operations.values()]
-    assert len(set(names)) == len(names) == 16 and "create_chat_completion" in names
+    assert len(set(names)) == len(names) == 17 and "create_chat_completion" in names
     (scheme,) = document["components"]["securitySchemes"].values()
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
     for (path, _), operation in operations.items():

@@ -151,6 +151,13 @@ def _add_text(api: APIRouter, service: Service) -> None:
 
     started = int(time())
 
+    @api.get("/tokenizer_info", responses=ERRORS)
+    async def get_tokenizer_info() -> dict[str, Any]:
+        """Special tokens by name, the chat template and the context, as vLLM tells them."""
+        text = service.host.text
+        names = text.tokenizer.special_names
+        return {**names, "chat_template": text.chat_template.source, "model_max_length": max_model_len()}
+
     @api.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text, or of a conversation as the chat template writes it."""
