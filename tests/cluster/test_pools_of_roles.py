@@ -46,7 +46,7 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone, t
             found = await all_of(engine, asked)
             assert all(map(same, found, expected))
             routes = [one.reason for output in found for one in output.metrics.intervals
-                      if one.kind is IntervalKind.ROUTE]  # fmt: skip
+                      if one.kind is IntervalKind.TRANSFER]  # fmt: skip
             sent += sum("blocks there" in reason for reason in routes)
         assert sent > 5 * num_mixes
         # Who reads the prompt says all of an answer that has one token.

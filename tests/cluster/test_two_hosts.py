@@ -16,6 +16,7 @@ from twinphase.cluster.remote import RemoteHost
 from twinphase.engine.host import ProcessHost
 from twinphase.phases.timeline import IntervalKind
 
+MOVING = (IntervalKind.ROUTE, IntervalKind.TRANSFER)
 KEY = "0123456789abcdef"
 HERE, THERE = "10.231.77.1", "10.231.77.2"
 
@@ -130,7 +131,7 @@ def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(
             async def reasons():
                 found = await all_of(engine, [(prompt, LONG) for prompt in prompts])
                 assert all(map(same, found, expected))
-                return [one.reason for one in found[0].metrics.intervals if one.kind is IntervalKind.ROUTE]
+                return [one.reason for one in found[0].metrics.intervals if one.kind in MOVING]
 
             assert "here: 11 of 11 blocks there" in await reasons()
             there.pull()

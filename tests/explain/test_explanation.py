@@ -55,6 +55,18 @@ def test_seats_are_named_with_what_more_of_them_would_cost():
     assert "all 8 seats" in found.sentences[1]
 
 
+def test_the_way_of_blocks_to_another_worker_is_told_and_slows_tokens():
+    timeline = RequestTimeline(arrival=0.0)
+    timeline.mark(IntervalKind.ROUTE, 0.001, reason="prefill-0, then decode-0")
+    timeline.add_prefill(step(0, 0.001, 0.011), 100, 0.01)
+    timeline.hand_over_tokens(1, timeline.end)
+    timeline.mark(IntervalKind.TRANSFER, 1.0, reason="decode-0: 5 of 6 blocks there")
+    timeline.hand_over_tokens(1, timeline.end)
+    found = explain(make_request(), timeline, make_machine())
+    assert "Went on at decode-0: 5 of 6 blocks there." in found.sentences
+    assert "transfer" in [one.cause for one in found.diagnoses if one.seconds]
+
+
 def test_the_way_to_a_worker_is_told_with_its_reason_however_short_it_was():
     for seconds, cause in ((1.0, "route"), (1e-6, "prompt_length")):
         timeline = RequestTimeline(arrival=0.0)

@@ -42,7 +42,7 @@ class KVPort:
         self.intake = BlockIntake(loop.loaded, loop.between_steps)
         self._listener = BlockListener(self.intake, key, host=host, shared_memory=shared_memory)
         self.pushes = BlockPushes(loop.loaded, key, lambda: loop.between_steps(lambda engine: None), send)
-        loop.pushes = self.pushes
+        loop.pushes, loop.block_counts = self.pushes, self.intake.counts
 
     @property
     def addresses(self) -> list[str]:

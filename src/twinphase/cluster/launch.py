@@ -59,7 +59,7 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
     door = Door(cluster.cluster_listen, key, newcomer) if cluster.cluster_listen else None
     if pool is not None:
         pool.start()
-    return Router(hosts, roles=roles, stall=stall, door=door, closed=pool.close if pool else None)
+    return Router(hosts, roles=roles, stall=stall, door=door, closed=pool.close if pool else lambda: None)
 
 
 def _own(engine: dict[str, Any], name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
@@ -72,7 +73,7 @@ class Router:
         routing: Routing | None = None,
         stall: float = 60.0,
         door: Door | None = None,
-        closed: Callable[[], None] | None = None,
+        closed: Callable[[], object] = lambda: None,
     ) -> None:
         """`hosts` by name, all of the same model, none of them started; there may be none where there is a `door`.
 
@@ -144,13 +145,13 @@ class Router:
             self._door.close()
         for view in list(self.workers_by_name.values()):
             view.host.close()
-        if self._closed is not None:
-            self._closed()
+        self._closed()
 
     def workers(self) -> list[WorkerStatus]:
         with self._lock:
             index, views = self.fleet.index if self.fleet else None, self.workers_by_name.values()
-            return [view.status(index, perf_counter()) for view in views if view.state != "gone"]
+            moving = Counter(sent.worker for sent in self._sent.values() if sent.then)
+            return [view.status(index, perf_counter(), moving[view.name]) for view in views if view.state != "gone"]
 
     def _add(self, add: Add) -> None:
         if add.request_id in self._sent:
@@ -217,11 +218,11 @@ class Router:
                 self._news(view, message)
             elif isinstance(message, Leaving):
                 self._leavers.begin(view, self.fleet)
-            elif isinstance(message, Pushed) and not message.request_id:
-                self._leavers.handed_over(view, message)
             elif isinstance(message, Pushed):
-                sent = self._of(view, message.request_id)
-                if sent is not None and sent.waits:
+                view.pushed(message)
+                if not message.request_id:
+                    self._leavers.handed_over(view, message)
+                elif (sent := self._of(view, message.request_id)) is not None and sent.waits:
                     self._go_on(sent, f"{message.num_stored} of {message.num_blocks} blocks there")
             elif isinstance(message, BlocksChanged) and self.fleet is not None:
                 view.tell_blocks(message, self.fleet.index)
@@ -337,7 +338,7 @@ class Router:
     def _go_on(self, sent: Sent, how: str) -> None:
         """Its prompt is read, and its first token there: the worker that has the blocks does the rest."""
         view = self.workers_by_name[sent.then]
-        now, sent.waits, sent.then = sent.route_until_now(f"{sent.then}: {how}"), False, ""
+        now = sent.moved(how)
         if not view.is_up:
             return self._continue(sent, view.name)
         sent.worker, sent.num_when_sent = view.name, len(sent.token_ids)

@@ -94,10 +94,16 @@ class Sent:
         only = replace_params(params, max_tokens=len(self.token_ids) + 1, min_tokens=min(params.min_tokens, 1))
         return replace(message, sampling_params=only, push_to=PushTo(there.kv_addresses))
 
-    def route_until_now(self, reason: str) -> float:
+    def route_until_now(self, reason: str, kind: IntervalKind = IntervalKind.ROUTE) -> float:
         """All since the last interval was the way to a worker, or what a worker did that died; now, seconds."""
         now = max(perf_counter(), self.timeline.end)
-        self.timeline.mark(IntervalKind.ROUTE, now, reason=reason)
+        self.timeline.mark(kind, now, reason=reason)
+        return now
+
+    def moved(self, how: str) -> float:
+        """Its blocks are where it goes on, or no more will come; now, seconds."""
+        now = self.route_until_now(f"{self.then}: {how}", IntervalKind.TRANSFER)
+        self.waits, self.then = False, ""
         return now
 
     def lost(self, worker: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace as replaced
 
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.routing import Role, WorkerLoad
 from twinphase.engine.host import LinkHost
-from twinphase.engine.messages import BlocksChanged, EngineFacts, Refused, StepStats, WatchBlocks, WorkerStatus
+from twinphase.engine.messages import BlocksChanged, EngineFacts, Pushed, Refused, StepStats, WatchBlocks, WorkerStatus
 from twinphase.phases.cost import FEATURES, CostModel
 
 __all__ = ["WorkerView", "as_one", "can_answer", "failure_of"]
@@ -46,6 +46,7 @@ class WorkerView:
         self.state, self.heard = "starting", 0.0
         self.requests: set[str] = set()
         self.num_mismatches = 0
+        self._sent, self._received = Counter[str](), Counter[str]()
         self._stats: StepStats | None = None
         self._before = dict.fromkeys(TOTALS, 0)  # of those that lived before this one
         self._seconds = [0.0, 0.0]  # prefill, decode
@@ -79,6 +80,7 @@ class WorkerView:
         self.is_up, self.is_absent, self.state = False, True, "starting" if self.host.is_sought else "gone"
         for name in TOTALS:
             self._before[name] += getattr(self._stats, name, 0)
+        self._received.update(self._stats.blocks_received if self._stats else {})
         self._stats = None
 
     def step(self, stats: StepStats) -> None:
@@ -88,6 +90,10 @@ class WorkerView:
             self._recent.popleft()
         self._seconds[0] += stats.prefill_seconds
         self._seconds[1] += stats.decode_seconds
+
+    def pushed(self, message: Pushed) -> None:
+        """Blocks have gone from it to another worker."""
+        self._sent.update(blocks=message.num_stored, bytes=message.num_bytes)
 
     def watch_blocks(self) -> None:
         """Have it tell which blocks its prefix cache has, and what changes."""
@@ -145,8 +151,9 @@ class WorkerView:
             **{name: sum(view.total(name) for view in views) for name in TOTALS},
         )
 
-    def status(self, index: BlockIndex | None, now: float) -> WorkerStatus:
+    def status(self, index: BlockIndex | None, now: float, transfers: int) -> WorkerStatus:
         """For people; of a worker without requests the last step says nothing."""
+        received = self._received + Counter(self._stats.blocks_received if self._stats else {})
         stats = self._stats if self.requests else None
         recent = [one for one in self._recent if one[0] >= now - SHARE_SECONDS]
         prefill, decode = (sum(one[part] for one in recent) / SHARE_SECONDS for part in (1, 2))
@@ -155,7 +162,8 @@ class WorkerView:
             stats.num_running if stats else 0, stats.num_waiting if stats else 0,
             stats.kv_cache_usage if stats else 0.0, index.num_held(self.name) if index else 0,
             round(min(1.0, prefill), 4), round(min(1.0, decode), 4), self._seconds[0], self._seconds[1],
-            self.host.num_restarts, self.num_mismatches,
+            self.host.num_restarts, self.num_mismatches, transfers, self._sent["blocks"], self._sent["bytes"],
+            dict(received),
         )  # fmt: skip
 
 

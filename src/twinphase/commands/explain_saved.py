@@ -30,6 +30,7 @@ LARGEST_NUMBER = 1e18
 MS = 1e-3
 # Sums say nothing of the order in which they came; this is the usual one.
 ORDER = (IntervalKind.TOKENIZE, IntervalKind.ROUTE, IntervalKind.QUEUE, IntervalKind.PREFILL_WAIT, IntervalKind.PREFILL,
+         IntervalKind.TRANSFER,
          IntervalKind.DETOKENIZE, IntervalKind.SEND, IntervalKind.UNATTRIBUTED, IntervalKind.RECOMPUTE,
          IntervalKind.DRAFTING, IntervalKind.DECODE, IntervalKind.REJECTED, IntervalKind.BATCHING,
          IntervalKind.STALL)  # fmt: skip

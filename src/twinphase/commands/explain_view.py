@@ -17,9 +17,9 @@ __all__ = ["lines"]
 BOLD, DIM, YELLOW = "1", "2", "33"
 # As in reports (`bench/report/theme.py`): prefill blue, decode orange. Waiting red, others in the same steps yellow.
 PREFILL, DECODE, OTHERS = "34", "38;5;208", "33"
-COLOURS = {"queue": "31", "route": "31", "prefill": PREFILL, "recompute": "35", "decode": DECODE, "drafting": "36",
-           "rejected": "36", "prefill_wait": OTHERS, "batching": OTHERS, "stall": OTHERS,
-           "until first token": PREFILL, "tokens after it": DECODE}  # fmt: skip
+COLOURS = {"queue": "31", "route": "31", "transfer": "31", "prefill": PREFILL, "recompute": "35",
+           "decode": DECODE, "drafting": "36", "rejected": "36", "prefill_wait": OTHERS, "batching": OTHERS,
+           "stall": OTHERS, "until first token": PREFILL, "tokens after it": DECODE}  # fmt: skip
 NARROWEST, WIDEST = 20, 60  # of the bars, characters
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 TITLES = {"prefill": "Why the first token took {}", "decode": "Why each token after it took {}"}

@@ -12,7 +12,8 @@ from twinphase.errors import TwinphaseError
 __all__ = ["status"]
 
 COLUMNS = ("id", "role", "host", "pid", "state", "running", "waiting", "prefill", "decode", "KV cache", "blocks",
-           "restarts")  # fmt: skip
+           "transfers", "sent", "restarts")  # fmt: skip
+COUNTS = ("cached_blocks", "transfers", "blocks_sent", "restarts")
 
 
 def status(
@@ -42,7 +43,7 @@ def _row(worker: Mapping[str, Any]) -> Sequence[str]:
     words = [str(worker.get(name) if worker.get(name) is not None else "-")
              for name in ("id", "role", "host", "pid", "state", "running", "waiting")]  # fmt: skip
     shares = [percent(name) for name in ("prefill_share", "decode_share", "kv_cache_usage")]
-    return [*words, *shares, str(worker.get("cached_blocks", 0)), str(worker.get("restarts", 0))]
+    return [*words, *shares, *(str(worker.get(name, 0)) for name in COUNTS)]
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import gc
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -94,6 +94,7 @@ class EngineLoop:
         self._looks: deque[LookAt] = deque()  # one is answered between two steps: looking must not slow others
         self._calls: deque[Callable[[Engine], None]] = deque()
         self.pushes: Pushes | None = None  # where this engine's blocks can be sent on
+        self.block_counts: Mapping[str, int] = {}  # of those that others send, by what becomes of them
         self._stopped = False
         self.pace: Pace | None = None
 
@@ -138,7 +139,7 @@ class EngineLoop:
     def _step(self, engine: Engine) -> None:
         result = engine.step()
         self._tell_blocks(engine)  # before who waits for an end hears of it, and sends the next one after it
-        self._send(StepNews(self._news(engine, result), _stats(engine, result)))
+        self._send(StepNews(self._news(engine, result), _stats(engine, result, self.block_counts)))
         engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
         if self.pace is None:
             self.pace = self.loaded.settle_pace()
@@ -288,7 +289,7 @@ def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
     )  # fmt: skip
 
 
-def _stats(engine: Engine, result: StepResult) -> StepStats:
+def _stats(engine: Engine, result: StepResult, block_counts: Mapping[str, int]) -> StepStats:
     record, scheduler, kv_cache = result.record, engine.scheduler, engine.scheduler.kv_cache
     decode_seconds = record.seconds if record.num_decodes else 0.0
     if record.num_decodes and record.prefill_ids and record.predicted > 0:
@@ -302,6 +303,7 @@ def _stats(engine: Engine, result: StepResult) -> StepStats:
         kv_cache.num_queried_tokens, kv_cache.num_hit_tokens, scheduler.num_preemptions, scheduler.step_work,
         *_drafts(result),
         engine.drafter.num_failures if isinstance(engine.drafter, Speculator) else 0,
+        dict(block_counts),
     )  # fmt: skip
 
 

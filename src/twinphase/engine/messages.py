@@ -314,6 +314,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         num_drafts: requests of the step that had guesses at their next tokens; `num_draft_tokens` were computed.
         accepted: how many of these requests had a right guess at each position.
         num_draft_failures: times that a source of guesses failed since the engine started.
+        blocks_received: KV blocks that other engines sent since the engine started, by what became of them.
     """
 
     start: float
@@ -338,6 +339,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     num_draft_tokens: int = 0
     accepted: list[int] = []
     num_draft_failures: int = 0
+    blocks_received: dict[str, int] = {}
 
 
 class StepNews(msgspec.Struct, tag=True, frozen=True):
@@ -349,7 +351,7 @@ class StepNews(msgspec.Struct, tag=True, frozen=True):
 
 # Of several engines, for whoever looks at them.
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One engine behind a router.
+    """One engine behind a router; totals are since the server started.
 
     Attributes:
         id, role: its name, and what it is there for: both, prefill or decode.
@@ -361,6 +363,9 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         prefill_share, decode_share: of the last seconds, the fraction that it computed in each phase.
         prefill_seconds, decode_seconds: the same since the server started, in seconds.
         restarts: how often it was started again, or connected to again.
+        transfers: requests whose KV blocks are on their way from it to another one.
+        blocks_sent: of prompts that it read for others, and that are there now; bytes_sent of them went over the wire.
+        blocks_received: from others, by what became of each (docs/cluster.md).
         first_token_mismatches: answers that it began, and whose first token another worker computed otherwise.
     """
 
@@ -379,6 +384,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     decode_seconds: float = 0.0
     restarts: int = 0
     first_token_mismatches: int = 0
+    transfers: int = 0
+    blocks_sent: int = 0
+    bytes_sent: int = 0
+    blocks_received: dict[str, int] = {}
 
 
 ToEngine = Load | Add | Embed | End | HandOver | LookAt | Ping | Stop | WatchBlocks

@@ -16,6 +16,7 @@ COLD_STEPS = 4  # a prompt that began in the engine's first steps may have found
 COLD_FACTOR = 2.0  # and did if it took this many times what it would take now
 EITHER_PHASE = {
     IntervalKind.ROUTE: "route",
+    IntervalKind.TRANSFER: "transfer",
     IntervalKind.RECOMPUTE: "cache_pressure",
     IntervalKind.DETOKENIZE: "detokenize",
     IntervalKind.SEND: "slow_reader",

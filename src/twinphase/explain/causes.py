@@ -380,6 +380,7 @@ CAUSES: dict[str, Callable[[Evidence, float], About]] = {
     "contention": _contention,
     "slow_reader": _slow_reader,
     "route": partial(_plain, "Reaching its worker"),
+    "transfer": partial(_plain, "Its KV blocks' way to the worker that went on"),
     "tokenize": partial(_plain, "Tokenizing the prompt"),
     "detokenize": partial(_plain, "Turning tokens into text"),
     "unattributed": partial(_plain, "Work that the engine did not name"),

@@ -104,6 +104,7 @@ def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis,
     routes = dict.fromkeys(one.reason for one in evidence.intervals(IntervalKind.ROUTE) if one.reason)
     if routes:
         lines.append(f"Routed to {'; then '.join(routes)}.")
+    lines += [f"Went on at {one.reason}." for one in evidence.intervals(IntervalKind.TRANSFER) if one.reason]
     if (guesses := speculation_sentence(evidence)) is not None:
         lines.append(guesses)
     if all(one.cause != "missed_prefix" for one in diagnoses):

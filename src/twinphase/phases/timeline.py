@@ -21,6 +21,7 @@ class IntervalKind(enum.StrEnum):
 
     TOKENIZE = "tokenize"
     ROUTE = "route"  # the choice of a worker, the way there and back, and what a worker did that then died
+    TRANSFER = "transfer"  # its KV blocks' way from who read the prompt to who goes on, as far as no chunk hid it
     QUEUE = "queue"  # not running: before the first step, and after each preemption
     PREFILL = "prefill"  # its own share of the steps that computed its prompt
     PREFILL_WAIT = "prefill_wait"  # the rest of those steps, and the steps between its chunks

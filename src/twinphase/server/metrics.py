@@ -194,7 +194,14 @@ class Metrics:
         self._worker_seconds = of.counter_by("worker_step_seconds", "Time of a worker's steps, by phase.", by, "phase")
         text = "First tokens of a worker that another one computed otherwise."
         self._worker_mismatches = of.counter_by("worker_first_token_mismatches", text, by)
-        self._worker_known: dict[tuple[str, ...], float] = {}
+        text = "KV blocks of prompts that a worker read for others, and that are there."
+        self._worker_sent = of.counter_by("worker_kv_blocks_sent", text, by)
+        self._worker_bytes = of.counter_by("worker_kv_bytes_sent", "Bytes of KV blocks that a worker sent.", by)
+        text = "KV blocks that others sent a worker, by what became of them."
+        self._worker_received = of.counter_by("worker_kv_blocks_received", text, by, "verdict")
+        self._worker_transfers = of.gauge_by("worker_kv_transfers", "Requests whose KV blocks are on their way.", by)
+        self._worker_known: dict[tuple[object, ...], float] = {}
+        self._workers: set[str] = set()
 
     def _make_tenant_metrics(self, of: _Families, tenants: Mapping[str, float]) -> None:
         names, by = list(tenants), "tenant"
@@ -241,13 +248,22 @@ class Metrics:
             self._worker_running.labels(model, one.id).set(one.running)
             self._worker_waiting.labels(model, one.id).set(one.waiting)
             self._worker_usage.labels(model, one.id).set(one.kv_cache_usage)
+            self._worker_transfers.labels(model, one.id).set(one.transfers)
             for counter, labels, total in (
                 (self._worker_seconds, (one.id, "prefill"), one.prefill_seconds),
                 (self._worker_seconds, (one.id, "decode"), one.decode_seconds),
                 (self._worker_mismatches, (one.id,), one.first_token_mismatches),
+                (self._worker_sent, (one.id,), one.blocks_sent),
+                (self._worker_bytes, (one.id,), one.bytes_sent),
+                *((self._worker_received, (one.id, key), count) for key, count in one.blocks_received.items()),
             ):
-                counter.labels(model, *labels).inc(total - self._worker_known.get(labels, 0.0))
-                self._worker_known[labels] = total
+                known = counter, *labels
+                counter.labels(model, *labels).inc(total - self._worker_known.get(known, 0.0))
+                self._worker_known[known] = total
+        for gone in self._workers - {one.id for one in found}:
+            for gauge in (self._worker_up, self._worker_running, self._worker_waiting, self._worker_usage):
+                gauge.labels(model, gone).set(0)
+        self._workers |= {one.id for one in found}
 
     def engine_up(self, is_up: bool) -> None:
         """Whether the engine takes requests; what it held died with it."""

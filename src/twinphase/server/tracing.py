@@ -26,6 +26,7 @@ __all__ = ["PhaseSpan", "RequestFacts", "RequestTracer", "make_tracer", "phase_s
 SPAN_NAMES = {
     IntervalKind.TOKENIZE: "tokenize",
     IntervalKind.ROUTE: "route",
+    IntervalKind.TRANSFER: "transfer",
     IntervalKind.QUEUE: "queue",
     **dict.fromkeys(PREFILL_KINDS, "prefill"),
     **dict.fromkeys(DECODE_KINDS, "decode"),
