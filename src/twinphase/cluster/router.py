@@ -351,7 +351,7 @@ class Router:
             view.leave()
             if self._closing:
                 return
-            self.last_death = EngineDeadError(f"{view.name}: {error.cause}", error.fix)
+            self.last_death = EngineDeadError(f"{view.name}: {'It has left.' if left else error.cause}", error.fix)
             if self.fleet is not None:
                 self.fleet.leave(view.name)
             lost = [sent for sent in self._sent.values() if sent.worker == view.name]
@@ -364,7 +364,7 @@ class Router:
                 self._asked.clear()
                 self._died(self.last_death)
                 return
-            self.last_death = EngineDeadError(self.last_death.cause, "It is being started again.")
+            self.last_death = EngineDeadError(self.last_death.cause, "" if left else "It is being started again.")
             if not left:
                 LOG.warning("%s: what it had goes on elsewhere, %d requests.", view.name, len(lost))
             for sent in lost:
