@@ -27,7 +27,7 @@ from rich.table import Table
 
 from twinphase import AsyncEngine, SamplingParams
 from twinphase.bench.statistics import percentile
-from twinphase.cluster.kv_port import KVPort
+from twinphase.cluster.kv.port import KVPort
 from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Routing
 from twinphase.engine.host import Host, ProcessHost

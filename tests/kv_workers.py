@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from twinphase.cluster.frames import Frame, encode_message
 from twinphase.cluster.handshake import DIGEST_BYTES, GREETING, NONCE_BYTES, receive_exactly
-from twinphase.cluster.kv_port import KVPort
-from twinphase.cluster.transport import connect, read_message
+from twinphase.cluster.kv.frames import Frame, encode_message
+from twinphase.cluster.kv.port import KVPort
+from twinphase.cluster.kv.transport import connect, read_message
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.loop import EngineLoop
 from twinphase.engine.messages import Add, EngineFacts, Finished, FromEngine, Pushed, PushTo, Refused, StepNews, Stop

@@ -14,7 +14,7 @@ from routed import LONG, all_of, mix, read, same, whole
 from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
-from twinphase.cluster.frames import ENVELOPE, checksum, decode_header, encode_message, open_envelope
+from twinphase.cluster.kv.frames import ENVELOPE, checksum, decode_header, encode_message, open_envelope
 from twinphase.cluster.launch import make_host
 from twinphase.cluster.ported import PortedHost
 from twinphase.engine.messages import StepNews

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from twinphase.cluster.address import read_key
-from twinphase.cluster.kv_port import opened_port
+from twinphase.cluster.kv.port import opened_port
 from twinphase.engine import child
 from twinphase.engine.host import ProcessHost
 

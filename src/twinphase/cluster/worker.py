@@ -24,7 +24,7 @@ from twinphase import __version__
 from twinphase.cluster.address import listen, prepare, read_key
 from twinphase.cluster.handshake import authenticate
 from twinphase.cluster.joining import ask_to_join
-from twinphase.cluster.kv_port import opened_port
+from twinphase.cluster.kv.port import opened_port
 from twinphase.cluster.routing import Role
 from twinphase.engine.child import Link, load, serve
 from twinphase.engine.embedding import LoadedEmbedder

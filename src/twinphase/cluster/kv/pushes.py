@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from twinphase.cache.prefix_cache import CachedBlock
-from twinphase.cluster.transport import KVTransport, Outgoing, SharedSlots, SocketTransport, unix_names
+from twinphase.cluster.kv.transport import KVTransport, Outgoing, SharedSlots, SocketTransport, unix_names
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.messages import Pushed, PushTo
 from twinphase.request import Request

@@ -20,9 +20,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from twinphase.cache.prefix_cache import CachedBlock
-from twinphase.cluster.frames import Ack, Frame, Hello, Message, Offer, ProtocolError, Wanted, checksum, encode_message
 from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate
-from twinphase.cluster.transport import NO_SHRINKING, read_message, unix_names
+from twinphase.cluster.kv.frames import (
+    Ack,
+    Frame,
+    Hello,
+    Message,
+    Offer,
+    ProtocolError,
+    Wanted,
+    checksum,
+    encode_message,
+)
+from twinphase.cluster.kv.transport import NO_SHRINKING, read_message, unix_names
 from twinphase.engine.engine import Engine
 from twinphase.engine.loading import LoadedEngine
 from twinphase.errors import TwinphaseError

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 from twinphase.cache.prefix_cache import CachedBlock
-from twinphase.cluster.frames import (
+from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate, receive_exactly
+from twinphase.cluster.kv.frames import (
     ENVELOPE,
     Ack,
     Frame,
@@ -35,7 +36,6 @@ from twinphase.cluster.frames import (
     encode_message,
     open_envelope,
 )
-from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate, receive_exactly
 from twinphase.errors import TwinphaseError
 
 __all__ = ["KVTransport", "Outgoing", "SharedSlots", "SocketTransport", "TransportEvents", "read_message", "unix_names"]

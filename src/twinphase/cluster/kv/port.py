@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from twinphase.cluster.intake import BlockIntake, BlockListener
-from twinphase.cluster.pushes import BlockPushes
+from twinphase.cluster.kv.intake import BlockIntake, BlockListener
+from twinphase.cluster.kv.pushes import BlockPushes
 from twinphase.engine.loop import EngineLoop
 from twinphase.engine.messages import FromEngine
 
