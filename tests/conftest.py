@@ -8,6 +8,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: libraries that 
     for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(_variable, "1")  # read when the library is loaded, so before anything below
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # there is no GPU to run its kernels; read when it is imported
+
 import contextlib
 import ctypes
 import signal

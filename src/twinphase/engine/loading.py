@@ -204,9 +204,9 @@ def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str
         return ReferenceBackend()
     if config.backend == "torch":
         require_torch()
-        from twinphase.backends.torch.backend import TorchBackend
+        from twinphase.backends.torch.backend import open_backend
 
-        return TorchBackend(config.device, config.dtype, config.threads)
+        return open_backend(config.device, config.dtype, config.threads)
     from twinphase.backends.cpu.backend import CpuBackend
 
     backend: Backend = CpuBackend(

@@ -7,9 +7,12 @@ own, whose oracle this is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
+from twinphase.backends.base import Array, Forward, KVCacheSpec, StepInputs
 from twinphase.backends.kv_frames import kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.backends.torch.device import find_device, find_dtype
@@ -26,7 +29,7 @@ from twinphase.errors import OutOfMemoryError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
-__all__ = ["TorchBackend"]
+__all__ = ["TorchBackend", "open_backend"]
 
 RopeTables = tuple[Tensor, Tensor, bool]
 
@@ -35,6 +38,7 @@ class TorchBackend:
     """See `Backend`. Everything a step reads but its first arrays lives on the device."""
 
     name = "torch"
+    kernels = ""  # whose they are, where they are not torch's
     block_multiple = 1
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
 
@@ -54,15 +58,15 @@ class TorchBackend:
     def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Remember what the model is made of."""
         self.blueprint, self._checkpoint = blueprint, checkpoint
-        self._embedding: tuple[str, Tensor] | None = None
+        self._embedding: tuple[str, Any] | None = None
 
-    def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Tensor:
+    def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """[outputs, inputs] in the element type; the embedding's own memory where the head is the embedding."""
         if self._embedding is not None and list(names) == [self._embedding[0]]:
             return self._embedding[1]
         return self._put(checkpoint, names, 0, self.dtype)
 
-    def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Tensor:
+    def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """[experts, outputs, inputs] in the element type."""
         return self._put(checkpoint, names, 1, self.dtype)
 
@@ -70,7 +74,7 @@ class TorchBackend:
         """Tensors side by side, float32 of their shape."""
         return self._put(checkpoint, names, -1, self.wide) + plus
 
-    def embedding(self, checkpoint: Checkpoint, name: str) -> Tensor:
+    def embedding(self, checkpoint: Checkpoint, name: str) -> Array:
         """[vocab_size, hidden_size] in the element type."""
         table = self._put(checkpoint, [name], 0, self.dtype)
         self._embedding = name, table
@@ -78,11 +82,16 @@ class TorchBackend:
 
     def _put(self, checkpoint: Checkpoint, names: Sequence[str], axis: int, dtype: torch.dtype) -> Tensor:
         infos = [checkpoint.tensors[name] for name in names]
-        wanted = sum(int(np.prod(info.shape)) for info in checkpoint.tensors.values()) * self.dtype.itemsize
-        fix = "Use a smaller model" + (", or --dtype float16 or bfloat16." if self.dtype.itemsize > 2 else ".")
-        with self._memory("weights", wanted, fix):
+        with self._weight_memory(checkpoint):
             parts = [dequantize(checkpoint.raw(info.name), info.shape, info.type) for info in infos]
             return torch.cat([torch.from_numpy(part).to(self.device, dtype) for part in parts], axis)
+
+    def _weight_memory(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
+        tensors, wide = checkpoint.tensors.values(), self.dtype.itemsize > 2
+        wanted = sum(info.nbytes if self.kernels else math.prod(info.shape) * self.dtype.itemsize for info in tensors)
+        return self._memory(
+            "weights", wanted, "Use a smaller model" + (", or --dtype float16 or bfloat16." if wide else ".")
+        )
 
     @contextmanager
     def _memory(self, purpose: str, nbytes: int, fix: str) -> Iterator[None]:
@@ -122,6 +131,7 @@ class TorchBackend:
         cuda = self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if cuda else torch.backends.cpu.get_cpu_capability()
         facts = {"backend": self.name, "torch": torch.__version__, "device": device, "dtype": str(self.dtype)}
+        facts["kernels"] = self.kernels
         return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
@@ -157,6 +167,10 @@ class TorchBackend:
         """The step's inputs on the device."""
         arrays = (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.logit_rows)
         self.token_ids, self.positions, self.slot_mapping, self.wanted = (self._array(array) for array in arrays)
+        self._plan(inputs)
+
+    def _plan(self, inputs: StepInputs) -> None:
+        """Where the tokens of each sequence are."""
         tables, size = self._array(inputs.block_tables), self.kv_spec.block_size
         self.contexts = []  # of each sequence: its rows, and the slots of its tokens so far
         for table, start, end, length in zip(
@@ -177,9 +191,10 @@ class TorchBackend:
         """A copy in the host's memory."""
         self._kept.append(x.float().cpu().numpy().copy())
 
-    def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
+    def embed(self, table: Array, scale: float = 1.0) -> Tensor:
         """Rows of the table, scaled, float32."""
-        return table[self.token_ids].to(self.wide) * scale
+        rows: Tensor = table[self.token_ids]
+        return rows.to(self.wide) * scale
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight in float32, given in the element type."""
@@ -189,11 +204,9 @@ class TorchBackend:
         x = x.to(self.wide)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
-    def linear(
-        self, x: Tensor, weight: Tensor, *, residual: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, x: Tensor, weight: Array, *, residual: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + residual + bias; float32 where something float32 is added, else in the element type."""
-        out = x.to(self.dtype) @ weight.T
+        out: Tensor = x.to(self.dtype) @ weight.T
         for term in (residual, bias):
             if term is not None:
                 out = out.to(self.wide) + term
@@ -276,9 +289,9 @@ class TorchBackend:
     def moe(
         self,
         x: Tensor,
-        router: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        router: Array,
+        gate_up: Array,
+        down: Array,
         experts: Experts,
         *,
         router_bias: Tensor | None = None,
@@ -314,3 +327,17 @@ class TorchBackend:
 
 def _softcap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
+
+
+def open_backend(device: str | None, dtype: str, threads: int | None) -> TorchBackend:
+    """The backend of a device: with kernels of our own for 16 bits on a GPU, unless Triton is not installed.
+
+    In float32 tensor cores are of no use, and Triton takes minutes to compile products without them.
+    """
+    found = find_device(device)
+    narrow = find_dtype(dtype, found).itemsize == 2
+    if found.type == "cuda" and narrow and find_spec("triton") is not None:
+        from twinphase.backends.torch.kernel_backend import KernelBackend
+
+        return KernelBackend(device, dtype)
+    return TorchBackend(device, dtype, threads)

@@ -1,0 +1,209 @@
+"""The Triton kernels compiled for GPUs that are not here: registers, shared memory, and what a roofline allows.
+
+    python benchmarks/torch_kernels.py            # the table of docs/devices.md; --json for all of it
+
+No GPU and no driver is needed: Triton compiles for a target that it is told, and brings its own ptxas. Shapes are those
+of Llama-3.1-8B. Times are lower bounds from datasheets, not measurements. Without TRITON_INTERPRET in the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from twinphase.backends.torch.kernels import attention, elementwise, linear, rope
+from twinphase.estimate.datasheets import find_datasheet
+
+HIDDEN, FFN, HEADS, KV_HEADS, DIM, BLOCK = 4096, 14336, 32, 8, 128, 16
+ROWS, CONTEXT = {"decode": 1, "prefill": 2048}, 2048
+# Limits of a multiprocessor, shared memory in bytes (CUDA C++ Programming Guide, compute capabilities).
+SHARED, REGISTERS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}, 65536
+THREADS = {80: 2048, 90: 2048, 120: 1536}
+SHEETS = {80: "a100-80gb-sxm", 90: "h100-sxm"}
+FORMATS = {
+    "BF16": (0, 0, False, 16.0),
+    "Q4_0": (4, 8, False, 4.5),
+    "Q4_K": (4, 0, True, 5.0),
+    "Q8_0": (8, 0, False, 8.5),
+}
+ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass
+class Compiled:
+    """One kernel for one compute capability; the times are what its bytes and FLOP take at least, in microseconds."""
+
+    kernel: str
+    phase: str
+    capability: int
+    registers: int
+    spilled: int  # bytes
+    shared: int
+    shared_limit: int
+    blocks: int  # that fit on a multiprocessor, by registers and shared memory
+    tensor_cores: str
+    microseconds: float | None
+
+
+def compiled(name, phase, capability, fn, types, constants, tile, nbytes, flops) -> Compiled:
+    """Compile `fn`; `types` are those of its first arguments, None for one that is not given."""
+    names = fn.arg_names
+    signature = {**dict(zip(names, types, strict=False)), **dict.fromkeys(constants, "constexpr")}
+    missing = {key: None for key, kind in signature.items() if kind is None}
+    signature |= dict.fromkeys(missing, "constexpr")
+    aligned = {(i,): ALIGNED for i, key in enumerate(names) if str(signature[key]).startswith("*")}
+    aligned |= {
+        (names.index(key),): ALIGNED for key in ("num_outputs", "num_inputs", "padded", "width") if key in names
+    }
+    source = ASTSource(fn=fn, signature=signature, constexprs={**constants, **missing}, attrs=aligned)
+    warps, stages = tile
+    options = {"num_warps": warps, "num_stages": stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx, shared = made.asm["ptx"], made.metadata.shared
+    registers, spilled = assembled(ptx, capability)
+    threads = 32 * warps
+    limits = [REGISTERS // (threads * registers), THREADS[capability] // threads, 24 if capability == 120 else 32]
+    limits += [SHARED[capability] // shared] if shared else []
+    found = [word for word in ("wgmma", "mma.sync") if word in ptx]
+    bound = None
+    if capability in SHEETS:
+        sheet = find_datasheet(SHEETS[capability])
+        bound = 1e6 * max(nbytes / sheet.bandwidth, flops / sheet.peaks["bf16"])
+    cores = found[0] if found else ""
+    limit = SHARED[capability]
+    return Compiled(name, phase, capability, registers, spilled, shared, limit, min(limits), cores, bound)
+
+
+def assembled(ptx: str, capability: int) -> tuple[int, int]:
+    """Registers of a thread and spilled bytes, as ptxas says."""
+    arch = re.search(r"^\.target\s+(\S+?),?\s", ptx, re.M)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", str(path), "-o", str(path.with_suffix(".o"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    return int(re.search(r"Used (\d+) registers", said)[1]), spilled
+
+
+def linears(capability: int) -> list[Compiled]:
+    found = []
+    for (phase, rows), (kind, (bits, offset, minimum, width)) in product(ROWS.items(), FORMATS.items()):
+        tile = linear.tile_of(linear.TILES[rows <= linear.FEW], capability)
+        scale = None if bits == 0 else "*fp16"
+        types = [
+            "*bf16",
+            {0: "*bf16", 4: "*u8", 8: "*i8"}[bits],
+            scale,
+            scale if minimum else None,
+            None,
+            None,
+            "*bf16",
+        ]
+        constants = {
+            "BITS": bits, "GROUP": 32, "OFFSET": offset, "HAS_MINIMUM": minimum, "HAS_BIAS": False,
+            "HAS_RESIDUAL": False, "ROWS": tile.rows, "OUTPUTS": tile.outputs, "PRECISION": "tf32",
+        }  # fmt: skip
+        nbytes = HIDDEN * 2 * FFN * width / 8 + rows * 2 * (HIDDEN + 2 * FFN)
+        found.append(
+            compiled(
+                f"linear {kind}",
+                phase,
+                capability,
+                linear.linear_kernel,
+                [*types, *["i32"] * 4],
+                constants,
+                (tile.num_warps, tile.num_stages),
+                nbytes,
+                2 * rows * HIDDEN * 2 * FFN,
+            )  # fmt: skip
+        )
+    return found
+
+
+def attentions(capability: int, dim: int) -> list[Compiled]:
+    found, where = [], ["*i64"] * 5 + ["i32", "fp32"]
+    for phase, rows in ROWS.items():
+        decode = phase == "decode"
+        layer = {
+            "HEADS": HEADS, "KV_HEADS": KV_HEADS, "DIM": dim, "BLOCK_SIZE": BLOCK, "SOFTCAP": 0.0, "WINDOW": 0,
+            "ROWS": attention.rows_of_tile(HEADS // KV_HEADS, dim, decode, capability), "COLUMNS": dim,
+            "TILE": attention.KEYS, "SPAN_SIZE": attention.SPAN, "PRECISION": "tf32",
+        }  # fmt: skip
+        results = ["*fp32"] * 3 if decode else [None, "*bf16"]
+        fn = attention.decode_kernel if decode else attention.prefill_kernel
+        constants = layer if decode else layer | {"HAS_SINKS": False}
+        seen = CONTEXT if decode else CONTEXT / 2  # of each row, half of them behind it
+        tile = attention.WARPS[decode], attention.STAGES
+        nbytes = 4 * KV_HEADS * dim * CONTEXT + 4 * rows * HEADS * dim
+        types = ["*bf16"] * 3 + results + where
+        flops = 4 * rows * seen * HEADS * dim
+        found.append(compiled(f"attention, {dim} wide", phase, capability, fn, types, constants, tile, nbytes, flops))
+        if decode:
+            for name in ("BLOCK_SIZE", "SOFTCAP", "PRECISION"):
+                constants.pop(name)
+            types = [*results, None, "*bf16", *["*i64"] * 3, "i32"]
+            parts = 4 * CONTEXT // attention.SPAN * KV_HEADS * layer["ROWS"] * (dim + 2)
+            fn, constants = attention.merge_kernel, constants | {"HAS_SINKS": False}
+            found.append(compiled(f"merge, {dim} wide", phase, capability, fn, types, constants, tile, parts, 0))
+    return found
+
+
+def rows_of_a_step(capability: int) -> list[Compiled]:
+    """The kernels that are the same in both phases, with the rows of a prefill."""
+    rows = ROWS["prefill"]
+    block, width = triton.next_power_of_2(HIDDEN), HEADS + 2 * KV_HEADS
+    norm = ["*fp32", "*fp32", None, "*bf16", "i32", "i32", "fp32", "fp32"]
+    turn = ["*bf16", "*fp32", "*fp32", None, None, "*i64", "*i64", "*bf16", "*bf16", "*bf16", "fp32"]
+    head = {"HEADS": HEADS, "KV_HEADS": KV_HEADS, "DIM": DIM, "HALF": DIM // 2, "INTERLEAVED": False, "HAS_NORM": False}
+    gate = {"ACTIVATION": "silu", "BLOCK": elementwise.GATE_BLOCK}
+    each = (
+        ("rms_norm", elementwise.rms_norm_kernel, norm, {"HAS_ADD": False, "BLOCK": block}, (4, 3), 6 * HIDDEN),
+        ("rope, KV write", rope.rope_kernel, turn, {**head, "BLOCK": DIM}, (1, 3), 4 * width * DIM),
+        ("gate_mul", elementwise.gate_mul_kernel, ["*bf16", "*bf16", "i32"], gate, (4, 3), 6 * FFN),
+    )
+    return [
+        compiled(name, "both", capability, fn, types, constants, tile, rows * nbytes, 0)
+        for name, fn, types, constants, tile, nbytes in each
+    ]
+
+
+def table(found: list[Compiled]) -> str:
+    """Markdown: a row for each kernel, a column for each capability."""
+    capabilities = sorted(SHARED)
+    heads = [f"sm_{one}: registers, shared KB, blocks" for one in capabilities] + ["A100 µs", "H100 µs"]
+    lines = ["| kernel | phase | " + " | ".join(heads) + " |", "|---|---|" + "---|" * 3 + "---:|---:|"]
+    for key in dict.fromkeys((one.kernel, one.phase) for one in found):
+        own = {one.capability: one for one in found if (one.kernel, one.phase) == key}
+        cells = [
+            f"{one.registers}, {one.shared / 1024:.0f}, {one.blocks}"
+            + (f", {one.tensor_cores}" if one.tensor_cores else "")
+            for one in own.values()
+        ]
+        times = [f"{own[one].microseconds:.1f}" for one in SHEETS]
+        lines.append("| " + " | ".join([*key, *cells, *times]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    wanted = parser.parse_args()
+    found = [one for each in (linears, rows_of_a_step) for capability in SHARED for one in each(capability)]
+    found += [one for width in (64, 128, 256) for capability in SHARED for one in attentions(capability, width)]
+    print(json.dumps([asdict(one) for one in found], indent=1) if wanted.json else table(found))
+
+
+if __name__ == "__main__":
+    main()

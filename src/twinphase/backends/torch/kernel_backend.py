@@ -1,0 +1,146 @@
+"""The torch backend with kernels of our own, in Triton, and with weights that stay quantized in device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from twinphase.backends.base import Forward, StepInputs
+from twinphase.backends.torch.backend import RopeTables, TorchBackend
+from twinphase.backends.torch.kernels import elementwise, rope
+from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile
+from twinphase.backends.torch.kernels.linear import linear
+from twinphase.backends.torch.weights import Matrix, Packed, pack
+from twinphase.weights.checkpoint import Checkpoint
+
+__all__ = ["KernelBackend"]
+
+
+class KernelBackend(TorchBackend):
+    """See `TorchBackend`, which computes the same and is the oracle of this."""
+
+    kernels = "triton"
+
+    def __init__(self, device: str | None = None, dtype: str = "auto") -> None:
+        super().__init__(device, dtype)
+        major, minor = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
+        self.capability = 10 * major + minor
+
+    # Weights.
+    def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
+        """The matrices, those of one format as one."""
+        if self._embedding is not None and list(names) == [self._embedding[0]]:
+            table: Matrix = self._embedding[1]
+            return table
+        with self._weight_memory(checkpoint):
+            return Matrix([self._packed(checkpoint, name) for name in names])
+
+    experts = matrix
+
+    def embedding(self, checkpoint: Checkpoint, name: str) -> Matrix:
+        """The table, quantized as it is stored."""
+        with self._weight_memory(checkpoint):
+            table = Matrix([self._packed(checkpoint, name)])
+        self._embedding = name, table
+        return table
+
+    def _packed(self, checkpoint: Checkpoint, name: str) -> Packed:
+        info = checkpoint.tensors[name]
+        return pack(checkpoint.raw(name), info.shape, info.type, self.dtype, self.device)
+
+    # One step.
+    def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
+        """See `TorchBackend`; Triton starts kernels on the current device of the thread that calls."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        return super().execute(forward, inputs)
+
+    def _plan(self, inputs: StepInputs) -> None:
+        """Which rows each program of attention has."""
+        self.tables = self._array(inputs.block_tables)
+        count = inputs.num_decodes
+        self.phases = [
+            (decode, self._tiles(inputs, sequences, decode))
+            for decode, sequences in ((True, range(count)), (False, range(count, len(inputs.context_lens))))
+            if sequences
+        ]
+
+    def _tiles(self, inputs: StepInputs, sequences: range, decode: bool) -> Tiles:
+        b = self.blueprint
+        rows = rows_of_tile(b.group, b.head_dim, decode, self.capability)
+        step, found = rows // b.group, []
+        for sequence in sequences:
+            start, end = inputs.query_start[sequence : sequence + 2].tolist()
+            found += [(sequence, first, min(first + step, end)) for first in range(start, end, step)]
+        longest = int(inputs.context_lens[sequences.start : sequences.stop].max())
+        of_sequence, first, end = (self._array(column) for column in np.array(found).T)
+        return Tiles(of_sequence, first, end, rows, longest)
+
+    def embed(self, table: Matrix, scale: float = 1.0) -> Tensor:
+        """See `TorchBackend`."""
+        return table.parts[0][self.token_ids].values().float() * scale
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `TorchBackend`."""
+        return elementwise.rms_norm(x, weight, eps, self.dtype)
+
+    def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """See `TorchBackend`; one pass."""
+        return elementwise.rms_norm(h, weight, eps, self.dtype, x, scale)
+
+    def linear(
+        self, x: Tensor, weight: Matrix, *, residual: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """See `TorchBackend`; added in float32 before it is rounded."""
+        x, parts = x.to(self.dtype), weight.parts
+        if len(parts) == 1:
+            return linear(x, parts[0], bias, residual, self.capability)
+        sizes = [part.codes.shape[0] for part in parts]
+        biases, residuals = (
+            [None] * len(parts) if term is None else [own.contiguous() for own in torch.split(term, sizes, -1)]
+            for term in (bias, residual)
+        )
+        each = zip(parts, biases, residuals, strict=True)
+        return torch.cat([linear(x, *one, self.capability) for one in each], -1)
+
+    def rope_kv_write(
+        self,
+        qkv: Tensor,
+        rope_tables: RopeTables | None,
+        layer: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+    ) -> Tensor:
+        """See `TorchBackend`; one pass, after one more where norms go over the whole width."""
+        b, norms = self.blueprint, None
+        if q_norm is not None and k_norm is not None:
+            norms = q_norm, k_norm
+            if len(q_norm) != b.head_dim:
+                sizes = [b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim, b.num_kv_heads * b.head_dim]
+                parts = torch.split(qkv, sizes, 1)
+                q, k = (
+                    elementwise.rms_norm(part, weight, b.norm_eps, torch.float32)
+                    for part, weight in zip(parts, norms, strict=False)
+                )
+                qkv, norms = torch.cat([q, k, parts[2].float()], 1), None
+        keys, values = self.slots[layer]
+        where = self.positions, self.slot_mapping, keys, values, b.num_heads
+        return rope.rope_kv_write(qkv.contiguous(), rope_tables, norms, b.norm_eps, *where)
+
+    def attention(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+        """See `TorchBackend`; decodes and prefills by their own kernels."""
+        b, (keys, values) = self.blueprint, self.slots[layer]
+        out = torch.empty_like(q)
+        sizes = b.num_heads, b.num_kv_heads, b.head_dim, self.kv_spec.block_size
+        shape = Shape(*sizes, b.scale, b.attention_softcap or 0.0, window or 0)
+        for decode, tiles in self.phases:
+            attention(q, keys, values, out, shape, sinks, self.positions, self.tables, tiles, decode)
+        return out.flatten(1)
+
+    def gate_mul(self, gate_up: Tensor) -> Tensor:
+        """See `TorchBackend`."""
+        return elementwise.gate_mul(gate_up, self.blueprint.activation, self.dtype)

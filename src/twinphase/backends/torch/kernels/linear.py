@@ -1,0 +1,125 @@
+"""Linear layers whose weights stay quantized in device memory: unpacked in registers, multiplied by tensor cores.
+
+Few rows stream the weights, many rows share them; both add a row's products in the same order, 32 inputs after 32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twinphase.backends.torch.weights import PAIR, Packed
+
+__all__ = ["FEW", "TILES", "Tile", "linear"]
+
+FEW = 16  # rows: up to here the time is that of reading the weights
+
+
+class Tile(NamedTuple):
+    """Rows and outputs of one program, and how the compiler shares them out."""
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+# By whether there are few rows, and by compute capability: the last entry that is not above the device's.
+TILES: dict[bool, dict[int, Tile]] = {
+    True: {0: Tile(16, 64, 4, 4)},
+    False: {0: Tile(64, 64, 4, 3), 80: Tile(64, 128, 4, 3), 90: Tile(128, 128, 8, 3), 120: Tile(64, 128, 4, 3)},
+}
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    minimum_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    num_outputs,
+    num_inputs,  # of x
+    padded,  # inputs as the weights are stored
+    BITS: tl.constexpr,  # 4 or 8, or 0 where the codes are the weights
+    GROUP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out [rows, outputs] = x [rows, inputs] @ weights.T + bias + residual, added in float32."""
+    n = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)[:, None]
+    m = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
+    j = tl.arange(0, 32)
+    groups = padded // GROUP
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for k0 in range(0, padded, 64):
+        if BITS == 4:  # one byte holds an input of each half
+            packed = tl.load(codes_ptr + n * (padded // 2) + k0 // 2 + j[None, :], mask=n < num_outputs, other=0)
+        for half in tl.static_range(2):
+            k = k0 + 32 * half + j
+            x = tl.load(x_ptr + m * num_inputs + k[:, None], mask=(m < num_rows) & (k[:, None] < num_inputs), other=0.0)
+            if BITS == 0:
+                inside = (n < num_outputs) & (k[None, :] < padded)
+                w = tl.load(codes_ptr + n * padded + k[None, :], mask=inside, other=0.0)
+            else:
+                if BITS == 4:
+                    q = (packed >> (4 * half)) & 15
+                else:
+                    q = tl.load(codes_ptr + n * padded + k[None, :], mask=n < num_outputs, other=0)
+                group = n * groups + (k // GROUP)[None, :]
+                if GROUP == 32:  # one for all of them
+                    group = n * groups + (k0 // 32 + half)
+                scale = tl.load(scale_ptr + group, mask=n < num_outputs, other=0.0).to(tl.float32)
+                values = (q.to(tl.float32) - OFFSET) * scale
+                if HAS_MINIMUM:
+                    values += tl.load(minimum_ptr + group, mask=n < num_outputs, other=0.0).to(tl.float32)
+                w = values.to(x_ptr.dtype.element_ty)
+            total = tl.dot(w, x, total, input_precision=PRECISION)
+    inside = (n < num_outputs) & (m < num_rows)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + m * num_outputs + n, mask=inside, other=0.0)
+    tl.store(out_ptr + m * num_outputs + n, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def tile_of(table: dict[int, Any], capability: int) -> Any:
+    """The entry for a compute capability, such as 90."""
+    return table[max(known for known in table if known <= capability)]
+
+
+def linear(
+    x: Tensor, weight: Packed, bias: Tensor | None = None, residual: Tensor | None = None, capability: int = 0
+) -> Tensor:
+    """x @ weight.T + bias + residual, [rows, outputs]; float32 where something is added, else of x's type."""
+    x = x.contiguous()
+    rows, outputs = len(x), weight.codes.shape[0]
+    added = bias is not None or residual is not None
+    out = torch.empty(rows, outputs, dtype=torch.float32 if added else x.dtype, device=x.device)
+    tile = tile_of(TILES[rows <= FEW], capability)
+    grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows))
+    if rows:
+        linear_kernel[grid](
+            x, weight.codes, weight.scale, weight.minimum, bias, residual, out,
+            rows, outputs, x.shape[1], weight.padded,
+            BITS=weight.bits, GROUP=weight.group, OFFSET=weight.offset, HAS_MINIMUM=weight.minimum is not None,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+            ROWS=tile.rows, OUTPUTS=tile.outputs, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return out
+
+
+assert PAIR == 64, "the kernel unpacks nibbles of two groups of 32"

@@ -1,0 +1,122 @@
+"""Weights as they lie in device memory: codes of 4 or 8 bits with scales, for every format, or plain values.
+
+A group's scale and minimum are float16 where products are in 16 bits, which rounds them no more than the weights
+themselves would be; else, and for MXFP4's powers of two, they are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from twinphase.weights.quant import FORMATS, dequantize, unpack
+
+__all__ = ["PAIR", "Matrix", "Packed", "pack"]
+
+PAIR = 64  # inputs whose nibbles share 32 bytes: byte j has input j below and input 32 + j above
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix [outputs, inputs], or one for each expert in front.
+
+    Attributes:
+        codes: uint8 [..., outputs, padded / 2] with 4 bits, int8 [..., outputs, padded] with 8; the values with 0.
+        scale, minimum: [..., outputs, padded / group]; weights are scale * (code - offset) + minimum.
+        inputs: without padding, which is to a multiple of `PAIR` with scales of 0.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    minimum: Tensor | None
+    bits: int
+    group: int
+    offset: int
+    inputs: int
+    dtype: torch.dtype
+
+    @property
+    def padded(self) -> int:
+        return self.codes.shape[-1] * (2 if self.bits == 4 else 1)
+
+    def __getitem__(self, index: int | Tensor) -> Packed:
+        """One expert, or some rows."""
+        parts = (None if part is None else part[index] for part in (self.codes, self.scale, self.minimum))
+        codes, scale, minimum = parts
+        assert codes is not None
+        return replace(self, codes=codes, scale=scale, minimum=minimum)
+
+    def values(self) -> Tensor:
+        """The weights in the element type, [..., outputs, inputs]."""
+        if self.scale is None:
+            return self.codes
+        q = self.codes
+        if self.bits == 4:
+            pairs = q.view(*q.shape[:-1], -1, PAIR // 2)
+            q = torch.cat([pairs & 15, pairs >> 4], -1).flatten(-2)
+        values = (q.float() - self.offset) * self.scale.float().repeat_interleave(self.group, -1)
+        if self.minimum is not None:
+            values = values + self.minimum.float().repeat_interleave(self.group, -1)
+        return values[..., : self.inputs].to(self.dtype)
+
+
+def pack(raw: NDArray[np.uint8], shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: torch.device) -> Packed:
+    """A tensor as stored, of a type in `FORMATS`, on the device."""
+    fmt, inputs = FORMATS[kind], shape[-1]
+    if not fmt.quantized:
+        values = torch.from_numpy(dequantize(raw, shape, kind)).to(device, dtype)
+        return Packed(values, None, None, 0, 32, 0, inputs, dtype)
+    parts = unpack(raw, shape, kind)
+    padded, offset = -(-inputs // PAIR) * PAIR, fmt.offset
+    q: NDArray[Any] = parts.q
+    if fmt.bits > 4:
+        q, offset = (q.astype(np.int16) - offset).astype(np.int8), 0
+    q = np.pad(q, [(0, 0), (0, padded - inputs)])
+    if fmt.bits <= 4:
+        halves = q.reshape(len(q), -1, 2, PAIR // 2)
+        q = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(q), -1)
+    narrow = dtype.itemsize == 2 and kind != "MXFP4"
+
+    def of_groups(values: NDArray[np.float32] | None) -> Tensor | None:
+        if values is None:
+            return None
+        values = np.pad(values, [(0, 0), (0, padded // fmt.group_size - values.shape[1])])
+        tensor = torch.from_numpy(values).to(device, torch.float16 if narrow else torch.float32)
+        return tensor.reshape(*shape[:-1], -1)
+
+    codes = torch.from_numpy(q).to(device).reshape(*shape[:-1], -1)
+    scale, minimum = of_groups(parts.scale), of_groups(parts.minimum)
+    return Packed(codes, scale, minimum, 4 if fmt.bits <= 4 else 8, fmt.group_size, offset, inputs, dtype)
+
+
+class Matrix:
+    """Matrices side by side along the outputs, those of one format as one; or one such for each expert."""
+
+    def __init__(self, parts: Sequence[Packed]) -> None:
+        self.parts: list[Packed] = []
+        for part in parts:
+            if self.parts and _form(self.parts[-1]) == _form(part):
+                self.parts[-1] = _joined(self.parts[-1], part)
+            else:
+                self.parts.append(part)
+
+    def __getitem__(self, expert: int) -> Matrix:
+        return Matrix([part[expert] for part in self.parts])
+
+
+def _form(one: Packed) -> tuple[object, ...]:
+    scale = None if one.scale is None else one.scale.dtype
+    return one.bits, one.group, one.offset, one.minimum is None, scale
+
+
+def _joined(one: Packed, other: Packed) -> Packed:
+    pairs = ((getattr(one, name), getattr(other, name)) for name in ("codes", "scale", "minimum"))
+    codes, scale, minimum = (None if left is None else torch.cat([left, right], -2) for left, right in pairs)
+    assert codes is not None
+    return replace(one, codes=codes, scale=scale, minimum=minimum)

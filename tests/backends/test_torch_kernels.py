@@ -1,0 +1,229 @@
+"""The Triton kernels in Triton's interpreter, on a processor: beside plain torch and the reference, and bit for bit
+beside themselves in other batches, chunks and phases.
+
+The interpreter computes bfloat16 wrongly and without a word, so that type waits for a GPU. Its products are those of
+NumPy, whose BLAS adds in another order where a transposed operand meets many rows; here they add one after another, so
+that what is proven is the order of our tiles, for any unit that computes each element from its own row and column.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tiny_families import FAMILIES, make_model
+
+from steps import Piece, Steps
+from tiny_gguf import random_raw, write_tiny_gguf
+from twinphase.backends.reference import ReferenceBackend
+from twinphase.weights.quant import FORMATS, dequantize
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 has to be set before Triton is imported", allow_module_level=True)
+
+from triton.runtime import interpreter  # noqa: E402
+
+from twinphase.backends.torch.kernel_backend import KernelBackend  # noqa: E402
+from twinphase.backends.torch.kernels import attention as attention_kernels  # noqa: E402
+from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile  # noqa: E402
+from twinphase.backends.torch.kernels.linear import FEW, linear  # noqa: E402
+from twinphase.backends.torch.weights import pack  # noqa: E402
+
+F32 = NDArray[np.float32]
+CPU = torch.device("cpu")
+TOKENS = np.random.default_rng(0).integers(3, 320, 40, dtype=np.int32)
+SLOW = pytest.mark.slow  # a program of a kernel takes the interpreter about a millisecond
+FORMATS_HERE = [name for name, fmt in FORMATS.items() if fmt.quantized or name == "F16"]
+few_shapes = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+
+
+@pytest.fixture(autouse=True)
+def orderly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products whose order is known, and spans of which short contexts have several."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
+    monkeypatch.setattr(attention_kernels, "SPAN", 32)
+    monkeypatch.setattr(attention_kernels, "KEYS", 16)
+
+
+def product(self: object, a: Any, b: Any, added: Any, *_: object) -> Any:
+    """`added` + a @ b, in float32."""
+    left, right, out = a.data.astype(np.float32), b.data.astype(np.float32), added.data.copy()
+    for k in range(left.shape[1]):
+        out += left[:, k, None] * right[None, k]
+    return interpreter.TensorHandle(out, added.dtype.scalar)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_architecture(tmp_path: Path, family: str) -> None:
+    """Float32 logits are the reference's, and the same bits in chunks, in decodes and in one step with others."""
+    make_model(family).save_pretrained(tmp_path)
+    expected = Steps(tmp_path, ReferenceBackend(), num_blocks=32).chunked(TOKENS, [40])
+    steps = Steps(tmp_path, KernelBackend("cpu", "float32"), num_blocks=32)
+    found = steps.chunked(TOKENS, [40])
+    assert errors_of(found, expected).max() <= 1e-4
+    same_bits(steps.chunked(TOKENS, [29, 5, 1]), found)
+    blocks = [steps.blocks[5 * i : 5 * i + 5] for i in range(3)]
+    rows = [np.arange(39, 40), np.arange(33, 34), np.arange(20, 40)]
+    for at, own in zip(rows, blocks, strict=True):
+        steps.run([Piece(TOKENS[: at[0]], 0, own)])
+    mixed = steps.run([Piece(TOKENS[at], int(at[0]), own) for at, own in zip(rows, blocks, strict=True)])
+    same_bits(mixed, found[np.concatenate(rows)])
+
+
+@pytest.mark.parametrize("kind", [name if name == "Q6_K" else pytest.param(name, marks=SLOW) for name in FORMATS_HERE])
+def test_every_format(tmp_path: Path, kind: str) -> None:
+    """A whole model in it, in float32 and float16."""
+    width = 256 if FORMATS[kind].block_size == 256 else 32 * 3  # not a whole number of pairs of groups
+    sizes = {"hidden": width, "ffn": 256, "layers": 1, "heads": 4 if width == 256 else 3, "kv_heads": 1}
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type=kind, **sizes)
+    expected = Steps(path, ReferenceBackend(), num_blocks=8).chunked(TOKENS[:20], [20])
+    for dtype, tolerance in {"float32": 1e-5, "float16": 3e-3}.items():
+        steps = Steps(path, KernelBackend("cpu", dtype), num_blocks=8)
+        found = steps.chunked(TOKENS[:20], [20])
+        assert np.median(errors_of(found, expected)) <= tolerance
+        same_bits(steps.chunked(TOKENS[:20], [1, 18]), found)
+
+
+@few_shapes
+@given(
+    rows=st.sampled_from([1, 2, FEW, FEW + 1, 64, 65]),
+    outputs=st.sampled_from([1, 63, 64, 65, 129]),
+    groups=st.integers(1, 5),
+    kind=st.sampled_from(["Q4_0", "Q8_0", "Q4_1", "Q5_0", "F32"]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    added=st.sampled_from(["", "bias", "residual"]),
+    seed=st.integers(0, 999),
+)
+def test_linear(rows: int, outputs: int, groups: int, kind: str, dtype: torch.dtype, added: str, seed: int) -> None:
+    rng, inputs = np.random.default_rng(seed), 32 * groups
+    raw = random_raw(rng, (outputs, inputs), kind).reshape(-1)
+    weight = pack(raw, (outputs, inputs), kind, dtype, CPU)
+    values = dequantize(raw, (outputs, inputs), kind)
+    torch.testing.assert_close(weight.values().float(), torch.from_numpy(values), rtol=2e-3, atol=1e-4)
+    x = torch.from_numpy(rng.standard_normal((rows, inputs), dtype=np.float32)).to(dtype)
+    shapes = {"bias": (outputs,), "residual": (rows, outputs)}
+    term = torch.from_numpy(rng.standard_normal(shapes[added], dtype=np.float32)) if added else None
+    terms = {added: term} if added else {}
+    found = linear(x, weight, **terms)
+    expected = x.double() @ weight.values().double().T + (0 if term is None else term)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    torch.testing.assert_close(found.double(), expected, **near)
+    which = int(rng.integers(rows))  # alone it is one of few rows
+    own = {name: one[which : which + 1] if name == "residual" else one for name, one in terms.items()}
+    same_bits(linear(x[which : which + 1], weight, **own).float().numpy(), found[which : which + 1].float().numpy())
+
+
+@few_shapes
+@given(
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1), (7, 1), (20, 1)]),
+    head_dim=st.sampled_from([8, 24, 64]),
+    block_size=st.sampled_from([1, 5, 16]),
+    lengths=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=3),
+    window=st.sampled_from([0, 0, 1, 17, 40]),
+    softcap=st.sampled_from([0.0, 5.0]),
+    with_sinks=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 999),
+)
+def test_attention(
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    lengths: list[tuple[int, int]],
+    window: int,
+    softcap: float,
+    with_sinks: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Sequences of (tokens before, rows), as prefills and as decodes: near plain torch, and the same bits twice."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [-(-sum(length) // block_size) for length in lengths]
+    order, tables = torch.randperm(sum(blocks), generator=generator), torch.zeros(len(lengths), max(blocks)).long()
+    for i, own in enumerate(order.split(blocks)):
+        tables[i, : len(own)] = own
+    shape = Shape(*heads, head_dim, block_size, head_dim**-0.5, softcap, window)
+    q = torch.randn(sum(n for _, n in lengths), heads[0], head_dim, generator=generator).to(dtype)
+    keys, values = torch.randn(2, sum(blocks) * block_size, heads[1], head_dim, generator=generator).to(dtype)
+    sinks = torch.randn(heads[0], generator=generator) if with_sinks else None
+    positions = torch.cat([torch.arange(before, before + n) for before, n in lengths])
+    results = []
+    for decode in (False, True):
+        tiles, out = tiles_of(lengths, heads[0] // heads[1], head_dim, decode), torch.full_like(q, torch.nan)
+        attention(q, keys, values, out, shape, sinks, positions, tables, tiles, decode)
+        results.append(out)
+    same_bits(results[0].float().numpy(), results[1].float().numpy())
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
+    expected = plain_attention(q, keys, values, shape, sinks, lengths, tables)
+    torch.testing.assert_close(results[0].double(), expected, **near)
+
+
+def tiles_of(lengths: list[tuple[int, int]], group: int, head_dim: int, decode: bool) -> Tiles:
+    rows, start, found = rows_of_tile(group, head_dim, decode), 0, []
+    for i, (_, count) in enumerate(lengths):
+        end, step = start + count, rows // group
+        found += [(i, first, min(first + step, end)) for first in range(start, end, step)]
+        start = end
+    return Tiles(*torch.tensor(found).T.contiguous(), rows, max(sum(length) for length in lengths))
+
+
+def plain_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    shape: Shape,
+    sinks: torch.Tensor | None,
+    lengths: list[tuple[int, int]],
+    tables: torch.Tensor,
+) -> torch.Tensor:
+    """In float64, row by row and head by head."""
+    group, out, row = shape.num_heads // shape.num_kv_heads, torch.empty_like(q).double(), 0
+    for table, (before, count) in zip(tables, lengths, strict=True):
+        for position in range(before, before + count):
+            at = torch.arange(max(0, position - shape.window + 1) if shape.window else 0, position + 1)
+            slots = table[at // shape.block_size] * shape.block_size + at % shape.block_size
+            for head in range(shape.num_heads):
+                scores = keys[slots, head // group].double() @ q[row, head].double() * shape.scale
+                if shape.softcap:
+                    scores = shape.softcap * torch.tanh(scores / shape.softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1]])
+                p = torch.softmax(scores, 0)[: len(at)]
+                out[row, head] = p @ values[slots, head // group].double()
+            row += 1
+    return out
+
+
+@pytest.mark.slow
+def test_what_the_compiler_makes_of_them() -> None:
+    """For compute capabilities 8.0, 9.0 and 12.0, in the configurations of the tables; it needs no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks/torch_kernels.py"), "--json"]
+    kernels = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert {one["capability"] for one in kernels} == {80, 90, 120} and len(kernels) == 60
+    for one in kernels:
+        assert one["spilled"] == 0 and one["shared"] <= one["shared_limit"] and one["blocks"] >= 1, one
+        if one["phase"] == "prefill":
+            assert one["tensor_cores"] == ("wgmma" if one["capability"] == 90 else "mma.sync"), one
+
+
+def errors_of(found: F32, expected: F32) -> F32:
+    errors: F32 = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    return errors
+
+
+def same_bits(found: F32, expected: F32) -> None:
+    differs = (found.view(np.int32) != expected.view(np.int32)).reshape(len(found), -1).any(axis=1)
+    assert not differs.any(), f"{differs.sum()} rows differ, the first is {differs.argmax()}"
