@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 TOKENS = np.random.default_rng(0).integers(3, 320, 40, dtype=np.int32)
 SLOW = pytest.mark.slow  # a program of a kernel takes the interpreter about a millisecond
 FORMATS_HERE = [name for name, fmt in FORMATS.items() if fmt.quantized or name == "F16"]
-few_shapes = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+few_shapes = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 
 
 @pytest.fixture(autouse=True)
