@@ -143,6 +143,7 @@ def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_pa
             reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
             assert sum(reason.startswith("worker-1: ") and "blocks there" in reason for reason in reasons) > 5
             reader, writer = engine.host.workers()
+            assert [reader.pid, writer.pid] == [worker.process.pid for worker in workers]
             assert reader.transfers == 0 and reader.blocks_sent > 5 and reader.bytes_sent and not writer.blocks_sent
             assert writer.blocks_received.keys() <= {"stored", "known"} and not reader.blocks_received
             assert 0 < sum(writer.blocks_received.values()) <= reader.blocks_sent

@@ -53,7 +53,7 @@ class _ServerLink(Link):
         if not isinstance(message, EngineFacts):
             super().send(message)
             return
-        super().send(replace(message, role=self.role))
+        super().send(replace(message, role=self.role, pid=os.getpid()))
         if self.leaving:  # it was told while it loaded
             super().send(Leaving())
 

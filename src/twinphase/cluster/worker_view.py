@@ -61,6 +61,11 @@ class WorkerView:
         """Where it runs, without the port."""
         return self.host.where.rpartition(":")[0]
 
+    @property
+    def pid(self) -> int | None:
+        """Of its process, while there is one and it is known."""
+        return self.host.pid or (self.facts.pid if self.facts is not None and self.is_up else None)
+
     def join(self, facts: EngineFacts) -> None:
         self.facts, self.is_up, self.state = facts, True, "ready"
         self.role = facts.role or self.role
@@ -158,7 +163,7 @@ class WorkerView:
         recent = [one for one in self._recent if one[0] >= now - SHARE_SECONDS]
         prefill, decode = (sum(one[part] for one in recent) / SHARE_SECONDS for part in (1, 2))
         return WorkerStatus(
-            self.name, self.role, self.host.where, self.host.pid, self.state,
+            self.name, self.role, self.host.where, self.pid, self.state,
             stats.num_running if stats else 0, stats.num_waiting if stats else 0,
             stats.kv_cache_usage if stats else 0.0, index.num_held(self.name) if index else 0,
             round(min(1.0, prefill), 4), round(min(1.0, decode), 4), self._seconds[0], self._seconds[1],

@@ -176,6 +176,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         kv_addresses: where other engines can send KV blocks (`PushTo`), the nearest first.
         kv_fingerprint: names what decides the bits of a KV block; blocks of another one are of no use here.
         role: what a worker was started for; "" where its server decides.
+        pid: of a worker's process, on its machine.
     """
 
     config: EngineConfig
@@ -191,6 +192,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     kv_fingerprint: str = ""
     kv_addresses: list[str] = []
     role: Literal["", "both", "prefill", "decode"] = ""
+    pid: int | None = None
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
