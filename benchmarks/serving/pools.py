@@ -21,7 +21,7 @@ from typing import Any
 from running import RunningServer
 from serving.mixed_requests import Sample
 from serving.processes import COMPLETIONS, ProcessState, process_state, serving
-from serving.soak import IDLE_SECONDS, OUTCOMES, Tally, client
+from serving.soak import IDLE_SECONDS, Tally, client, fill_histories
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
 from twinphase.bench.client.client import run as run_client
@@ -33,7 +33,7 @@ OPTIONS = {
     "clients": (8, "at once"),
     "blocks": (256, "num_kv_blocks of each worker"),
 }
-WARM_SECONDS = 20.0  # of load before the first look at the server
+WARM_SECONDS = 20.0  # of load before the first look at the server, which has filled what it keeps of the past
 
 
 def make_samples(model: str) -> list[Sample]:
@@ -81,6 +81,7 @@ async def kill_some(server: RunningServer, every: float, kills: Counter[str]) ->
 
 async def soak(server: RunningServer, samples: list[Sample], args: argparse.Namespace) -> dict[str, Any]:
     """What became of the requests, and what the server's process held before and after."""
+    await fill_histories(server)
     await load(server, samples, WARM_SECONDS, args.clients, Tally())
     tally, kills, before = Tally(), Counter[str](), process_state(server.process.pid)
     killer = asyncio.create_task(kill_some(server, args.every, kills))
@@ -109,9 +110,12 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
 def section(args: argparse.Namespace, found: dict[str, Any]) -> Section:
     counts, kills, log = found["counts"], found["kills"], found["log"]
     continued = sum(map(int, re.findall(r"goes on elsewhere, (\d+) requests", log)))
+    again = sum("service_unavailable_error" in one[5] for one in found["unexpected"])  # and not wrong, nor lost
+    counts["wrong or lost"] = counts.pop("wrong", 0) + counts.pop("failed", 0) - again
+    counts["told to send it again, since no decode worker was left"] = again
     notes = (
         f"{args.minutes:g} minutes, {args.clients} clients, a worker killed every {args.every:g} s: "
-        f"{sum(counts.values()):,} requests, {', '.join(f'{counts[name]:,} {name}' for name in OUTCOMES)}.",
+        f"{sum(counts.values()):,} requests, {', '.join(f'{count:,} {name}' for name, count in counts.items())}.",
         f"{kills.total()} kills ({', '.join(f'{count} {role}' for role, count in sorted(kills.items()))}), "
         f"{continued} requests went on at another worker; "
         f"{sum(one['first_token_mismatches'] for one in found['workers'])} first tokens differed.",

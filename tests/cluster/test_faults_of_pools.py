@@ -90,8 +90,7 @@ def who(router, victims):
         ("SIGKILL", "both", POINTS[2::2]),
         *(
             pytest.param(sig, victims, POINTS, marks=pytest.mark.slow)
-            for sig in ("SIGKILL", "SIGSTOP")
-            for victims in ("reader", "writer", "both")
+            for sig, victims in (("SIGKILL", "reader"), ("SIGKILL", "writer"), ("SIGSTOP", "both"))
         ),
     ],
 )
@@ -148,11 +147,11 @@ def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
     proxies, heard = through(lambda choose, data: choose.choice(choices)(choose, data))
 
     async def body(engine):
-        for seed in range(10):
+        for seed in range(4):
             asked = list(mix(seed)) + [(prompt, PARAMS) for prompt in prompts_of(seed)]
             expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
             assert all(map(same, await all_of(engine, asked), expected))
-        assert sum(proxy.num_spoilt for proxy in proxies) > 10
+        assert sum(proxy.num_spoilt for proxy in proxies) > 5
         await whole(engine)
 
     serve_pools(body, ROLES, heard)
