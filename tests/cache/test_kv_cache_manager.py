@@ -6,6 +6,7 @@ from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.errors import CacheFullError
 from twinphase.request import MissReason, PrefixMiss, Request, SamplingParams
 
+SIZE = 4
 TEN = list(range(10))
 
 
@@ -146,3 +147,20 @@ def test_what_is_shared_is_the_longest_prefix_in_full_blocks(prompt, output, new
     manager.check_integrity([new])
     if salt != old_salt and salt is not None and len(new_prompt) > size:
         assert new.prefix_miss == PrefixMiss(MissReason.SALT, 0)
+
+
+def test_what_is_forgotten_is_found_by_nobody_with_all_that_continues_it():
+    manager = KVCacheManager(16, SIZE)
+    prompt = list(range(2 * SIZE + 1))
+    finished(manager, [*prompt, *range(50, 50 + 2 * SIZE)])  # a longer one, cached and held by nobody
+    other, holder = [99] * (2 * SIZE), make_request([*prompt, 7], request_id="holder")
+    finished(manager, other)
+    start(manager, holder)
+    wrong = manager.forget(make_request(prompt))
+    assert set(holder.block_ids[:2]) < wrong and len(wrong) == 4
+    manager.check_integrity([holder])
+    assert manager.find_prefix(make_request([*prompt, *range(50, 90)])) == []
+    assert len(manager.find_prefix(make_request([*other, 1]))) == 2
+    manager.free(holder)
+    manager.check_integrity([])
+    assert manager.forget(make_request(prompt)) == set() and manager.pool.num_cached == 2

@@ -60,6 +60,7 @@ def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("
             request.cache_salt = choose.choice([None, "mine \u00e9"])
             if len(tenants) > 1:
                 request.tenant, request.weight = choose.choice(tenants), choose.choice([0.5, 1.0, 3.0])
+            request.fresh = number % 9 == 5
             engine.add_request(request)
             unfinished.append(request)
         unfinished = [request for request in unfinished if request.finish_reason is None]
