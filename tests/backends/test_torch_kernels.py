@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tiny_families import FAMILIES, make_model
+from tiny_families import make_model
 
 from steps import Piece, Steps
 from tiny_gguf import random_raw, write_tiny_gguf
@@ -43,6 +43,8 @@ from twinphase.backends.torch.weights import pack  # noqa: E402
 F32 = NDArray[np.float32]
 CPU = torch.device("cpu")
 TOKENS = np.random.default_rng(0).integers(3, 320, 40, dtype=np.int32)
+# Caps, windows and norms behind; norms over the width; sinks, experts and biases; norms of heads; a part rotated.
+ONE_OF_EACH = ("gemma2", "olmo2", "gpt-oss", "qwen3", "glm4")
 SLOW = pytest.mark.slow  # a program of a kernel takes the interpreter about a millisecond
 FORMATS_HERE = [name for name, fmt in FORMATS.items() if fmt.quantized or name == "F16"]
 few_shapes = settings(max_examples=8, deadline=None, derandomize=True, database=None)
@@ -65,8 +67,8 @@ def product(self: object, a: Any, b: Any, added: Any, *_: object) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_architecture(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_architectures(tmp_path: Path, family: str) -> None:
     """Float32 logits are the reference's, and the same bits in chunks, in decodes and in one step with others."""
     make_model(family).save_pretrained(tmp_path)
     expected = Steps(tmp_path, ReferenceBackend(), num_blocks=32).chunked(TOKENS, [40])
