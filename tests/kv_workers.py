@@ -147,17 +147,23 @@ class FaultProxy:
         self.address = f"tcp:127.0.0.1:{self._server.getsockname()[1]}"
         self.num_frames = self.num_spoilt = 0
         self._links: list[socket.socket] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._begin(self._listen)
+
+    def _begin(self, job: Callable[..., None], *args: socket.socket) -> None:
+        self._threads.append(threading.Thread(target=job, args=args, daemon=True))
+        self._threads[-1].start()
 
     def _listen(self) -> None:
         with suppress(OSError):
             while True:
                 link, _ = self._server.accept()
+                self._links.append(link)
                 there = connect(self._target)
+                self._links.append(there)
                 there.settimeout(None)
-                self._links += [link, there]
-                threading.Thread(target=self._back, args=(there, link), daemon=True).start()
-                threading.Thread(target=self._forth, args=(link, there), daemon=True).start()
+                self._begin(self._back, there, link)
+                self._begin(self._forth, link, there)
 
     def _back(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
@@ -188,8 +194,13 @@ class FaultProxy:
                 link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._server.close()
-        self._hang_up()
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        for thread in self._threads:  # the first is the one that makes more
+            self._hang_up()
+            thread.join()
+        for link in (self._server, *self._links):
+            link.close()
 
 
 def drop(choose, data):
