@@ -54,6 +54,10 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone, t
         before = {one.id: one.prefill_seconds for one in engine.host.workers()}
         assert same(*await all_of(engine, [(prompt, params)]), lone.generate([prompt], params)[0])
         assert {one.role for one in engine.host.workers() if one.prefill_seconds > before[one.id]} == {"prefill"}
+        # Log probabilities of a prompt are its reader's business: who goes on uses the blocks that came.
+        prompt, params = LONG_PROMPTS[1], dataclasses.replace(LONG, prompt_logprobs=1)
+        (found,) = await all_of(engine, [(prompt, params)])
+        assert same(found, lone.generate([prompt], params)[0]) and found.num_cached_tokens == 176
         await whole(engine)
 
     serve_pools(body, TOPOLOGIES[topology], seconds=800)

@@ -83,8 +83,14 @@ class Sent:
 
     def message(self, now: float) -> Add:
         """For a worker: go on behind the tokens there are; with the first one, where only a reader has said it."""
-        done = [] if self.said else list(self.token_ids)
-        return replace(self.add, arrival=now, tokenized=now, output_token_ids=done, fresh=self.fresh)
+        done, params = list(self.token_ids), self.add.sampling_params
+        if (
+            self.said is not None
+        ):  # and the prompt's log probabilities, which no block has: they would be computed again
+            done, params = [], replace_params(params, prompt_logprobs=None)
+        return replace(
+            self.add, arrival=now, tokenized=now, sampling_params=params, output_token_ids=done, fresh=self.fresh
+        )
 
     def first_token(self, message: Add, then: str, there: EngineFacts) -> Add:
         """What its reader is to do: one token; if more are to come, the KV blocks go to the worker `then`."""
