@@ -17,6 +17,7 @@ from twinphase.cluster.address import connect, listen
 from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate, receive_exactly
 from twinphase.cluster.remote import CalledHost
 from twinphase.cluster.worker_view import WorkerView
+from twinphase.engine.wire import encode
 from twinphase.errors import InvalidRequestError, TwinphaseError
 
 __all__ = ["Door", "ask_to_join"]
@@ -88,7 +89,7 @@ class Door:
                     asked = _receive(link)
                     if asked.version != __version__:
                         asked.problem = f"The worker is twinphase {asked.version}, and the server {__version__}."
-                    _send(link, asked)
+                    link.sendall(encode(asked))
                     if not asked.problem:
                         loop.call_soon_threadsafe(call, asked.address)
                 except (TwinphaseError, OSError, msgspec.MsgspecError) as error:
@@ -106,7 +107,7 @@ def ask_to_join(server: str, address: str, key: bytes) -> None:
     """
     with connect(server) as link:
         authenticate(link, key, listening=False)
-        _send(link, _Join(_reachable(address, link)))
+        link.sendall(encode(_Join(_reachable(address, link))))
         answer = _receive(link)
     if answer.problem:
         raise InvalidRequestError(answer.problem, "Install the same version on both.")
@@ -127,11 +128,6 @@ def _reachable(address: str, link: socket.socket) -> str:
                 f"The server cannot reach a worker that listens on {address}.", f"Use --listen {own}:PORT."
             )
     return address
-
-
-def _send(link: socket.socket, message: _Join) -> None:
-    data = msgspec.msgpack.encode(message)
-    link.sendall(len(data).to_bytes(4, "little") + data)
 
 
 def _receive(link: socket.socket) -> _Join:
