@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from twinphase.engine.messages import End
+from twinphase.engine.outputs import Transcript
 from twinphase.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError
 from twinphase.request import FinishReason, SamplingParams
 
@@ -226,14 +227,18 @@ def test_ends_from_two_sides_do_not_meet_badly(serve):
     serve(body)
 
 
-def test_text_that_cannot_be_made_fails_its_own_stream_only(serve):
-    async def body(engine):
-        bad, good = [await engine.submit(PROMPTS[0], greedy(20)) for _ in range(2)]
+def test_text_that_cannot_be_made_fails_its_own_stream_only(serve, monkeypatch):
+    take_tokens = Transcript.take_tokens
 
-        def take_tokens(*step):
+    def fail_for_bad(transcript, *step):
+        if transcript.request_id == "bad":
             raise RuntimeError("no such text")
+        take_tokens(transcript, *step)
 
-        bad.transcript.take_tokens = take_tokens
+    monkeypatch.setattr(Transcript, "take_tokens", fail_for_bad)  # before any token can come
+
+    async def body(engine):
+        bad, good = [await engine.submit(PROMPTS[0], greedy(20), request_id=name) for name in ("bad", "good")]
         results = await asyncio.gather(read(bad), read(good), return_exceptions=True)
         assert "no such text" in str(results[0])
         assert len(results[1][-1].output.outputs[0].token_ids) == 20
