@@ -31,7 +31,7 @@ async def until_idle(engine):
 def held(engine, after=0):
     """After so many steps none ends in the meantime, however late what the test does comes; yields all that begin.
 
-    Nothing is submitted meanwhile: the answer comes between two steps.
+    What is submitted first of all is taken at once; whoever comes later waits for the step that is held.
     """
     executor = engine.host.loaded.engine.executor
     whole, go_on, steps = executor.execute, threading.Event(), []
@@ -85,10 +85,11 @@ def test_a_reader_that_comes_late_gets_everything_in_one_update(serve):
 
 def test_abort_ends_the_stream_and_frees_the_blocks(serve):
     async def body(engine):
-        other = await engine.submit(PROMPTS[1], greedy(5))
-        stream = await engine.submit(PROMPTS[0], greedy(90), request_id="mine")
         with held(engine):
+            stream = await engine.submit(PROMPTS[0], greedy(90), request_id="mine")
+            coming = asyncio.create_task(engine.submit(PROMPTS[1], greedy(5)))
             await engine.abort("mine")
+        other = await coming
         updates = await read(stream)
         assert updates[-1].output.outputs[0].finish_reason == "abort"
         with pytest.raises(RequestNotFoundError, match="'mine'"):
@@ -119,8 +120,8 @@ async def close_at_once(stream):
 @pytest.mark.parametrize(("leave", "after"), [(read_one, 2), (read_nothing, 0), (close_at_once, 0)])
 def test_a_reader_that_leaves_aborts_its_request(serve, leave, after):
     async def body(engine):
-        stream = await engine.submit(PROMPTS[0], greedy(90))
         with held(engine, after=after) as steps:
+            stream = await engine.submit(PROMPTS[0], greedy(90))
             await leave(stream)
             del stream
             gc.collect()
@@ -133,9 +134,11 @@ def test_a_reader_that_leaves_aborts_its_request(serve, leave, after):
 
 def test_bad_requests_are_refused_and_disturb_nobody(serve):
     async def body(engine):
-        good = await engine.submit(PROMPTS[0], greedy(90), request_id="good")
+        with held(engine):
+            good = await engine.submit(PROMPTS[0], greedy(90), request_id="good")
+            with pytest.raises(InvalidRequestError, match="in use"):
+                await engine.submit(PROMPTS[0], request_id="good")
         for arguments, match in (
-            ({"request_id": "good"}, "in use"),  # before that one can be over
             ({"request_id": ""}, "request id is ''"),
             ({"request_id": 7}, "request id is 7"),
             ({"prompt": [1, 2, 10**9]}, "not in the vocabulary"),
@@ -180,8 +183,8 @@ def test_when_the_loop_dies_every_stream_and_call_says_so(serve):
         def schedule(drafts):
             raise RuntimeError("broken scheduler")
 
-        stream = await engine.submit(PROMPTS[0], greedy(90))
         with held(engine):
+            stream = await engine.submit(PROMPTS[0], greedy(90))
             engine.host.loaded.engine.scheduler.schedule = schedule
         with pytest.raises(EngineDeadError, match="broken scheduler"):
             await read(stream)
@@ -194,8 +197,8 @@ def test_when_the_loop_dies_every_stream_and_call_says_so(serve):
 
 def test_close_fails_what_is_unfinished(serve):
     async def body(engine):
-        stream = await engine.submit(PROMPTS[0], greedy(90))
         with held(engine):
+            stream = await engine.submit(PROMPTS[0], greedy(90))
             closing = asyncio.create_task(asyncio.to_thread(engine.close))
             while engine.is_running:
                 await asyncio.sleep(0.01)
