@@ -19,13 +19,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from twinphase import __version__
-from twinphase.engine.async_engine import AsyncEngine
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server import problems
+from twinphase.server.dialects import shape_of
 from twinphase.server.embeddings import Embeddings, embedding_inputs
 from twinphase.server.exchange import Receive, Scope, Send
-from twinphase.server.generation import Generation
-from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, template_inputs, with_defaults
+from twinphase.server.generation import answer_chat, answer_completion
+from twinphase.server.jobs import template_inputs
 from twinphase.server.observe import timeline_json
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
@@ -35,7 +35,7 @@ from twinphase.server.openai_types import (
     ErrorResponse,
     TokenizeRequest,
 )
-from twinphase.server.problems import FAILED, SlowBodyError, TooLargeError
+from twinphase.server.problems import FAILED, Problem, Shape, SlowBodyError, TooLargeError
 from twinphase.server.replies import ChatReplies, CompletionReplies
 from twinphase.server.service import Service
 
@@ -93,31 +93,12 @@ def _add_generation(api: APIRouter, service: Service) -> None:
     @api.post("/v1/chat/completions", responses=ANSWER, response_class=Response)
     async def create_chat_completion(body: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
-        service.check_task("generate")
-        service.check_model(body.model)
-        service.check_n(body.n)
-
-        async def make_job(engine: AsyncEngine, arrival: float) -> Job:
-            name = body.model or service.model_names[0]
-            own = with_defaults(body, service.config.override_generation_config)
-            return await chat_job(engine, own, name, arrival, tool_prompt=service.config.tool_prompt)
-
-        return Generation(service, make_job, ChatReplies, num_requests=body.n or 1, stream=bool(body.stream))
+        return answer_chat(service, body, ChatReplies)
 
     @api.post("/v1/completions", responses=ANSWER, response_class=Response)
     async def create_completion(body: CompletionRequest) -> Response:
         """Complete one prompt or several."""
-        service.check_task("generate")
-        service.check_model(body.model)
-        service.check_n(body.n)
-        num_prompts = count_prompts(body, service.config.max_prompts)
-
-        async def make_job(engine: AsyncEngine, arrival: float) -> Job:
-            own = with_defaults(body, service.config.override_generation_config)
-            return await completion_job(engine, own, body.model or service.model_names[0], arrival)
-
-        num_requests = num_prompts * (body.n or 1)
-        return Generation(service, make_job, CompletionReplies, num_requests=num_requests, stream=bool(body.stream))
+        return answer_completion(service, body, CompletionReplies)
 
 
 def _add_embeddings(api: APIRouter, service: Service) -> None:
@@ -249,13 +230,15 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 def _add_problems(app: FastAPI, service: Service) -> None:
-    def refuse(error: TwinphaseError | dict[str, Any], status: int, reason: str, headers: Any = None) -> Response:
+    def refuse(
+        request: Request, error: TwinphaseError | Problem, status: int, reason: str, headers: Any = None
+    ) -> Response:
         service.metrics.refused(status, reason)
-        return Response(problems.body(error), status, headers, "application/json")
+        return Response(problems.body(error, request.state.shape), status, headers, "application/json")
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return refuse(problems.invalid_fields(error.errors()), 400, "InvalidRequestError")
+        return refuse(request, problems.invalid_fields(error.errors()), 400, "InvalidRequestError")
 
     @app.exception_handler(HTTPException)
     async def http_problem(request: Request, error: HTTPException) -> Response:
@@ -263,15 +246,15 @@ def _add_problems(app: FastAPI, service: Service) -> None:
         message = UNREADABLE if error.detail == "There was an error parsing the body" else str(error.detail)
         if status == 404:
             message = problems.not_found(request.method, request.url.path)
-        return refuse(problems.problem(message, status), status, "HTTPException", error.headers)
+        return refuse(request, Problem(message, status), status, "HTTPException", error.headers)
 
     @app.exception_handler(TwinphaseError)
     async def refused(request: Request, error: TwinphaseError) -> Response:
-        return refuse(error, error.http_status, type(error).__name__, problems.headers(error))
+        return refuse(request, error, error.http_status, type(error).__name__, problems.headers(error))
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return refuse(FAILED, FAILED.http_status, "Exception")  # the gate logs what happened
+        return refuse(request, FAILED, FAILED.http_status, "Exception")  # the gate logs what happened
 
 
 class Gate:
@@ -289,7 +272,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope.setdefault("state", {}).update(tenant="", abort=_abort(send))
+        scope.setdefault("state", {}).update(tenant="", abort=_abort(send), shape=shape_of(scope["path"]))
         await self._serve(scope, receive, send)
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -312,11 +295,11 @@ class Gate:
                 await self.app(scope, _replayed(body, receive), watched)
         except TwinphaseError as error:
             self._service.metrics.refused(error.http_status, type(error).__name__)
-            await _send_problem(send, error)
+            await _send_problem(send, error, state["shape"])
         except Exception:
             LOG.exception("A request failed")
             if not started:
-                await _send_problem(send, FAILED)
+                await _send_problem(send, FAILED, state["shape"])
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The body; None if the client left. A body that is too long or comes too slowly is refused."""
@@ -369,8 +352,8 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _send_problem(send: Send, error: TwinphaseError) -> None:
-    body = problems.body(error)
+async def _send_problem(send: Send, error: TwinphaseError, shape: Shape) -> None:
+    body = problems.body(error, shape)
     headers = [*problems.raw_headers(error), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -57,6 +57,7 @@ class Exchange(Response):
         self._arrival: float = state["arrival"]
         self._tenant: str = state["tenant"]
         self._abort_connection: Callable[[], None] = state["abort"]
+        self._shape: problems.Shape = state["shape"]
         self._request_headers = dict(scope["headers"])
         self._asgi_send = state.get("send", send)
         self._service.in_flight.add(self)
@@ -117,7 +118,7 @@ class Exchange(Response):
             return
         if isinstance(error, EngineUnavailableError):
             LOG.info("%d: %s", status, error)
-        await self._send_body(status, problems.body(error), problems.raw_headers(error))
+        await self._send_body(status, problems.body(error, self._shape), problems.raw_headers(error))
 
     async def _end_with(self, error: TwinphaseError) -> None:
         """The end of an answer that has begun; a body that is not streamed has no place for an error."""

@@ -1,4 +1,8 @@
-"""A generating request over HTTP: the answer as events or as one body."""
+"""A generating request over HTTP: the answer as events or as one body.
+
+Every dialect's requests become OpenAI's (`openai_types.py`), which are the server's own words for what is asked, and
+are answered here; a dialect brings what its bodies mean and `Replies` that write deltas in its lines (`dialects/`).
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,16 @@ from twinphase.server import problems
 from twinphase.server.access import Ticket, salted
 from twinphase.server.answers import Choice, Delta, run_job, submit_all
 from twinphase.server.exchange import Exchange
-from twinphase.server.jobs import Job
+from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, with_defaults
 from twinphase.server.observe import server_timing
-from twinphase.server.replies import DONE, Replies
+from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from twinphase.server.replies import Replies
 from twinphase.server.service import Service
 
-__all__ = ["Generation"]
+__all__ = ["Generation", "answer_chat", "answer_completion"]
 
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-          (b"x-accel-buffering", b"no")]  # fmt: skip
+Adjust = Callable[[Job], Job]
+STREAMED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 class Generation(Exchange):
@@ -35,7 +40,7 @@ class Generation(Exchange):
         self,
         service: Service,
         make_job: Callable[[AsyncEngine, float], Awaitable[Job]],
-        make_replies: type[Replies],
+        make_replies: Callable[..., Replies],
         *,
         num_requests: int,
         stream: bool,
@@ -43,6 +48,7 @@ class Generation(Exchange):
         """`make_job` encodes the prompts, given engine and time of arrival; `num_requests`: answers to ask for."""
         super().__init__(service, num_requests)
         self._make_job, self._make_replies, self._stream = make_job, make_replies, stream
+        self._replies: Replies | None = None  # of a stream that has begun
         self._last_token: dict[int, float] = {}  # by choice, when its last token was handed over
 
     async def _answer(self, ticket: Ticket) -> None:
@@ -73,8 +79,7 @@ class Generation(Exchange):
                     async for delta in deltas:
                         self._handed_over(delta)
                 spent = server_timing(choices[0].stream.transcript.timeline)
-                headers = [(b"content-type", b"application/json"), (b"server-timing", spent.encode())]
-                headers.append((b"x-request-id", job.id.encode()))
+                headers = [(b"content-type", b"application/json"), (b"server-timing", spent.encode()), *replies.names()]
                 # Long lists of log probabilities take a while: others' answers go on.
                 body = await asyncio.to_thread(lambda: msgspec.json.encode(replies.body()))
                 await self._send_body(200, body, headers)
@@ -89,7 +94,8 @@ class Generation(Exchange):
         replies: Replies,
         on_update: Callable[[Choice, StreamUpdate], None],
     ) -> None:
-        await self._start(200, [*EVENTS, (b"x-request-id", job.id.encode())])
+        self._replies = replies
+        await self._start(200, [(b"content-type", replies.stream_type), *STREAMED, *replies.names()])
         async with aclosing(run_job(choices, on_update)) as deltas:
             async for delta in deltas:
                 data = replies.chunk(delta)
@@ -114,5 +120,42 @@ class Generation(Exchange):
         self._last_token[choice.index] = now
 
     async def _end_with(self, error: TwinphaseError) -> None:
-        if self._stream:
-            await self._send(b"data: " + problems.body(error) + b"\n\n" + DONE, more=False)
+        if self._replies is not None:
+            await self._send(self._replies.failure(problems.body(error, self._shape)), more=False)
+
+
+def answer_chat(
+    service: Service,
+    body: ChatCompletionRequest,
+    make_replies: Callable[..., Replies],
+    adjust: Adjust = lambda job: job,
+) -> Generation:
+    """The response to a chat; `adjust` may change the job before it is submitted."""
+    _check(service, body)
+
+    async def make_job(engine: AsyncEngine, arrival: float) -> Job:
+        own = with_defaults(body, service.config.override_generation_config)
+        name = body.model or service.model_names[0]
+        return adjust(await chat_job(engine, own, name, arrival, tool_prompt=service.config.tool_prompt))
+
+    return Generation(service, make_job, make_replies, num_requests=body.n or 1, stream=bool(body.stream))
+
+
+def answer_completion(
+    service: Service, body: CompletionRequest, make_replies: Callable[..., Replies], adjust: Adjust = lambda job: job
+) -> Generation:
+    """The same for prompts to complete."""
+    _check(service, body)
+    num_requests = count_prompts(body, service.config.max_prompts) * (body.n or 1)
+
+    async def make_job(engine: AsyncEngine, arrival: float) -> Job:
+        own = with_defaults(body, service.config.override_generation_config)
+        return adjust(await completion_job(engine, own, body.model or service.model_names[0], arrival))
+
+    return Generation(service, make_job, make_replies, num_requests=num_requests, stream=bool(body.stream))
+
+
+def _check(service: Service, body: GenerationRequest) -> None:
+    service.check_task("generate")
+    service.check_model(body.model)
+    service.check_n(body.n)

@@ -1,11 +1,15 @@
-"""Errors as OpenAI's clients read them: one JSON shape, the right status, nothing of the server's inside."""
+"""Errors as clients read them: the right status, a shape for each dialect, nothing of the server's inside."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from twinphase.errors import (
     ContextLengthError,
@@ -49,17 +53,34 @@ class RequestTimeoutError(TwinphaseError):
     http_status = 504
 
 
-def problem(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The object under "error"."""
-    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
-    return {"message": message, "type": kind, "param": param, "code": code}
+@dataclass(frozen=True)
+class Problem:
+    """What was wrong; `param` is the field, `code` OpenAI's word for it, where there is one."""
+
+    message: str
+    status: int
+    param: str | None = None
+    code: str | None = None
 
 
-def body(error: TwinphaseError | dict[str, Any]) -> bytes:
+Shape = Callable[[Problem], dict[str, Any]]  # the whole body of an error in a dialect
+
+
+def openai_shape(problem: Problem) -> dict[str, Any]:
+    kind = TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "internal_server_error")
+    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
+
+
+def body(error: TwinphaseError | Problem, shape: Shape = openai_shape) -> bytes:
     """The whole body, in ASCII: a message may quote what no UTF-8 can carry."""
     if isinstance(error, TwinphaseError):
-        error = problem(str(error), error.http_status, param=getattr(error, "param", None), code=_code(error))
-    return json.dumps({"error": error}).encode("ascii")
+        error = Problem(str(error), error.http_status, getattr(error, "param", None), _code(error))
+    return json.dumps(shape(error)).encode("ascii")
+
+
+def refuse_fields(error: ValidationError) -> NoReturn:
+    """What a dialect was translated into is not valid: the client is told as if it had sent that."""
+    raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in error.errors()]) from None
 
 
 def raw_headers(error: TwinphaseError) -> list[tuple[bytes, bytes]]:
@@ -78,7 +99,7 @@ def headers(error: TwinphaseError) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if error.http_status == 401 else {}
 
 
-def invalid_fields(errors: Sequence[Any]) -> dict[str, Any]:
+def invalid_fields(errors: Sequence[Any]) -> Problem:
     """What pydantic found, as one sentence for the first few fields."""
     sentences, first = [], None
     for error in errors[:3]:
@@ -97,7 +118,7 @@ def invalid_fields(errors: Sequence[Any]) -> dict[str, Any]:
             sentences.append("The body is not a JSON object. Send one, with `Content-Type: application/json`.")
         else:
             sentences.append(f"`{where}`: {message}." if where else f"{message}.")
-    return problem(" ".join(sentences), 400, param=first)
+    return Problem(" ".join(sentences), 400, first)
 
 
 def not_found(method: str, path: str) -> str:

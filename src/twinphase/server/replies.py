@@ -47,9 +47,13 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 class Replies:
-    """What chats and completions have in common; `chunk_object` and `body_object` are OpenAI's words for the reply."""
+    """What chats and completions have in common; `chunk_object` and `body_object` are OpenAI's words for the reply.
+
+    Other dialects override `chunk`, `end`, `body` and `failure`.
+    """
 
     chunk_object = body_object = ""
+    stream_type = b"text/event-stream; charset=utf-8"
 
     def __init__(
         self,
@@ -88,6 +92,14 @@ class Replies:
         if self.job.include_usage:
             extra["usage"] = usage(self.job, self.choices) if self.job.continuous_usage else None
         return b"data: " + self._plain + b"," + _JSON.encode(extra)[1:] + b"\n\n"
+
+    def names(self) -> list[tuple[bytes, bytes]]:
+        """Headers that name the request."""
+        return [(b"x-request-id", self.job.id.encode())]
+
+    def failure(self, problem: bytes) -> bytes:
+        """The end of a stream that failed; `problem` is the body that the error would have had."""
+        return b"data: " + problem + b"\n\n" + DONE
 
     def end(self) -> bytes:
         if not self.job.include_usage:

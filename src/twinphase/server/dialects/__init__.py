@@ -1,0 +1,10 @@
+"""APIs beside OpenAI's: one file each, of what requests mean in the server's own words and how answers are written."""
+
+from twinphase.server.problems import Shape, openai_shape
+
+__all__ = ["shape_of"]
+
+
+def shape_of(path: str) -> Shape:
+    """The shape that errors have under that path."""
+    return openai_shape
