@@ -225,6 +225,18 @@ def test_who_only_waited_for_a_seat_would_not_have_waited():
     assert (found.verdict, found.seconds, found.ttft) == ("predicted", pytest.approx(1.0), pytest.approx(1.0))
 
 
+@pytest.mark.parametrize(("others", "flag"), [(2.0, "--tenant-weight"), (1.0, "--max-num-seqs")])
+def test_a_wait_that_was_mostly_for_another_tenants_work_is_told_so(others, flag):
+    timeline = RequestTimeline(0.0)
+    timeline.queue_until(3.0, "seats", others)
+    timeline.mark(IntervalKind.PREFILL, 3.5, 1)
+    timeline.hand_over_tokens(1, 3.5)
+    found = explain(RequestCounts("me", 100), timeline, machine())
+    (queue,) = (one for one in found.diagnoses if one.cause == "queue")
+    assert queue.lever.flag == flag
+    assert ("for 2.00 s of it while another tenant's requests were computed" in queue.evidence) == (others == 2.0)
+
+
 @pytest.mark.parametrize(("off", "verdict"), [(0.5, "unknown"), (2.0, "predicted")])
 def test_alone_cannot_be_told_by_a_model_beyond_its_error(off, verdict, monkeypatch):
     lived = evidence([*LIVED, (IntervalKind.DECODE, 1e-3), (IntervalKind.STALL, 5.0)], first=4.5)

@@ -123,7 +123,6 @@ def test_one_tenants_full_queue_is_not_anothers(contended):
         assert sum(one.get("other_tenants_ms", 0) for one in queue) > 0
         explanation = contended.get(f"/v1/requests/{answer['id']}/explain", **QUICK)[1]
         told = json.dumps(explanation) + json.dumps(timeline)
-        assert "another tenant" in told and "--tenant-weight" in told
         assert "key1" not in told and "flood" not in told
     assert contended.metric("tenant_requests_refused_total", tenant="key1") == 1
     assert contended.metric("tenant_work_seconds_total", tenant="key1") > 0
