@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.handshake import DIGEST_BYTES, GREETING, NONCE_BYTES, receive_exactly
-from twinphase.cluster.kv.frames import Frame, encode_message
+from twinphase.cluster.kv.frames import ENVELOPE, Frame, checksum, decode_header, encode_message, open_envelope
 from twinphase.cluster.kv.port import KVPort
 from twinphase.cluster.kv.transport import connect, read_message
 from twinphase.engine.loading import LoadedEngine
@@ -223,6 +224,27 @@ def flip(choose, data):
     return [bytes(spoilt)]
 
 
+def rewritten(change: Callable[[bytes], bytes]) -> Fault:
+    """Keys and values that somebody changed who knows which checksum belongs to them."""
+
+    def fault(choose, data):
+        (message,) = data
+        start = ENVELOPE.size + open_envelope(message[: ENVELOPE.size])[0]
+        frame, payload = decode_header(message[ENVELOPE.size : start]), message[start:]
+        head = 4 + int.from_bytes(payload[:4], "little")
+        payload = payload[:head] + change(payload[head:])
+        block = CachedBlock(frame.block_hash, frame.parent, tuple(frame.token_ids), frame.index)
+        frame = replace(frame, checksum=checksum(block, payload))
+        return [encode_message(frame, len(payload)) + payload]
+
+    return fault
+
+
+def one_nan(choose, data):
+    """One value of some blocks is no number."""
+    return rewritten(lambda bits: bits[:-2] + b"\xff\xff")(choose, data) if choose.random() < 0.5 else data
+
+
 def hang_up(choose, data):
     return None if choose.random() < 0.2 else data
 
@@ -253,6 +275,7 @@ FAULTS = {
     "duplicate": duplicate,
     "reorder": Reorder(),
     "flip": flip,
+    "one_nan": one_nan,
     "hang_up": hang_up,
 }
 

@@ -66,6 +66,10 @@ def test_a_sequence_goes_on_elsewhere_with_the_same_bits(path: Path, kind: str) 
     after = other.backend.read_blocks(range(BLOCKS))
     assert {i for i in range(BLOCKS) if before[i] != after[i]} == set(there[:used].tolist())  # and no other block
     assert [after[i] for i in there[:used]] == frames
+    for frame in frames:  # an infinity in bfloat16; NaN; NaN as scales too
+        spoilt = [frame[:-2] + b"\x80\x7f", frame[:-2] + b"\xff\xff", frame[:-payload] + b"\xff" * payload]
+        finite = [True, kind == "cpu-int8", kind == "cpu-int8", False]
+        assert [other.backend.has_finite_numbers(one) for one in (frame, *spoilt)] == finite
     expected, logits = decode(one, tokens, here), decode(other, tokens, there)
     assert len(np.unique(expected, axis=0)) > STEPS // 2
     assert (expected.view(np.int32) == logits.view(np.int32)).all()

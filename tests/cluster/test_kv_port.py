@@ -160,6 +160,8 @@ def test_whatever_happens_on_the_way_the_answer_is_the_same(pair, alone, fault):
     assert frames and sum(new.values()) > 0
     if fault == "flip":
         assert new["damaged"] > 0
+    if fault == "one_nan":
+        assert new["not_finite"] > 0
     if fault == "duplicate":
         assert new["known"] > 0 and new["stored"] == frames
     if fault == "reorder":

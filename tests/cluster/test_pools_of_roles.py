@@ -9,12 +9,10 @@ import os
 import pytest
 from msgspec.structs import replace
 
-from kv_workers import through
+from kv_workers import rewritten, through
 from routed import LONG, all_of, mix, read, same, whole
-from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
-from twinphase.cluster.kv.frames import ENVELOPE, checksum, decode_header, encode_message, open_envelope
 from twinphase.cluster.launch import make_host
 from twinphase.cluster.ported import PortedHost
 from twinphase.engine.messages import StepNews
@@ -63,23 +61,15 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone, t
     serve_pools(body, TOPOLOGIES[topology], seconds=800)
 
 
-def wrong_bits(choose, data):
-    """Keys and values that are those of other layers, with the checksum that belongs to them."""
-    (message,) = data
-    start = ENVELOPE.size + open_envelope(message[: ENVELOPE.size])[0]
-    frame, payload = decode_header(message[ENVELOPE.size : start]), message[start:]
-    head = 4 + int.from_bytes(payload[:4], "little")
-    payload = payload[:head] + bytes(len(payload) - head)
-    block = CachedBlock(frame.block_hash, frame.parent, tuple(frame.token_ids), frame.index)
-    frame = replace(frame, checksum=checksum(block, payload))
-    return [encode_message(frame, len(payload)) + payload]
+def of_other_layers(bits):
+    return bytes(len(bits))
 
 
 @pytest.mark.timeout(300)
 def test_blocks_that_are_wrong_are_found_by_the_first_token_and_not_used(serve_pools, lone):
     """They pass every check on the way. The second time around the writer has the right ones, which it computed."""
     expected = lone.generate(LONG_PROMPTS, LONG)
-    proxies, heard = through(wrong_bits)
+    proxies, heard = through(rewritten(of_other_layers))
 
     async def body(engine):
         for _ in range(2):

@@ -141,6 +141,12 @@ class Backend(Protocol):
             KVFrameError: a frame of another fingerprint, or of another length.
         """
 
+    def has_finite_numbers(self, frame: bytes | memoryview) -> bool:
+        """Whether a frame of this fingerprint and length holds no NaN and no infinity; from any thread.
+
+        Either would outlive its block: attention multiplies what lies behind a sequence's end in its last block by 0.
+        """
+
     # One step.
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
         """Run `forward` on `inputs`; float32 logits [num_logits, vocab_size], valid until the next call."""

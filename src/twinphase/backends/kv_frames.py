@@ -16,8 +16,13 @@ from twinphase.blueprint import Blueprint
 from twinphase.errors import KVFrameError
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["kv_fingerprint", "pack_frames", "unpack_frames"]
+__all__ = ["is_finite", "kv_fingerprint", "pack_frames", "unpack_frames"]
 
+EXPONENTS = {  # bits that are all ones in an infinity and in what is no number (IEEE 754; bfloat16: half of a float32)
+    "float32": (np.uint32, 0x7F800000),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+}
 LENGTH_BYTES = 4  # of the fingerprint, little endian, in front of it
 
 
@@ -63,6 +68,21 @@ def unpack_frames(fingerprint: str, frames: Sequence[bytes | memoryview], nbytes
             raise KVFrameError(f"A KV block has {len(view) - start} bytes, not {nbytes}.", "Send it again.")
         block[:] = view[start:]
     return blocks
+
+
+def is_finite(frame: bytes | memoryview, dtype: str, first: int = 0, nbytes: int | None = None) -> bool:
+    """Whether `nbytes` of a frame's bits from the byte `first` on, all of them by default, are finite numbers.
+
+    Args:
+        frame: as `pack_frames` makes them.
+        dtype: of these numbers, one of `EXPONENTS`.
+        first: byte behind the fingerprint.
+        nbytes: up to the frame's end if it is None.
+    """
+    (kind, exponent), start = EXPONENTS[dtype], LENGTH_BYTES + int.from_bytes(frame[:LENGTH_BYTES], "little")
+    view = memoryview(frame)[start + first :]
+    bits = np.frombuffer(view if nbytes is None else view[:nbytes], kind) & kind(exponent)
+    return not (bits == exponent).any()
 
 
 def _difference(found: str, fingerprint: str) -> str:

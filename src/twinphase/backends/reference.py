@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, Units
 from twinphase.backends.device import MeasuredRates
-from twinphase.backends.kv_frames import kv_fingerprint, pack_frames, unpack_frames
+from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.weights.checkpoint import Checkpoint
@@ -89,6 +89,10 @@ class ReferenceBackend:
         for array, part in zip(self.kv_memory, np.split(blocks, 2, axis=1), strict=True):
             view = self._blocks(array)
             view[:, list(block_ids)] = np.moveaxis(part.reshape(-1, len(view), *view.shape[2:]), 0, 1)
+
+    def has_finite_numbers(self, frame: bytes | memoryview) -> bool:
+        """See `Backend`."""
+        return is_finite(frame, "float32")
 
     def _blocks(self, array: F32) -> F32:
         """The view [layers, blocks, block_size, kv_heads, head_dim] of keys or values."""

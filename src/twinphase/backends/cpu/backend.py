@@ -29,7 +29,7 @@ from twinphase.backends.cpu.weights import (
     load_matrix,
     vector_of,
 )
-from twinphase.backends.kv_frames import kv_fingerprint, pack_frames, unpack_frames
+from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.blueprint import Blueprint, Rope
 from twinphase.config import available_cores
@@ -237,6 +237,15 @@ class CpuBackend(ExpertOperations):
             end = start + int(np.prod(shape[1:]))
             view[at[0], :, :, at[1]] = blocks[:, start:end].reshape(shape)
             start = end
+
+    def has_finite_numbers(self, frame: bytes | memoryview) -> bool:
+        """See `Backend`; of int8, only the scales can be something else."""
+        cells = self.kv_spec.num_layers * self.kv_spec.num_kv_heads * self.kv_spec.block_size // kv_layout.CELL
+        keys, scales, _ = (cells * size for size in self._cell_sizes())
+        wide = "bfloat16" if self.isa.bf16_dot else "float16"
+        return is_finite(frame, "float32", keys, scales) and (
+            self.kv_cache_dtype == "int8" or is_finite(frame, wide, keys + scales)
+        )
 
     def _cells(self, block_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Chunk, and place in it, of each cell, [blocks, cells of a block] each."""

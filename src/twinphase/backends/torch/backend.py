@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinphase.backends.base import Array, Forward, KVCacheSpec, StepInputs
-from twinphase.backends.kv_frames import kv_fingerprint, pack_frames, unpack_frames
+from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.backends.torch.device import find_device, find_dtype
 from twinphase.blueprint import Blueprint, Experts, Rope
@@ -146,6 +146,10 @@ class TorchBackend:
         layers, both, _, *block = self.kv.shape
         blocks = torch.from_numpy(rows).to(self.device).view(self.dtype).view(len(rows), layers, both, *block)
         self.kv[:, :, list(block_ids)] = blocks.movedim(0, 2)
+
+    def has_finite_numbers(self, frame: bytes | memoryview) -> bool:
+        """See `Backend`."""
+        return is_finite(frame, str(self.dtype).removeprefix("torch."))
 
     # One step.
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:

@@ -1,7 +1,8 @@
 """The receiving end of KV blocks: checks each, and puts it into an engine's prefix cache between two steps.
 
-A block is used only if its fingerprint, its checksum and its name are right. Whatever else comes is dropped and
-counted: it costs a shorter prefix, which is computed here with the same bits. Not for what a cache holds (`cache/`).
+A block is used only if its fingerprint, its checksum and its name are right, and its numbers finite. Whatever else
+comes is dropped and counted: it costs a shorter prefix, which is computed here with the same bits. Not for what a cache
+holds (`cache/`).
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class BlockIntake:
             return "length"
         if checksum(frame.block, payload) != frame.checksum:
             return "damaged"
-        return "" if payload.startswith(self.head) else "fingerprint"
+        if not payload.startswith(self.head):
+            return "fingerprint"
+        return "" if self._backend.has_finite_numbers(payload) else "not_finite"
 
     def _store(self, engine: Engine) -> None:
         start = self._clock()
