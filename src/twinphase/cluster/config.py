@@ -58,7 +58,7 @@ class ClusterConfig:
         default_text="without Ray",
     )
     worker_silence: float = setting(
-        2.0, "Seconds without a sign of life after which a worker counts as dead.", above=0, maximum=3600
+        1.5, "Seconds without a sign of life after which a worker counts as dead.", above=0, maximum=3600
     )
 
     def __post_init__(self) -> None:

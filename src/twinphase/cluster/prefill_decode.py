@@ -41,7 +41,7 @@ class PDServer(OpenAIServer):
 
     def _host(self, model: str, config: LLMConfig, server: ServerConfig) -> Host:
         def newcomer(name: str, address: str) -> CalledHost:
-            return CalledHost(address, self._key, model, config.engine_kwargs, 2.0)
+            return CalledHost(address, self._key, model, config.engine_kwargs)
 
         self._door = Door(f"{_own_address()}:0", self._key, newcomer)
         self._router = Router({}, stall=server.stall_timeout, door=self._door)

@@ -39,7 +39,7 @@ class RemoteHost(LinkHost):
         key: bytes,
         model: str | Path,
         config: dict[str, Any],
-        silence: float | None = 2.0,
+        silence: float | None = 1.5,
     ) -> None:
         """`address` is asked for again at each connection if it is a function; arguments and errors as `LinkHost`."""
         super().__init__(model, config, silence)

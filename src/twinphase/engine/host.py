@@ -280,10 +280,12 @@ class LinkHost:
             slept = time.monotonic()
             await asyncio.sleep(BEAT_SECONDS)
             now = time.monotonic()
-            if now - slept > 2 * BEAT_SECONDS:
-                self._heard = now
+            late = now - slept - BEAT_SECONDS
+            if late > BEAT_SECONDS:
+                self._heard = min(now, self._heard + late)
             elif now - self._heard > silence and self._writer is writer:
                 self.kill()
+                writer.abort()  # whatever it says while the system takes it down, nobody is to hear
                 return
 
     def take(self, message: FromEngine) -> None:
