@@ -141,7 +141,7 @@ class Backend(Protocol):
             KVFrameError: a frame of another fingerprint, or of another length.
         """
 
-    def has_finite_numbers(self, frame: bytes | memoryview) -> bool:
+    def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """Whether a frame of this fingerprint and length holds no NaN and no infinity; from any thread.
 
         Either would outlive its block: attention multiplies what lies behind a sequence's end in its last block by 0.

@@ -70,7 +70,7 @@ def unpack_frames(fingerprint: str, frames: Sequence[bytes | memoryview], nbytes
     return blocks
 
 
-def is_finite(frame: bytes | memoryview, dtype: str, first: int = 0, nbytes: int | None = None) -> bool:
+def is_finite(frame: bytes | bytearray | memoryview, dtype: str, first: int = 0, nbytes: int | None = None) -> bool:
     """Whether `nbytes` of a frame's bits from the byte `first` on, all of them by default, are finite numbers.
 
     Args:

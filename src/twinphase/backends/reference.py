@@ -90,7 +90,7 @@ class ReferenceBackend:
             view = self._blocks(array)
             view[:, list(block_ids)] = np.moveaxis(part.reshape(-1, len(view), *view.shape[2:]), 0, 1)
 
-    def has_finite_numbers(self, frame: bytes | memoryview) -> bool:
+    def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """See `Backend`."""
         return is_finite(frame, "float32")
 

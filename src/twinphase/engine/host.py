@@ -279,14 +279,11 @@ class LinkHost:
             writer.write(encode(Ping(time.perf_counter())))
             slept = time.monotonic()
             await asyncio.sleep(BEAT_SECONDS)
-            now = time.monotonic()
-            late = now - slept - BEAT_SECONDS
-            if late > BEAT_SECONDS:
+            if (late := (now := time.monotonic()) - slept - BEAT_SECONDS) > BEAT_SECONDS:
                 self._heard = min(now, self._heard + late)
             elif now - self._heard > silence and self._writer is writer:
                 self.kill()
-                writer.abort()  # whatever it says while the system takes it down, nobody is to hear
-                return
+                return writer.abort()  # whatever it says while the system takes it down, nobody is to hear
 
     def take(self, message: FromEngine) -> None:
         self._heard = time.monotonic()

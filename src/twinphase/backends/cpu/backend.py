@@ -238,7 +238,7 @@ class CpuBackend(ExpertOperations):
             view[at[0], :, :, at[1]] = blocks[:, start:end].reshape(shape)
             start = end
 
-    def has_finite_numbers(self, frame: bytes | memoryview) -> bool:
+    def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """See `Backend`; of int8, only the scales can be something else."""
         cells = self.kv_spec.num_layers * self.kv_spec.num_kv_heads * self.kv_spec.block_size // kv_layout.CELL
         keys, scales, _ = (cells * size for size in self._cell_sizes())

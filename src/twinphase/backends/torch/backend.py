@@ -147,7 +147,7 @@ class TorchBackend:
         blocks = torch.from_numpy(rows).to(self.device).view(self.dtype).view(len(rows), layers, both, *block)
         self.kv[:, :, list(block_ids)] = blocks.movedim(0, 2)
 
-    def has_finite_numbers(self, frame: bytes | memoryview) -> bool:
+    def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """See `Backend`."""
         return is_finite(frame, str(self.dtype).removeprefix("torch."))
 
