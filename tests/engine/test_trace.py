@@ -69,6 +69,8 @@ def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("
         machine.struck = {choose.choice(unfinished).request_id} if unfinished and choose.random() < 0.05 else set()
         if choose.random() < 0.05:
             engine.keep_pace(Pace(choose.choice([None, 9.0, 12.1]), True, choose.choice([0.0, 0.004])))
+        if choose.random() < 0.05:
+            engine.read_at_most(choose.choice([None, 4]))
         machine.now += choose.choice([0.0, 1e-4])  # what the front end takes
         if number % 7 == 3:  # as if another engine had computed the beginning of a prompt that may come
             other = engine_request("other", [20 + number % 2 * 10] * 4 * (1 + number % 5))
@@ -103,7 +105,12 @@ def test_a_replay_decides_the_same(log, seed, policy, itl_slo_ms, tenants):
     assert result.difference is None
     assert result.num_steps == engine.ledger.num_steps
     assert engine.scheduler.num_preemptions > 0
-    assert {json.loads(line)["event"] for line in text.splitlines()} == {
+    events = [json.loads(line) for line in text.splitlines()]
+    bound = None
+    for event in events:
+        bound = event["num_tokens"] if event["event"] == "bound" else bound
+        assert bound is None or sum(share[2] for share in event.get("prefills", ())) <= bound
+    assert {event["event"] for event in events} == {
         "header",
         "add",
         "finish",
@@ -111,6 +118,7 @@ def test_a_replay_decides_the_same(log, seed, policy, itl_slo_ms, tenants):
         "observe",
         "pace",
         "accept",
+        "bound",
     }
 
 

@@ -41,9 +41,9 @@ from twinphase.engine.messages import (
     Seen,
     StepNews,
     ToEngine,
-    WorkerStatus,
 )
 from twinphase.engine.text import ModelText
+from twinphase.engine.worker_status import WorkerStatus
 from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
 from twinphase.request import FinishReason
 

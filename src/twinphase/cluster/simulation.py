@@ -19,6 +19,7 @@ from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.routing import FRAME_SECONDS, Decision, Role, Routing
+from twinphase.cluster.worker_view import DECODE_CHUNK
 from twinphase.engine.executor import Executor
 from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.chunk import StepTimes
@@ -138,7 +139,7 @@ class Simulation:
         self._workers: dict[str, _Worker] = {}
         for name, role in zip(spec.names(), spec.roles, strict=True):
             self.fleet.join(name, role, spec.times)
-            self._workers[name] = _Worker(name, self._scheduler())
+            self._workers[name] = _Worker(name, self._scheduler(role))
             self._workers[name].prefix_cache.watch()
         self.busy_seconds = dict.fromkeys(self._workers, 0.0)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -154,9 +155,9 @@ class Simulation:
             self.now, _, happen = heapq.heappop(self._events)
             happen()
 
-    def _scheduler(self) -> Scheduler:
+    def _scheduler(self, role: Role) -> Scheduler:
         spec = self.spec
-        return Scheduler(
+        scheduler = Scheduler(
             KVCacheManager(spec.num_blocks, spec.block_size),
             max_model_len=spec.max_model_len,
             eos_token_ids=(),
@@ -165,6 +166,8 @@ class Simulation:
             max_num_seqs=spec.max_num_seqs,
             itl_slo_ms=spec.itl_slo_ms,
         )
+        scheduler.most_prefill_tokens = DECODE_CHUNK if role == "decode" else None
+        return scheduler
 
     def _at(self, moment: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (moment, next(self._order), happen))

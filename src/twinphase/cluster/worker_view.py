@@ -12,14 +12,16 @@ from msgspec.structs import replace
 from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.routing import Role, WorkerLoad
 from twinphase.engine.host import LinkHost
-from twinphase.engine.messages import BlocksChanged, EngineFacts, Pushed, Refused, StepStats, WatchBlocks, WorkerStatus
+from twinphase.engine.messages import BlocksChanged, EngineFacts, Pushed, ReadAtMost, Refused, StepStats, WatchBlocks
+from twinphase.engine.worker_status import WorkerStatus
 from twinphase.phases.cost import FEATURES, CostModel
 
-__all__ = ["WorkerView", "as_one", "can_answer", "failure_of"]
+__all__ = ["DECODE_CHUNK", "WorkerView", "as_one", "can_answer", "failure_of"]
 
 LOG = logging.getLogger("twinphase.cluster")
 NO_PRICES = (0.0,) * len(FEATURES)
 SHARE_SECONDS = 10.0  # that the shares of time are told of
+DECODE_CHUNK = 128  # prompt tokens of a decode worker's step: an answer that comes meanwhile waits for its end
 TOTALS = ("prefix_queries", "prefix_hits", "num_preemptions")
 
 
@@ -68,8 +70,14 @@ class WorkerView:
 
     def join(self, facts: EngineFacts) -> None:
         self.facts, self.is_up, self.state = facts, True, "ready"
-        self.role = facts.role or self.role
         self.prices = facts.prices or NO_PRICES
+        self.take_role(facts.role or self.role)
+
+    def take_role(self, role: Role) -> None:
+        """It is there for another half from now on, or has come for this one."""
+        self.role = role
+        if self.facts is not None and self.facts.shape is not None:
+            self.host.put(ReadAtMost(DECODE_CHUNK if role == "decode" else None))
 
     def load(self, stage: str) -> bool:
         """It is being started; whether it now turns out that nobody is there yet."""

@@ -133,6 +133,12 @@ class Engine:
         if self.recorder.trace:
             self.recorder.trace.pace(scheduler.slo_seconds, scheduler.prefill_room)
 
+    def read_at_most(self, num_tokens: int | None) -> None:
+        """From the next step on, bound what prefill has of a step, whether something decodes in it or not."""
+        self.scheduler.most_prefill_tokens = num_tokens
+        if self.recorder.trace:
+            self.recorder.trace.read_at_most(num_tokens)
+
     def accept(self, blocks: Sequence[CachedBlock], write: Callable[[list[int], list[int]], None]) -> list[Acceptance]:
         """Between steps, make blocks that another engine computed findable; see `KVCacheManager.accept`."""
         verdicts = self.scheduler.kv_cache.accept(blocks, write)

@@ -30,10 +30,10 @@ from twinphase.engine.messages import (
     Refused,
     Stop,
     ToEngine,
-    WorkerStatus,
 )
 from twinphase.engine.text import ModelText
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
+from twinphase.engine.worker_status import WorkerStatus
 from twinphase.errors import EngineDeadError, TwinphaseError
 
 __all__ = ["Died", "Host", "LinkHost", "ProcessHost", "Receive", "ThreadHost"]

@@ -30,6 +30,7 @@ from twinphase.engine.messages import (
     LookAt,
     News,
     PushTo,
+    ReadAtMost,
     Refused,
     Seen,
     StepNews,
@@ -175,6 +176,8 @@ class EngineLoop:
             self._send(BlocksChanged(number, hashes, whole=True))
         elif isinstance(message, HandOver) and self.pushes is not None:
             self.pushes.hand_over(message.to)
+        elif isinstance(message, ReadAtMost):
+            engine.read_at_most(message.num_tokens)
         elif isinstance(message, Stop):
             self._stopped = True
 

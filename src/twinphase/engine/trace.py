@@ -11,6 +11,7 @@ changed its mind.
     step      the drafts there were, the decision (`decision`) and the tokens that came of it
     observe   what the step took, from which the cost model learns
     pace      the SLO and the room for prefill from here on, where the engine chose them itself
+    bound     the prompt tokens of a step at most from here on
 
 Prompts are in the log: treat it as you treat them.
 """
@@ -113,6 +114,9 @@ class TraceWriter:
     def pace(self, slo_seconds: float | None, prefill_room: float) -> None:
         self._write("pace", {"slo_seconds": slo_seconds, "prefill_room": prefill_room})
 
+    def read_at_most(self, num_tokens: int | None) -> None:
+        self._write("bound", {"num_tokens": num_tokens})
+
     def observe(self, seconds: float, gap: float) -> None:
         """What the step took, and what went by before it; Python writes floats so that they read back the same."""
         self._write("observe", {"seconds": seconds, "gap": gap})
@@ -188,6 +192,8 @@ class _Replaying:
             scheduler.finish(event["request_id"], FinishReason(event["reason"]))
         elif kind == "pace":
             scheduler.slo_seconds, scheduler.prefill_room = event["slo_seconds"], event["prefill_room"]
+        elif kind == "bound":
+            scheduler.most_prefill_tokens = event["num_tokens"]
         elif kind == "observe":
             self._cost_model.observe(self._work, event["seconds"], event["gap"])
         elif kind == "step":

@@ -38,6 +38,7 @@ class Scheduler:
         running: requests that hold blocks; in a step, in the order of `fair`.
         slo_seconds: longest gap between tokens that chunks leave running requests, or None.
         prefill_room: seconds that prefill may add to a step whatever the SLO.
+        most_prefill_tokens: of a step, whatever decodes in it; None is no bound but the budget.
         seconds: predicted, of all steps so far: the scheduler's clock.
         step_work: seconds of the last step by tenant, predicted.
         num_preemptions: so far.
@@ -74,6 +75,7 @@ class Scheduler:
         self.policy = policy
         self.slo_seconds = None if itl_slo_ms is None else itl_slo_ms / 1e3
         self.prefill_room = 0.0
+        self.most_prefill_tokens: int | None = None
         self.fair = FairQueue(policy_key(policy))
         self.running: list[Request] = []
         self.num_preemptions = self.num_recomputed_tokens = 0
@@ -150,7 +152,7 @@ class Scheduler:
             decodes = with_drafts(decodes, drafts, tokens // 2, self._longest_draft)
             tokens -= sum(share.num_drafts for share in decodes)
         budget = ChunkBudget(
-            tokens,
+            tokens if self.most_prefill_tokens is None else min(tokens, self.most_prefill_tokens),
             Batch(decodes, [], window=self.window).decode_work,
             self._times,
             self.slo_seconds,

@@ -13,7 +13,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from twinphase.engine.messages import StepStats, WorkerStatus
+from twinphase.engine.messages import StepStats
+from twinphase.engine.worker_status import WorkerStatus
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, RequestCounts

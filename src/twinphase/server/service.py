@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.host import Host
-from twinphase.engine.messages import EngineFacts, StepStats, WorkerStatus
+from twinphase.engine.messages import EngineFacts, StepStats
+from twinphase.engine.worker_status import WorkerStatus
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
 from twinphase.server.answers import Choice
