@@ -56,6 +56,23 @@ def test_token_ids_and_usage(embedder, folder, expected):
     assert embedder.metric("embedding_texts_total") > 0 and embedder.metric("embedding_tokens_total") > total
 
 
+def test_ollamas_api_gives_them_too(embedder, expected):
+    model = "tiny-bert:latest"  # as its clients call it
+    body = embedder.post("/api/embed", {"model": model, "input": TEXTS, "truncate": True})[1]
+    assert np.array_equal(body["embeddings"], expected) and body["prompt_eval_count"] > 0 < body["total_duration"]
+    assert embedder.post("/api/embeddings", {"model": model, "prompt": TEXTS[1]})[1] == {"embedding": list(expected[1])}
+    assert embedder.post("/api/show", {"model": model})[1]["capabilities"] == ["embedding"]
+    for path, fields, part in (
+        ("/api/embed", {"input": "hello " * 100}, "has 102 tokens; the model takes 64"),
+        ("/api/embed", {"input": []}, "`input` has 0 texts"),
+        ("/api/embed", {"input": "a", "dimensions": 8}, "dimensions"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}, "it writes none"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, "it writes none"),
+    ):  # fmt: skip
+        status, reply = embedder.post(path, {"model": "tiny-bert", **fields})
+        assert status == 400 and part in str(reply["error"])
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "part"),
     [

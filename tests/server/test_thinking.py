@@ -2,6 +2,9 @@
 
 import pytest
 
+from dialects import ANTHROPIC, OLLAMA, OPENAI, PATHS, joined, parts, whole
+from dialects import ask as ask_in
+from raw_client import send
 from tiny_gguf import CHAT_TEMPLATE, write_tiny_gguf
 from twinphase import LLM, SamplingParams
 
@@ -76,3 +79,21 @@ def test_what_was_never_answered_is_all_thinking(client):
     assert reply.choices[0].finish_reason == "length" and reply.choices[0].message.content == ""
     assert reply.usage.completion_tokens_details.reasoning_tokens == reply.usage.completion_tokens == 4
     assert reply.timings["ttfo_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "openais"),
+    [
+        (ANTHROPIC, {"thinking": {"type": "enabled", "budget_tokens": BUDGET}}, {"thinking_token_budget": BUDGET}),
+        (ANTHROPIC, {"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (OLLAMA, {"think": True}, {}),
+    ],
+)
+def test_other_apis_tell_thoughts_apart_too(thinker, dialect, fields, openais):
+    expected = whole(OPENAI, thinker.post(PATHS[OPENAI], ask_in(OPENAI, "thinker", max_tokens=40, **openais))[1])
+    assert expected.reasoning and (expected.text or "thinking_token_budget" not in openais)
+    body = ask_in(dialect, "thinker", max_tokens=40, **fields)
+    with send(thinker, PATHS[dialect], {**body, "stream": True}) as stream:
+        streamed = whole(dialect, joined(dialect, list(parts(stream))))
+    for said in (whole(dialect, thinker.post(PATHS[dialect], body)[1]), streamed):
+        assert (said.reasoning, said.text, said.num_output) == (expected.reasoning, expected.text, 40)

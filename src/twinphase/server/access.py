@@ -43,8 +43,8 @@ class Access:
         digest = hashlib.sha256(key.strip().encode(errors="replace")).digest()
         known = [tenant for own, tenant in self._tenants if hmac.compare_digest(digest, own)]
         if scheme.lower() != "bearer" or not known:
-            what = "The API key is not known." if authorization else "No API key was given."
-            raise AuthenticationError(what, "Send the header `Authorization: Bearer KEY`.")
+            what = "The API key is not known." if key else "No API key was given."
+            raise AuthenticationError(what, "Send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`.")
         return known[0]
 
 

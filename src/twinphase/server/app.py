@@ -22,6 +22,8 @@ from twinphase import __version__
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server import problems
 from twinphase.server.dialects import shape_of
+from twinphase.server.dialects.anthropic import add_messages
+from twinphase.server.dialects.ollama import add_ollama
 from twinphase.server.embeddings import Embeddings, embedding_inputs
 from twinphase.server.exchange import Receive, Scope, Send
 from twinphase.server.generation import answer_chat, answer_completion
@@ -80,6 +82,8 @@ def make_app(service: Service, *, when_ready: bool = False) -> Gate:
     bearer = Depends(HTTPBearer(auto_error=False, description="One of the server's API keys."))
     api = APIRouter(dependencies=[bearer] if service.config.keys else None)
     _add_generation(api, service)
+    add_messages(api, service)
+    add_ollama(api, service)
     _add_embeddings(api, service)
     _add_text(api, service)
     _add_requests(api, service)
@@ -238,7 +242,12 @@ def _add_problems(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return refuse(request, problems.invalid_fields(error.errors()), 400, "InvalidRequestError")
+        return refuse(
+            request,
+            problems.invalid_fields(error.errors(), hints=request.state.shape is problems.openai_shape),
+            400,
+            "InvalidRequestError",
+        )
 
     @app.exception_handler(HTTPException)
     async def http_problem(request: Request, error: HTTPException) -> Response:
@@ -287,8 +296,11 @@ class Gate:
         state["send"] = watched
         try:
             if OPEN_PATHS.fullmatch(scope["path"]) is None and scope["method"] != "OPTIONS":
-                authorization = headers.get(b"authorization", b"").decode("latin-1")
-                state["tenant"] = self._service.access.tenant(authorization)
+                authorization = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+                state["tenant"] = self._service.access.tenant(authorization.decode("latin-1"))
+            if scope["path"].startswith("/api/") and b"origin" not in headers:  # curl's default is that of a form
+                kept = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+                scope["headers"] = [*kept, (b"content-type", b"application/json")]
             body = await self._read(headers, receive)
             if body is not None:
                 state["arrival"] = perf_counter()  # what the client took to send it is not ours

@@ -34,7 +34,7 @@ from twinphase.tokenizer.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
-__all__ = ["Job", "Reader", "chat_job", "completion_job", "count_prompts", "template_inputs"]
+__all__ = ["Job", "Reader", "chat_job", "completion_job", "count_prompts", "template_inputs", "within_context"]
 
 READ_AT_ONCE = 64  # messages and their parts; more are read by a thread, so that others' answers go on
 NUM_SEEDS = 2**64  # that the engine's draws tell apart
@@ -229,6 +229,14 @@ def with_defaults(body: Body, defaults: Mapping[str, float] | None) -> Body:
     if getattr(body, "max_completion_tokens", None) is not None:
         missing.pop("max_tokens", None)
     return body.model_copy(update=missing) if missing else body
+
+
+def within_context(job: Job, limit: int | None) -> Job:
+    """The job with answers that may go on to the context's end, where they may be longer than that."""
+    asked, longest = job.params.max_tokens, max(len(prompt.token_ids) for prompt in job.prompts)
+    if asked is None or limit is None or longest + asked <= limit:
+        return job
+    return replace(job, params=replace(job.params, max_tokens=None))
 
 
 def _template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:

@@ -99,8 +99,8 @@ def headers(error: TwinphaseError) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if error.http_status == 401 else {}
 
 
-def invalid_fields(errors: Sequence[Any]) -> Problem:
-    """What pydantic found, as one sentence for the first few fields."""
+def invalid_fields(errors: Sequence[Any], *, hints: bool) -> Problem:
+    """What pydantic found, as one sentence for the first few fields; `hints` name fields of OpenAI's API."""
     sentences, first = [], None
     for error in errors[:3]:
         kind, message = error["type"], error["msg"].removeprefix("Value error, ")
@@ -111,7 +111,7 @@ def invalid_fields(errors: Sequence[Any]) -> Problem:
             continue
         first = first or (path[0][:LONGEST_PATH] if path else None)
         if kind in ("extra_forbidden", "none_required"):
-            sentences.append(f"The field `{where}` is not supported. {_instead(path[-1] if path else '')}")
+            sentences.append(f"The field `{where}` is not supported. {_instead(path[-1] if path and hints else '')}")
         elif kind == "literal_error":
             sentences.append(f"`{where}`: {message.replace('Input should be', 'only this is supported:')}.")
         elif not path and kind != "value_error":
@@ -124,7 +124,7 @@ def invalid_fields(errors: Sequence[Any]) -> Problem:
 def not_found(method: str, path: str) -> str:
     """The message for a route that does not exist."""
     if path.startswith("/api/"):
-        return f"There is no {path} here: this is OpenAI's API, not Ollama's. Use /v1/chat/completions."
+        return f"There is no {method} {path[:LONGEST_PATH]} here: the model is chosen when the server is started."
     if path in ("/chat/completions", "/completions", "/embeddings", "/models"):
         return f"There is no {path} here. Give clients a base_url that ends in /v1."
     return f"There is no {method} {path[:LONGEST_PATH]} here. GET /openapi.json lists what there is."

@@ -16,15 +16,15 @@ from twinphase.server.tool_calls import ToolCallDelta
 from twinphase.tokenizer.detokenizer import Detokenizer
 from twinphase.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["DONE", "ChatReplies", "CompletionReplies", "Replies", "event", "usage"]
+__all__ = ["DONE", "ChatReplies", "CompletionReplies", "Replies", "encode", "event", "usage"]
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # as vLLM: JSON has no infinity
-_JSON = msgspec.json.Encoder()
+encode = msgspec.json.Encoder().encode  # to JSON
 
 
 def event(data: Any) -> bytes:
-    return b"data: " + _JSON.encode(data) + b"\n\n"
+    return b"data: " + encode(data) + b"\n\n"
 
 
 def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -66,10 +66,13 @@ class Replies:
         """`shape` is the model's, for the report of prompt parts; `spec_metrics` as in `ServerConfig`."""
         self._spec_metrics = spec_metrics
         self.job, self.choices, self.tokenizer, self.shape = job, choices, tokenizer, shape
-        head = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
-        self._head = head
+        self._head = self.head()
         self._read: set[int] = set()  # answers whose prompt was told to be read
-        self._plain = _JSON.encode(head)[:-1]  # of a chunk that brings nothing but text, the most common kind
+        self._plain = encode(self._head)[:-1]  # of a chunk that brings nothing but text, the most common kind
+
+    def head(self) -> dict[str, Any]:
+        """What every part of the reply begins with."""
+        return {"id": self.job.id, "object": self.chunk_object, "created": self.job.created, "model": self.job.model}
 
     def chunk(self, delta: Delta) -> bytes:
         """The event of a delta; empty for one that brings nothing."""
@@ -91,7 +94,7 @@ class Replies:
                 choice["prompt_token_ids"] = self.job.prompt_of(delta.choice.index).token_ids
         if self.job.include_usage:
             extra["usage"] = usage(self.job, self.choices) if self.job.continuous_usage else None
-        return b"data: " + self._plain + b"," + _JSON.encode(extra)[1:] + b"\n\n"
+        return b"data: " + self._plain + b"," + encode(extra)[1:] + b"\n\n"
 
     def names(self) -> list[tuple[bytes, bytes]]:
         """Headers that name the request."""

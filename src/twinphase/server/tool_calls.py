@@ -11,6 +11,9 @@ import re
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic_core import from_json
 
 from twinphase.server.tools import MISTRAL, TOOL_NAME, ToolFormat
 from twinphase.tokenizer.detokenizer import overlap
@@ -42,6 +45,15 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments as an object, as far as they came."""
+        try:
+            found = from_json(self.arguments, allow_partial=True)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 def join_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:

@@ -1,0 +1,274 @@
+"""Anthropic's Messages API: what its requests mean in the server's own words, and its events and bodies.
+
+A request's text blocks, tools and tool results are all that is read; images and documents are refused. What was cached
+is told, and needs no `cache_control`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+
+from twinphase.server.answers import Delta
+from twinphase.server.dialects.anthropic_types import (
+    AnthropicErrorResponse,
+    CountTokensRequest,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from twinphase.server.generation import answer_chat
+from twinphase.server.jobs import Job, template_inputs, within_context
+from twinphase.server.observe import timings
+from twinphase.server.openai_types import ChatCompletionRequest
+from twinphase.server.problems import Problem, refuse_fields
+from twinphase.server.replies import Replies, encode
+from twinphase.server.service import Service
+from twinphase.tokenizer.think_tags import think_tags
+
+__all__ = ["add_messages", "anthropic_shape"]
+
+# Anthropic's word for a status.
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+         429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": AnthropicErrorResponse},
+    "5XX": {"model": AnthropicErrorResponse},
+}
+OBJECT = {"application/json": {"schema": {"type": "object"}}}
+ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def anthropic_shape(problem: Problem) -> dict[str, Any]:
+    kind = TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+
+
+# What that is in the server's own words.
+
+
+def _chat(body: CountTokensRequest, template: str) -> ChatCompletionRequest:
+    """The same as a chat; `template` is the source of the model's."""
+    fields: dict[str, Any] = {"model": body.model, "messages": list(_messages(body)), **_tools(body)}
+    form = (body.output_config and body.output_config.format) or body.output_format
+    if form is not None:
+        schema = {"name": "answer", "schema": form.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    variables: dict[str, Any] = {}
+    thinking, effort = body.thinking, body.output_config and body.output_config.effort
+    if thinking is not None and think_tags(template) is not None:  # for other models there is nothing to set
+        fields["thinking_token_budget"] = thinking.budget_tokens
+        fields["include_reasoning"] = thinking.display != "omitted"
+        if thinking.type == "disabled":
+            variables["enable_thinking"] = False
+    if effort is not None and "reasoning_effort" in template:
+        variables["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
+    fields["chat_template_kwargs"] = variables or None
+    if isinstance(body, MessagesRequest):
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
+        fields |= {name: getattr(body, name) for name in names}
+        fields["stop"] = body.stop_sequences or None
+    if body.messages[-1].role == "assistant":  # its text is the answer's beginning
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    try:
+        return ChatCompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        refuse_fields(error)
+
+
+def _messages(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
+    if body.system:
+        yield {"role": "system", "content": _parts(body.system)}
+    for turn in body.messages:
+        texts: list[TextBlock] = []
+        calls: list[dict[str, Any]] = []
+        thoughts: list[str] = []
+        has_results = False
+        for block in turn.content:
+            if isinstance(block, ToolResultBlock):
+                has_results = True
+                content = _parts(block.content)
+                if block.is_error:  # templates have no place for that
+                    content = "Error: " + "\n".join(part.text for part in block.content)
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+            elif isinstance(block, ToolUseBlock):
+                function = {"name": block.name, "arguments": json.dumps(block.input)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            elif isinstance(block, ThinkingBlock):
+                thoughts.append(block.thinking)
+            else:
+                texts.append(block)
+        if texts or calls or thoughts or not has_results:
+            message: dict[str, Any] = {"role": turn.role, "content": _parts(texts) if texts or not calls else None}
+            message |= {"tool_calls": calls} if calls else {}
+            message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+            yield message
+
+
+def _parts(texts: Sequence[TextBlock]) -> str | list[dict[str, Any]]:
+    if len(texts) < 2:
+        return "".join(block.text for block in texts)
+    return [{"type": "text", "text": block.text} for block in texts]
+
+
+def _tools(body: CountTokensRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if body.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in body.tools
+        ]
+    choice = body.tool_choice
+    if choice is not None:
+        named = {"type": "function", "function": {"name": choice.name or ""}}
+        fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return fields
+
+
+# How answers are written.
+
+
+class MessageReplies(Replies):
+    """Replies of /v1/messages: an answer is a list of blocks, of thinking, text and calls in the order of the text."""
+
+    def __init__(self, block_size: int, *known: Any) -> None:
+        """`block_size` of the KV cache, in tokens; `known` as in `Replies`."""
+        super().__init__(*known)
+        self._block_size = block_size
+        self._choice = self.choices[0]
+        self._begun = False
+        self._index, self._kind = -1, ""  # of the block that is being written
+
+    def names(self) -> list[tuple[bytes, bytes]]:
+        return [*super().names(), (b"request-id", self.job.id.encode())]
+
+    def failure(self, problem: bytes) -> bytes:
+        return b"event: error\ndata: " + problem + b"\n\n"
+
+    def chunk(self, delta: Delta) -> bytes:
+        events = b""
+        if not self._begun:  # it is known now how much of the prompt was cached
+            self._begun = True
+            message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+            events += _event("message_start", message=message) + _event("ping")
+        elif delta.num_prefilled is not None:
+            events += _event("ping")
+        if delta.reasoning:
+            events += self._piece("thinking", {"thinking": "", "signature": ""}, {"thinking": delta.reasoning})
+        if delta.content:
+            events += self._piece("text", {"text": ""}, {"text": delta.content})
+        for call in delta.tool_calls:
+            if call.id is not None:
+                events += self._end_block()
+            start: dict[str, Any] = {"id": call.id, "name": call.name, "input": {}}
+            events += self._piece("tool_use", start, {"partial_json": call.arguments})
+        if delta.finished:
+            events += self._end_block()
+            told = {"timings": timings(self.job, self._choice, self.shape)}
+            events += _event("message_delta", delta=self._stop(), usage=self._usage(), **told)
+        return events
+
+    def end(self) -> bytes:
+        return _event("message_stop")
+
+    def body(self) -> dict[str, Any]:
+        choice = self._choice
+        blocks: list[dict[str, Any]] = []
+        if choice.reasoning and self.job.reader.keep_reasoning:
+            blocks.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        if choice.content:
+            blocks.append({"type": "text", "text": choice.content})
+        for call in choice.tool_calls:
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.given})
+        told = {"timings": timings(self.job, choice, self.shape)}
+        return {**self._head, "content": blocks, **self._stop(), "usage": self._usage(), **told}
+
+    def head(self) -> dict[str, Any]:
+        return {"id": self.job.id, "type": "message", "role": "assistant", "model": self.job.model}
+
+    def _piece(self, kind: str, start: dict[str, Any], piece: dict[str, Any]) -> bytes:
+        events = b""
+        if kind != self._kind:
+            events = self._end_block()
+            self._index, self._kind = self._index + 1, kind
+            events += _event("content_block_start", index=self._index, content_block={"type": kind, **start})
+        delta = {"type": "input_json_delta" if kind == "tool_use" else f"{kind}_delta", **piece}
+        return events + _event("content_block_delta", index=self._index, delta=delta)
+
+    def _end_block(self) -> bytes:
+        if not self._kind:
+            return b""
+        self._kind = ""
+        return _event("content_block_stop", index=self._index)
+
+    def _stop(self) -> dict[str, Any]:
+        reason, sequence = STOP_REASONS[self._choice.finish_reason or "stop"], self._choice.stop_reason
+        if reason == "max_tokens" and self.job.params.max_tokens is None:
+            reason = "model_context_window_exceeded"
+        if reason != "end_turn" or not isinstance(sequence, str):
+            return {"stop_reason": reason, "stop_sequence": None}
+        return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+
+    def _usage(self) -> dict[str, int]:
+        """Tokens of the prompt add up from those read from the cache, written to it, and the rest."""
+        prompt, cached = len(self.job.prompts[0].token_ids), self._choice.stream.transcript.num_cached_tokens
+        written = max(0, prompt // self._block_size * self._block_size - cached)
+        return {
+            "input_tokens": prompt - cached - written,
+            "cache_creation_input_tokens": written,
+            "cache_read_input_tokens": cached,
+            "output_tokens": len(self._choice.token_ids),
+        }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
+
+
+def add_messages(api: APIRouter, service: Service) -> None:
+    def template() -> str:
+        return service.host.text.chat_template.source
+
+    @api.post("/v1/messages", responses=ANSWER, response_class=Response)
+    async def create_message(body: MessagesRequest) -> Response:
+        """Answer a conversation, as Anthropic's API does."""
+        config = service.facts.config if service.facts else None
+        limit, block_size = (config.max_model_len, config.block_size) if config else (None, 1)
+
+        def adjust(job: Job) -> Job:
+            return replace(within_context(job, limit), id=job.id.replace("chatcmpl-", "msg_"))
+
+        return answer_chat(service, _chat(body, template()), partial(MessageReplies, block_size), adjust)
+
+    @api.post("/v1/messages/count_tokens", responses=ERRORS)
+    async def count_tokens(body: CountTokensRequest) -> Response:
+        """Count the tokens of a conversation, as Anthropic's API does."""
+        service.check_task("generate")
+        service.check_model(body.model)
+        text, limit = service.host.text, service.facts.config.max_model_len if service.facts else None
+
+        def count() -> int:
+            inputs = template_inputs(text, _chat(body, template()), service.config.tool_prompt)
+            return len(text.encode_chat(*inputs, limit).token_ids)
+
+        return JSONResponse({"input_tokens": await asyncio.to_thread(count)})

@@ -1,0 +1,161 @@
+"""What clients may send in Anthropic's Messages API. A field that is not here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from twinphase.server.openai_types import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Name, Stop
+from twinphase.server.openai_types import _Strict as Strict
+
+
+def _as_blocks(given: Any) -> Any:
+    """A text is short for one block of it."""
+    if isinstance(given, str):
+        return [{"type": "text", "text": given}]
+    for block in given[:MAX_PARTS] if isinstance(given, list) else ():
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind in ("image", "document", "search_result", "container_upload"):
+            raise ValueError(f"a block of the type {kind} is not read here: send text")
+    return given
+
+
+class _Block(Strict):
+    cache_control: dict[str, Any] | None = None  # caching is automatic
+
+
+class TextBlock(_Block):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ThinkingBlock(_Block):
+    """What the model thought before an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(_Block):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: dict[str, Any]
+
+
+TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_as_blocks)]
+
+
+class ToolResultBlock(_Block):
+    """What a call gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: TextBlocks = Field(default_factory=list)
+    is_error: bool | None = None
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_as_blocks)]
+
+
+class Turn(Strict):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class CustomTool(_Block):
+    """A tool of the client's; Anthropic's own, which run on its servers, are refused."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None  # arguments always come as they are written
+    allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class ToolChoice(Strict):
+    """Whether tools are to be called, or which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Strict):
+    """Whether the model thinks, and for how long; left out, the model decides."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Strict):
+    """The schema that the answer must obey."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """How the answer is to be."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Strict):
+    """POST /v1/messages/count_tokens."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    system: TextBlocks | None = None
+    tools: Annotated[list[CustomTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older place of `output_config.format`
+    cache_control: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    stream: bool | None = False
+    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    # Anthropic's others are not supported.
+    container: None = None
+    context_management: None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class AnthropicError(BaseModel):
+    """What was wrong and what to do."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Anthropic's shape of an error."""
+
+    type: Literal["error"]
+    error: AnthropicError

@@ -1,0 +1,364 @@
+"""Ollama's API: what its requests mean in the server's own words, and its lines of JSON.
+
+Its `prompt_eval` and `eval` are the two phases, by the ledger. The model was chosen when the server was started, so
+nothing is pulled, created or unloaded here, and options that say where and how a model is run change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from math import prod
+from time import perf_counter
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+
+from twinphase import __version__
+from twinphase.errors import InvalidRequestError
+from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
+from twinphase.phases.timeline import IntervalKind
+from twinphase.server.answers import Choice, Delta
+from twinphase.server.dialects.ollama_types import (
+    EmbedRequest,
+    Generating,
+    OldEmbedRequest,
+    OllamaChatRequest,
+    OllamaErrorResponse,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    Options,
+    ShowRequest,
+)
+from twinphase.server.embeddings import Embeddings, embedding_inputs
+from twinphase.server.generation import answer_chat, answer_completion
+from twinphase.server.jobs import Job, within_context
+from twinphase.server.observe import timings
+from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from twinphase.server.problems import Problem, refuse_fields
+from twinphase.server.replies import ChatReplies, encode
+from twinphase.server.service import Service
+from twinphase.server.tool_calls import ToolCall
+from twinphase.tokenizer.chat_template import supports_tools
+from twinphase.tokenizer.think_tags import think_tags
+
+__all__ = ["add_ollama", "ollama_shape"]
+
+BEFORE_KINDS = (IntervalKind.TOKENIZE, IntervalKind.ROUTE, IntervalKind.QUEUE)
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": OllamaErrorResponse},
+    "5XX": {"model": OllamaErrorResponse},
+}
+OBJECT = {"application/json": {"schema": {"type": "object"}}}
+ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {**OBJECT, "application/x-ndjson": {}}}, **ERRORS}
+FOREVER = "2318-01-01T00:00:00Z"  # Ollama's date for a model that is not unloaded
+NONE_ASKED = 2**31 - 1  # tokens: to the end of the context
+
+
+def ollama_shape(problem: Problem) -> dict[str, Any]:
+    return {"error": problem.message}
+
+
+# What that is in the server's own words.
+
+
+def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, Any]:
+    """Fields of chats, or of prompts that the model simply goes on with."""
+    given = (body.options or Options()).model_dump(exclude_none=True)
+    names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
+    fields = {name: given[name] for name in names if name in given}
+    fields |= {"repetition_penalty": given["repeat_penalty"]} if "repeat_penalty" in given else {}
+    fields |= {"seed": given["seed"]} if given.get("seed", -1) != -1 else {}
+    most = given.get("num_predict", -1)
+    fields |= {"model": served_name(service, body.model), "stream": body.stream is not False}
+    fields["max_tokens"] = most if most > 0 else NONE_ASKED
+    if body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif body.format:
+        schema = {"name": "answer", "schema": body.format}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if body.logprobs:
+        fields |= (
+            {"logprobs": True, "top_logprobs": body.top_logprobs} if is_chat else {"logprobs": body.top_logprobs or 0}
+        )
+    if is_chat:
+        fields["chat_template_kwargs"] = _thinking(service, body)
+    return fields
+
+
+def _thinking(service: Service, body: Generating) -> dict[str, Any] | None:
+    """Variables of the template that say whether to think; a model that cannot is refused, as by Ollama."""
+    if body.think is None or body.think is False:
+        return None if body.think is None else {"enable_thinking": False}
+    if think_tags(service.host.text.chat_template.source) is None:
+        raise InvalidRequestError(f"{body.model!r} does not support thinking.", "Leave out `think`.")
+    return {"enable_thinking": True} if body.think is True else {"reasoning_effort": body.think}
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            fields["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            fields["tool_calls"] = [
+                {
+                    "id": call.id or f"call_{number}",
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
+                }
+                for number, call in enumerate(message.tool_calls)
+            ]
+        if message.role == "tool":
+            fields |= {"tool_call_id": message.tool_call_id, "name": message.tool_name}
+        yield fields
+
+
+def served_name(service: Service, name: str) -> str:
+    """Ollama's clients add a tag to names that have none."""
+    plain = name.removesuffix(":latest")
+    return plain if name not in service.model_names and plain in service.model_names else name
+
+
+# How answers are written.
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+class _OllamaReplies(ChatReplies):
+    """Lines of JSON; the last has where the time went."""
+
+    stream_type = b"application/x-ndjson"
+
+    def chunk(self, delta: Delta) -> bytes:
+        if delta.num_prefilled is not None or delta.is_empty:
+            return b""
+        choice = delta.choice
+        calls = choice.tool_calls if delta.finished else []  # Ollama gives whole ones
+        logprobs = {"logprobs": [self._logprob(entry) for entry in delta.logprobs]} if delta.logprobs else {}
+        lines = b""
+        if delta.content or delta.reasoning or calls or logprobs:
+            said = self.said(delta.content, delta.reasoning, calls)
+            lines = encode({**self.head(), **said, "done": False, **logprobs}) + b"\n"
+        if delta.finished:
+            lines += encode({**self.head(), **self.said("", "", []), **self._done(choice)}) + b"\n"
+        return lines
+
+    def end(self) -> bytes:
+        return b""
+
+    def failure(self, problem: bytes) -> bytes:
+        return problem + b"\n"
+
+    def body(self) -> dict[str, Any]:
+        (choice,) = self.choices
+        reasoning = choice.reasoning if self.job.reader.keep_reasoning else ""
+        logprobs = {"logprobs": [self._logprob(entry) for entry in choice.logprobs]} if choice.logprobs else {}
+        said = self.said(choice.content, reasoning, choice.tool_calls)
+        return {**self.head(), **said, **self._done(choice), **logprobs}
+
+    def head(self) -> dict[str, Any]:
+        return {"model": self.job.model, "created_at": _now()}
+
+    def said(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """What an answer, or a piece of it, says."""
+        raise NotImplementedError
+
+    def _done(self, choice: Choice) -> dict[str, Any]:
+        """The durations are in nanoseconds; `load` is what came before the prompt: tokenizing and the queue."""
+        transcript = choice.stream.transcript
+        timeline, totals = transcript.timeline, transcript.timeline.totals()
+        prefill, decode = (sum(totals[kind] for kind in kinds) for kinds in (PREFILL_KINDS, DECODE_KINDS))
+        before = sum(totals[kind] for kind in BEFORE_KINDS)
+        return {
+            "done": True,
+            "done_reason": "length" if choice.finish_reason == "length" else "stop",
+            "total_duration": _ns(timeline.end - timeline.arrival),
+            "load_duration": _ns(before),
+            "prompt_eval_count": transcript.counts().num_prompt_tokens,
+            "prompt_eval_duration": _ns(prefill),
+            "eval_count": len(choice.token_ids),
+            "eval_duration": _ns(decode),
+            "timings": timings(self.job, choice, self.shape),
+        }
+
+
+class OllamaChatReplies(_OllamaReplies):
+    """Replies of /api/chat."""
+
+    def said(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message |= {"thinking": reasoning} if reasoning else {}
+        if calls:
+            named = [{"index": i, "name": call.name, "arguments": call.given} for i, call in enumerate(calls)]
+            message["tool_calls"] = [{"id": call.id, "function": one} for call, one in zip(calls, named, strict=True)]
+        return {"message": message}
+
+
+class OllamaGenerateReplies(_OllamaReplies):
+    """Replies of /api/generate."""
+
+    def said(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        return {"response": content, **({"thinking": reasoning} if reasoning else {})}
+
+
+class OllamaEmbeddings(Embeddings):
+    """Replies of /api/embed, and of /api/embeddings for `old` clients."""
+
+    def __init__(self, service: Service, body: EmbeddingRequest, *, old: bool) -> None:
+        super().__init__(service, embedding_inputs(body, service.config.max_prompts), body)
+        self._old = old
+
+    def _reply(self, vectors: Sequence[Sequence[float]], num_tokens: int) -> dict[str, Any]:
+        if self._old:
+            return {"embedding": vectors[0]}
+        told = {"total_duration": _ns(perf_counter() - self._arrival), "load_duration": 0}
+        return {"model": self._body.model, "embeddings": vectors, **told, "prompt_eval_count": num_tokens}
+
+
+def _ns(seconds: float) -> int:
+    return round(1e9 * seconds)
+
+
+# The model, as Ollama lists it.
+
+
+def _described(service: Service, name: str) -> dict[str, Any]:
+    checkpoint = service.host.text.checkpoint
+    changed = datetime.fromtimestamp(checkpoint.path.stat().st_mtime, UTC).isoformat().replace("+00:00", "Z")
+    size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    found = {"name": name, "model": name, "modified_at": changed, "size": size, "digest": checkpoint.fingerprint}
+    return {**found, "details": _details(service)}
+
+
+def _details(service: Service) -> dict[str, Any]:
+    checkpoint = service.host.text.checkpoint
+    count = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+    family = checkpoint.architecture
+    kind = "gguf" if checkpoint.config is None else "safetensors"
+    named = {"parent_model": "", "format": kind, "family": family, "families": [family]}
+    return {**named, "parameter_size": size, "quantization_level": service.host.text.quantization}
+
+
+def _shown(service: Service) -> dict[str, Any]:
+    text, facts = service.host.text, service.facts
+    checkpoint, embeds = text.checkpoint, service.host.embeds
+    info: dict[str, Any] = dict(checkpoint.metadata) or dict(checkpoint.config or {})
+    info["general.architecture"] = checkpoint.architecture
+    if facts is not None:
+        info[f"{checkpoint.architecture}.context_length"] = facts.config.max_model_len  # that is served
+    capabilities, source = ["embedding"], ""
+    if not embeds:
+        template = text.chat_template
+        capabilities, source = ["completion"], template.source
+        capabilities += ["tools"] if supports_tools(template) or service.config.tool_prompt else []
+        capabilities += ["thinking"] if think_tags(source) is not None else []
+    shown = {key: value for key, value in _described(service, service.model_names[0]).items() if key == "modified_at"}
+    modelfile = f"FROM {service.model_names[0]}\n"
+    plain = {"license": "", "modelfile": modelfile, "parameters": "", "template": source}
+    return {**plain, "details": _details(service), "model_info": info, "capabilities": capabilities, **shown}
+
+
+# Routes.
+
+
+def add_ollama(api: APIRouter, service: Service) -> None:
+    _add_generating(api, service)
+    _add_embedding(api, service)
+    _add_models(api, service)
+
+
+def _add_generating(api: APIRouter, service: Service) -> None:
+    def adjust(job: Job) -> Job:
+        return within_context(job, service.facts.config.max_model_len if service.facts else None)
+
+    def loaded(body: Generating, said: Mapping[str, Any]) -> Response:
+        """The answer to a request for nothing, by which clients have a model loaded."""
+        service.check_model(served_name(service, body.model))
+        service.require_engine()
+        line = {"model": body.model, "created_at": _now(), **said, "done": True, "done_reason": "load"}
+        return JSONResponse(line, media_type="application/x-ndjson" if body.stream is not False else None)
+
+    @api.post("/api/chat", responses=ANSWER, response_class=Response)
+    async def ollama_chat(body: OllamaChatRequest) -> Response:
+        """Answer a conversation, as Ollama's API does."""
+        if not body.messages:
+            return loaded(body, {"message": {"role": "assistant", "content": ""}})
+        fields = _common(service, body, is_chat=True) | {"messages": list(_messages(body.messages))}
+        fields["tools"] = body.tools or None
+        return answer_chat(service, _checked(ChatCompletionRequest, fields), OllamaChatReplies, adjust)
+
+    @api.post("/api/generate", responses=ANSWER, response_class=Response)
+    async def ollama_generate(body: OllamaGenerateRequest) -> Response:
+        """Answer one prompt, as Ollama's API does."""
+        if not body.prompt and not body.suffix:
+            return loaded(body, {"response": ""})
+        if body.raw or body.suffix:
+            if body.system or body.think:
+                raise InvalidRequestError("`raw` and `suffix` do not go with `system` or `think`.", "Drop one of them.")
+            fields = _common(service, body, is_chat=False) | {"prompt": body.prompt}
+            fields |= {"suffix": body.suffix} if body.suffix else {}
+            return answer_completion(service, _checked(CompletionRequest, fields), OllamaGenerateReplies, adjust)
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        fields = _common(service, body, is_chat=True)
+        fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
+        return answer_chat(service, _checked(ChatCompletionRequest, fields), OllamaGenerateReplies, adjust)
+
+
+def _checked(kind: type[Any], fields: Mapping[str, Any]) -> Any:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        refuse_fields(error)
+
+
+def _add_embedding(api: APIRouter, service: Service) -> None:
+    def vectors(model: str, given: Any, dimensions: int | None, *, old: bool) -> Response:
+        service.check_task("embed")
+        name = served_name(service, model)
+        service.check_model(name)
+        body = _checked(EmbeddingRequest, {"model": name, "input": given, "dimensions": dimensions})
+        return OllamaEmbeddings(service, body, old=old)
+
+    @api.post("/api/embed", responses=ERRORS, response_class=Response)
+    async def ollama_embed(body: EmbedRequest) -> Response:
+        """Turn one text, or several, into vectors, as Ollama's API does."""
+        return vectors(body.model, body.input, body.dimensions, old=False)
+
+    @api.post("/api/embeddings", responses=ERRORS, response_class=Response)
+    async def ollama_embeddings(body: OldEmbedRequest) -> Response:
+        """Turn a text into a vector, as Ollama's older API does."""
+        return vectors(body.model, body.prompt, None, old=True)
+
+
+def _add_models(api: APIRouter, service: Service) -> None:
+    @api.get("/api/version", responses=ERRORS)
+    async def ollama_version() -> dict[str, str]:
+        """The version of twinphase."""
+        return {"version": __version__}
+
+    @api.get("/api/tags", responses=ERRORS)
+    async def ollama_tags() -> dict[str, Any]:
+        """List the model's names, as Ollama's API does."""
+        return {"models": [_described(service, name) for name in service.model_names]}
+
+    @api.get("/api/ps", responses=ERRORS)
+    async def ollama_ps() -> dict[str, Any]:
+        """List the model's names if it is loaded."""
+        facts = service.facts
+        if facts is None or not service.host.is_running:
+            return {"models": []}
+        now = {"expires_at": FOREVER, "size_vram": 0, "context_length": facts.config.max_model_len}
+        return {"models": [{**_described(service, name), **now} for name in service.model_names]}
+
+    @api.post("/api/show", responses=ERRORS, response_class=Response)
+    async def ollama_show(body: ShowRequest) -> Response:
+        """Describe the model, as Ollama's API does."""
+        service.check_model(served_name(service, body.model or body.name or service.model_names[0]))
+        return JSONResponse(_shown(service))

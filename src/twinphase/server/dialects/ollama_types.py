@@ -1,0 +1,141 @@
+"""What clients may send in Ollama's API. A field that is not here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from twinphase.server.openai_types import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Name, Seed, Stop, Texts
+from twinphase.server.openai_types import _Strict as Strict
+
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+KeepAlive = float | str | None  # the model stays
+
+
+class Options(Strict):
+    """How an answer is drawn; what is left out is the server's, not the model's Modelfile."""
+
+    num_predict: Count | None = None
+    temperature: float | None = None
+    top_k: Count | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Seed | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    # Accepted at the value that means what is done anyway: penalties look at the whole text.
+    repeat_last_n: Literal[-1] | None = None
+    typical_p: Literal[1] | None = None
+    tfs_z: Literal[1] | None = None
+    mirostat: Literal[0] | None = None
+    # Where and how the model is run, which was said when the server was started.
+    num_ctx: Count | None = None
+    num_batch: Count | None = None
+    num_gpu: Count | None = None
+    main_gpu: Count | None = None
+    num_thread: Count | None = None
+    num_keep: Count | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+
+class Asked(Strict):
+    """What names a model."""
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    keep_alive: KeepAlive = None
+
+
+class Generating(Asked):
+    """What chats and prompts have in common."""
+
+    stream: bool | None = None
+    options: Options | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class CalledFunction(Strict):
+    """What the model called."""
+
+    name: Name
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    index: int | None = None
+
+
+class Call(Strict):
+    """A tool call in an earlier message of the assistant."""
+
+    id: Name | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class OllamaMessage(Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = ""
+    thinking: str | None = None
+    images: Nothing = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_name: str | None = None
+    tool_call_id: Name | None = None
+
+
+class OllamaChatRequest(Generating):
+    """POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+
+
+class OllamaGenerateRequest(Generating):
+    """POST /api/generate."""
+
+    prompt: str = ""
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    images: Nothing = None
+    context: Nothing = None  # send the conversation to /api/chat instead: its prefix is cached
+    template: Literal[""] | None = None
+
+
+class EmbedRequest(Asked):
+    """POST /api/embed; a text that is too long is refused, whatever `truncate` says."""
+
+    input: str | Texts
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    options: Options | None = None
+
+
+class OldEmbedRequest(Asked):
+    """POST /api/embeddings."""
+
+    prompt: str
+    options: Options | None = None
+
+
+class ShowRequest(Strict):
+    """POST /api/show."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    name: Annotated[str, Field(max_length=1024)] | None = None
+    verbose: bool | None = None
+
+
+class OllamaErrorResponse(BaseModel):
+    """Ollama's shape of an error."""
+
+    error: str

@@ -1,0 +1,191 @@
+"""Anthropic's and Ollama's APIs: the same answers as OpenAI's, in their own shapes; what is not honoured is refused."""
+
+import json
+from contextlib import closing
+
+import pytest
+
+from dialects import ANTHROPIC, ENDLESS, OLLAMA, OPENAI, PATHS, Said, ask, form, joined, message, parts, whole
+from raw_client import ONE, connect, read_reply, request, send
+
+REASONS = {OPENAI: ("length", "stop"), ANTHROPIC: ("max_tokens", "stop_sequence"), OLLAMA: ("length", "stop")}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
+OFFER = {
+    ANTHROPIC: [{"name": "pick", "description": "Picks one.", "input_schema": SCHEMA, "cache_control": {"type": "e"}}],
+    **dict.fromkeys((OPENAI, OLLAMA), [
+        {"type": "function", "function": {"name": "pick", "description": "Picks one.", "parameters": SCHEMA}}
+    ]),
+}  # fmt: skip
+OTHERS = [ANTHROPIC, OLLAMA]
+
+
+def answers(server, dialect, *, path=None, **fields):
+    """What the whole answer and the streamed one say."""
+    path = path or PATHS[dialect]
+    status, body = server.post(path, ask(dialect, server.model, **fields))
+    assert status == 200, body
+    with closing(send(server, path, ask(dialect, server.model, **fields, stream=True))) as client:
+        events = list(parts(client))
+    return whole(dialect, body), whole(dialect, joined(dialect, events))
+
+
+@pytest.mark.parametrize("dialect", OTHERS)
+def test_answers_are_those_of_openais_api(server, dialect):
+    expected, streamed = answers(server, OPENAI, max_tokens=12)
+    assert expected.num_output == 12 and expected.text and streamed == expected
+    for said in answers(server, dialect, max_tokens=12):
+        assert said == Said(expected.text, "", (), REASONS[dialect][0], expected.num_prompt, 12)
+
+
+@pytest.mark.parametrize("dialect", OTHERS)
+def test_stops_and_the_contexts_end(server, dialect):
+    text = answers(server, OPENAI, max_tokens=12)[0].text
+    stop = text[len(text) // 2 :][:3]
+    more = {"options": {"stop": [stop]}} if dialect == OLLAMA else {"stop_sequences": [stop]}
+    for said in answers(server, dialect, max_tokens=12, **more):
+        assert (said.text, said.reason) == (text[: text.index(stop)], REASONS[dialect][1])
+    long = {"text": "hello " * 2000, "max_tokens": 10**6}  # more than the context holds
+    reason = {ANTHROPIC: "model_context_window_exceeded", OLLAMA: "length"}[dialect]
+    for said in answers(server, dialect, **long):
+        assert said.reason == reason and said.num_prompt + said.num_output == 4096
+
+
+def test_tools_and_their_results(server):
+    """Ollama's API has no `tool_choice`, and a random model calls no tool by itself."""
+    choice = {"tool_choice": {"type": "function", "function": {"name": "pick"}}}
+    expected = answers(server, OPENAI, max_tokens=200, tools=OFFER[OPENAI], **choice)[0]
+    assert expected.reason == "tool_calls" and expected.calls
+    for said in answers(
+        server, ANTHROPIC, max_tokens=200, tools=OFFER[ANTHROPIC], tool_choice={"type": "tool", "name": "pick"}
+    ):
+        assert (said.calls, said.reason) == (expected.calls, "tool_use")
+    given = expected.calls[0][1]
+    call = {"id": "c", "type": "function", "function": {"name": "pick", "arguments": json.dumps(given)}}
+    user = {"role": "user", "content": "hello"}
+    past = {
+        OPENAI: [user, {"role": "assistant", "content": "so", "tool_calls": [call]},
+                 {"role": "tool", "content": "3", "tool_call_id": "c"}, {"role": "user", "content": "go on"}],
+        ANTHROPIC: [user, {"role": "assistant", "content": [
+            {"type": "text", "text": "so"}, {"type": "tool_use", "id": "c", "name": "pick", "input": given}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"},
+                                         {"type": "text", "text": "go on"}]}],
+        OLLAMA: [user, {"role": "assistant", "content": "so",
+                        "tool_calls": [{"function": {"name": "pick", "arguments": given}}]},
+                 {"role": "tool", "content": "3", "tool_name": "pick"}, {"role": "user", "content": "go on"}],
+    }  # fmt: skip
+    said = [answers(server, one, max_tokens=9, messages=past[one], tools=OFFER[one]) for one in PATHS]
+    assert len({(one.text, one.num_prompt) for pair in said for one in pair}) == 1
+
+
+def test_anthropic_tells_what_was_cached_and_counts_tokens(server):
+    system = [{"type": "text", "text": "cached " * 20, "cache_control": {"type": "ephemeral"}}]
+    body = ask(ANTHROPIC, server.model, max_tokens=2) | {"system": system}
+    first, second = (server.post("/v1/messages", body)[1]["usage"] for _ in range(2))
+    assert first["cache_read_input_tokens"] == 0 < first["cache_creation_input_tokens"]
+    assert second["cache_read_input_tokens"] >= first["cache_creation_input_tokens"] - 16
+    count = {"model": server.model, "messages": body["messages"], "system": system}
+    total = server.post("/v1/messages/count_tokens", count)[1]["input_tokens"]
+    for usage in (first, second):
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == total
+
+
+def test_ollama_tells_the_two_phases_and_their_sum(server):
+    body = server.post("/api/chat", ask(OLLAMA, server.model, max_tokens=8))[1]
+    timings, phases = body["timings"], ("prompt_eval_duration", "eval_duration", "load_duration")
+    assert all(isinstance(body[name], int) for name in phases)
+    assert body["prompt_eval_duration"] == pytest.approx(1e6 * timings["prompt_ms"], abs=1e4)
+    assert body["eval_duration"] == pytest.approx(1e6 * timings["predicted_ms"], abs=1e4)
+    assert sum(body[name] for name in phases) <= body["total_duration"]
+
+
+def test_ollama_generates_from_prompts(server):
+    options = {"num_predict": 8, "temperature": 0}
+    asked = {
+        "model": f"{server.model}:latest",
+        "prompt": "hello",
+        "options": options,
+        "stream": False,
+        "format": ENDLESS,
+    }
+    chat = server.post("/api/chat", ask(OLLAMA, server.model, max_tokens=8))[1]
+    assert server.post("/api/generate", asked)[1]["response"] == chat["message"]["content"]
+    prompt = {"prompt": "hello", "max_tokens": 8, "temperature": 0, **form(OPENAI, ENDLESS)}
+    plain = server.post("/v1/completions", prompt)[1]
+    raw = server.post("/api/generate", {**asked, "raw": True})[1]
+    assert (raw["response"], raw["done_reason"]) == (plain["choices"][0]["text"], "length")
+    for path in ("/api/generate", "/api/chat"):  # how clients have a model loaded
+        assert server.post(path, {"model": server.model, "stream": False})[1]["done_reason"] == "load"
+
+
+def test_ollama_lists_and_shows_the_model(server):
+    (tags,), (loaded,) = (server.get(path)[1]["models"] for path in ("/api/tags", "/api/ps"))
+    shown = server.post("/api/show", {"model": server.model})[1]
+    assert tags["model"] == loaded["model"] == server.model and loaded["context_length"] == 4096
+    assert shown["details"] == tags["details"] and shown["details"]["family"] == "llama"
+    assert shown["model_info"]["llama.context_length"] == 4096 and "completion" in shown["capabilities"]
+    assert server.get("/api/version")[1]["version"]
+
+
+def test_ollama_reads_json_without_its_content_type_but_not_from_a_page(server):
+    body = ask(OLLAMA, server.model, max_tokens=1)
+    form = "application/x-www-form-urlencoded"
+    for kind, origin, expected in ((form, "", 200), ("", "", 200), (form, "https://page.example", 400)):
+        with connect(server) as client:
+            client.sendall(request("/api/chat", body, Content_Type=kind, Origin=origin))
+            assert read_reply(client)[0] == expected
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+REFUSED = [
+    (ANTHROPIC, {"model": "gpt"}, 404, "'gpt' is not served here"),
+    (ANTHROPIC, {"max_tokens": None}, 400, "`max_tokens`"),
+    (ANTHROPIC, {"messages": []}, 400, "`messages`: List should have at least 1 item"),
+    (
+        ANTHROPIC,
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        400,
+        "of the type image is not read here",
+    ),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "king"}]}]}, 400, "`messages.0.content.0`"),
+    (ANTHROPIC, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "`tools.0.type`: only this"),
+    (ANTHROPIC, {"tool_choice": {"type": "any"}}, 400, "`tool_choice` needs `tools`"),
+    (ANTHROPIC, {"temperature": 1000}, 400, "temperature is 1000"),
+    (ANTHROPIC, {"top_logprobs": 2}, 400, "The field `top_logprobs` is not supported. Leave it out."),
+    (OLLAMA, {"model": "gpt"}, 404, "'gpt' is not served here"),
+    (OLLAMA, {"options": {"mirostat": 1}}, 400, "`options.mirostat`: only this is supported: 0."),
+    (OLLAMA, {"options": {"repeat_penalty": -1}}, 400, "repetition_penalty is -1"),
+    (OLLAMA, {"options": {"typical": 1}}, 400, "The field `options.typical` is not supported. Leave it out."),
+    (OLLAMA, {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "`messages.0.images`"),
+    (OLLAMA, {"format": "xml"}, 400, "`format"),
+    (OLLAMA, {"think": True}, 400, "does not support thinking"),
+    (OLLAMA, {"format": {"type": "king"}}, 400, "king"),
+    (ANTHROPIC, form(ANTHROPIC, {"type": "king"}), 400, "king"),
+    (OLLAMA, {"tools": [{"type": "king"}]}, 400, "`tools.0.type`"),
+]
+
+
+@pytest.mark.parametrize(("dialect", "fields", "status", "part"), REFUSED)
+def test_what_is_not_honoured_is_refused_by_name(server, dialect, fields, status, part):
+    found, reply = server.post(PATHS[dialect], ask(dialect, server.model, max_tokens=2) | fields)
+    assert found == status and part in message(dialect, reply), reply
+
+
+def test_generate_refuses_what_it_has_no_place_for(server):
+    body = {"model": server.model, "prompt": "a"}
+    for fields, part in (
+        ({"context": [1, 2]}, "`context`"), ({"template": "{{ .Prompt }}"}, "`template`"),
+        ({"images": ["a"]}, "`images`"), ({"raw": True, "system": "b"}, "`raw`"),
+    ):  # fmt: skip
+        status, reply = server.post("/api/generate", body | fields)
+        assert status == 400 and part in message(OLLAMA, reply)
+    status, reply = server.post("/api/pull", body)
+    assert status == 404 and "chosen when the server is started" in message(OLLAMA, reply)
+
+
+def test_a_key_may_come_in_anthropics_header(limited):
+    body = ask(ANTHROPIC, "a", max_tokens=1)
+    known = ({"x-api-key": "two"}, ONE, ONE | {"x-api-key": "nobody's"})
+    assert all(limited.post("/v1/messages", body, **headers)[0] == 200 for headers in known)
+    for headers in ({}, {"x-api-key": "three"}, {"x-api-key": ""}):
+        status, reply = limited.post("/v1/messages", body, **headers)
+        assert (status, reply["error"]["type"]) == (401, "authentication_error")
