@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import ExitStack
 
 import pytest
 
@@ -48,6 +49,28 @@ def test_a_worker_dies_in_the_middle_of_a_stream_and_its_reader_sees_the_same_te
     assert lines[0].split()[:3] == ["id", "role", "host"] and [line.split()[0] for line in lines[1:]] == [
         "worker-0", "worker-1"
     ]  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_while_the_decode_pool_stands_still_no_more_is_let_in_than_it_has_seats_and_nothing_is_lost(start):
+    """The prefill worker could go on: what it reads would have to be kept somewhere."""
+    bodies = [{**PROBE, "prompt": [[10 + (number * i) % 300 for i in range(200)]]} for number in range(7)]
+    flags = ("--prefill-workers", "1", "--decode-workers", "1", "--threads-per-worker", "1", "--max-num-seqs", "3")
+    with start(*flags, "--max-queued-requests", "2", "--worker-silence", "3600") as running, ExitStack() as clients:
+        expected = [tokens(running.post(PATH, body)[1]) for body in bodies]
+        (writer,) = [one["pid"] for one in running.get("/v1/cluster")[1]["workers"] if one["role"] == "decode"]
+        clients.callback(os.kill, writer, signal.SIGCONT)
+        os.kill(writer, signal.SIGSTOP)
+        accepted = [clients.enter_context(send(running, PATH, body)) for body in bodies[:5]]
+        until(lambda: running.get("/health")[1]["running"] == 5)
+        for body in bodies[5:]:
+            with send(running, PATH, body) as client:
+                status, headers, reply = read_reply(client)
+            assert (status, reply["error"]["code"]) == (429, "overloaded") and "retry-after" in headers
+        os.kill(writer, signal.SIGCONT)
+        assert [tokens(read_reply(client)[2]) for client in accepted] == expected[:5]
+        assert [tokens(running.post(PATH, body)[1]) for body in bodies[5:]] == expected[5:]
+        running.wait_until_idle()
 
 
 @pytest.mark.slow

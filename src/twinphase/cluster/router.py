@@ -19,6 +19,7 @@ from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.elastic import Leavers
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.joining import Door
+from twinphase.cluster.questions import Questions
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.sent import Sent, chain_of
 from twinphase.cluster.worker_view import WorkerView, as_one, can_answer, failure_of
@@ -93,7 +94,7 @@ class Router:
         self.fleet: Fleet | None = None  # once the size of a block is known
         self._sent: dict[str, Sent] = {}
         self._leavers = Leavers(self.workers_by_name)
-        self._asked: dict[int, tuple[WorkerView, LookAt | Embed]] = {}  # questions that have no answer yet
+        self._asked = Questions()
         self._facts: EngineFacts | None = None
         self._hashes: PrefixCache | None = None
         self._lock = threading.RLock()  # a host may bring its messages on a thread of its own
@@ -202,15 +203,9 @@ class Router:
                 self.workers_by_name[sent.worker].host.put(message)
 
     def _ask(self, message: LookAt | Embed) -> None:
-        """Of a request that a worker has, that worker; of anything else, the one with the least to do."""
         sent = self._sent.get(message.request_id) if isinstance(message, LookAt) else None
-        running = [view for view in self.workers_by_name.values() if view.state == "ready"]
-        if not running:
-            raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
-        asked = [view.name for view, _ in self._asked.values()]
-        view = self.workers_by_name[sent.worker] if sent else min(running, key=lambda one: asked.count(one.name))
-        self._asked[message.number] = view, message
-        view.host.put(message)
+        views = self.workers_by_name
+        self._asked.ask(message, views.values(), views[sent.worker] if sent else None)
 
     def _take(self, view: WorkerView, message: FromEngine) -> None:
         with self._lock:
@@ -243,8 +238,8 @@ class Router:
                 if not self.is_running:
                     self._receive(message)
             if self._leavers and self.fleet is not None:
-                asked = [view.name for view, _ in self._asked.values()]
-                self._leavers.go_on([*asked, *(sent.then for sent in self._sent.values())], self.fleet.index)
+                busy = {*self._asked.owing, *(sent.then for sent in self._sent.values())}
+                self._leavers.go_on(busy, self.fleet.index)
 
     def _join(self, view: WorkerView, facts: EngineFacts) -> None:
         view.join(facts)
@@ -257,10 +252,11 @@ class Router:
         self._tell_facts()
 
     def _tell_facts(self) -> None:
-        """The workers together, as one engine; or why there will be none."""
+        """Those that answer, together, as one engine: their seats are what is let in. Or why there will be none."""
         if (failure := self.failure) is not None:
             self._receive(failure)
-        up = [view.facts for view in self.workers_by_name.values() if view.facts is not None and view.is_up]
+        views = self.workers_by_name.values()
+        up = [view.facts for view in views if view.facts is not None and view.is_up and view.role != "prefill"]
         if not up or not self.is_running:
             return
         self._facts = as_one(up)
@@ -277,7 +273,7 @@ class Router:
             LOG.error("%s: %s", view.name, message.error())
             self._tell_facts()
         elif isinstance(message.about, int):
-            self._asked.pop(message.about, None)
+            self._asked.end(message.about)
             self._receive(message)
         elif self._of(view, message.about) is not None:
             view.requests.discard(message.about)
@@ -285,7 +281,7 @@ class Router:
             self._receive(message)
 
     def _answered(self, message: Seen | Embedded) -> None:
-        _, question = self._asked.pop(message.number, (None, None))
+        question = self._asked.end(message.number)
         sent = self._sent.get(question.request_id) if isinstance(question, LookAt) else None
         if isinstance(message, Seen) and message.timeline is not None and sent is not None:
             message = replace(message, timeline=sent.whole(message.timeline))
@@ -369,7 +365,7 @@ class Router:
                 LOG.warning("%s: what it had goes on elsewhere, %d requests.", view.name, len(lost))
             for sent in lost:
                 self._continue(sent, view.name)
-            for message in [message for one, message in self._asked.values() if one is view]:
+            for message in self._asked.of(view):
                 self._ask(message)
             self._tell_facts()
 

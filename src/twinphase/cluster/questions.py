@@ -1,0 +1,51 @@
+"""What is asked of workers besides answers: how a request fares, or a vector; asked again where a worker dies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from twinphase.cluster.worker_view import WorkerView
+from twinphase.engine.messages import Embed, LookAt
+from twinphase.errors import EngineDeadError
+
+__all__ = ["Questions"]
+
+
+class Questions:
+    """Those that have no answer yet."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[WorkerView, LookAt | Embed]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def owing(self) -> list[str]:
+        """Names of the workers that owe answers, each as often as it does."""
+        return [view.name for view, _ in self._open.values()]
+
+    def ask(self, message: LookAt | Embed, views: Collection[WorkerView], holder: WorkerView | None) -> None:
+        """Of a request that a worker has, that worker, its `holder`; of anything else, the one with the least to do.
+
+        Raises:
+            EngineDeadError: nobody can be asked.
+        """
+        running = [view for view in views if view.state == "ready"]
+        if not running:
+            raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
+        view = holder or min(running, key=lambda one: self.owing.count(one.name))
+        self._open[message.number] = view, message
+        view.host.put(message)
+
+    def end(self, number: int) -> LookAt | Embed | None:
+        """A question is answered, or refused; None if it is not known."""
+        return self._open.pop(number, (None, None))[1]
+
+    def of(self, view: WorkerView) -> list[LookAt | Embed]:
+        """What a worker owes."""
+        return [message for one, message in self._open.values() if one is view]
+
+    def clear(self) -> None:
+        """Nobody will answer."""
+        self._open.clear()
