@@ -298,8 +298,15 @@ def test_the_gap_that_streams_keep_is_chosen_once_steps_are_known_and_only_where
 
 def test_a_tenants_short_request_is_not_behind_all_of_anothers(serve):
     async def body(engine):
-        flood = [await engine.submit(PROMPTS[3], greedy(60), tenant="a") for _ in range(12)]
-        short = await engine.submit(PROMPTS[1], greedy(2), tenant="b", weight=2)
+        sent, put = [], engine.host.put
+        engine.host.put = lambda message: (sent.append(message), put(message))
+        with held(engine):
+            asked = [engine.submit(PROMPTS[3], greedy(60), tenant="a") for _ in range(12)]
+            asked.append(engine.submit(PROMPTS[1], greedy(2), tenant="b", weight=2))
+            coming = [asyncio.create_task(one) for one in asked]
+            while len(sent) < len(asked):
+                await asyncio.sleep(0)
+        *flood, short = await asyncio.gather(*coming)
         await read(short)
         assert sum(stream.transcript.finished for stream in flood) == 0
         with pytest.raises(InvalidRequestError, match="weight is 0"):

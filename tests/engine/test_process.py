@@ -28,6 +28,12 @@ async def read(stream):
     return [update async for update in stream]
 
 
+@pytest.fixture(scope="session")
+def long_path(tmp_path_factory):
+    """The same model with room for answers that are not over before what a test does to their engine."""
+    return write_tiny_gguf(tmp_path_factory.mktemp("long") / "tiny.gguf", tensor_type="F32", context=8192)
+
+
 @pytest.fixture
 def serve(tiny_path, own_cache):
     """Runs a coroutine function with an engine in a process of its own."""
@@ -90,9 +96,9 @@ def test_a_grammar_compiles_beside_the_loop_and_may_be_given_up(serve):
     serve(body)
 
 
-def test_a_killed_engine_fails_its_requests_and_is_started_again(serve, llm):
+def test_a_killed_engine_fails_its_requests_and_is_started_again(serve, long_path, llm):
     expected = llm.generate(["hello"], PARAMS)[0].outputs[0]
-    long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    long = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)
 
     async def body(engine):
         await until_ready(engine)
@@ -106,7 +112,7 @@ def test_a_killed_engine_fails_its_requests_and_is_started_again(serve, llm):
             assert engine.host.num_restarts == number
             assert (await read(await engine.submit("hello", PARAMS)))[-1].output.outputs[0] == expected
 
-    serve(body)
+    serve(body, long_path)
 
 
 def test_a_model_that_is_refused_is_not_tried_again(serve, tmp_path):
