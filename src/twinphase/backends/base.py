@@ -16,9 +16,22 @@ from numpy.typing import NDArray
 from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Array", "Backend", "EncoderBackend", "Forward", "KVCacheSpec", "StepInputs", "Units"]
+__all__ = [
+    "Array",
+    "Backend",
+    "Drawer",
+    "Drawn",
+    "Draws",
+    "Edits",
+    "EncoderBackend",
+    "Forward",
+    "KVCacheSpec",
+    "StepInputs",
+    "Units",
+]
 
 Array = Any  # opaque to models
+Edits = tuple[NDArray[np.int64], NDArray[np.float32]]  # places in the flattened logits, and what happens there
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,60 @@ class StepInputs:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True)
+class Draws:
+    """What to draw from a step's logits [rows, vocab_size], and of what to tell log probabilities.
+
+    Attributes:
+        edits: three lists of places, each once in a list. The values of the first are added to the logits; by those of
+            the second a positive logit is divided and another multiplied; those of the third are subtracted.
+        masks: int64 [masked rows], and uint8 [masked rows, ceil(vocab_size / 8)]: a bit for each token that may be
+            drawn, the lowest first. It has the last word.
+        temperature: float32 [rows]; 0 takes the largest logit, the lowest id of equal ones.
+        min_p, top_p, uniform: float64 [rows]; without effect are 0 and 1, and `uniform` in [0, 1) decides a draw.
+        top_k: int64 [rows]; 0 is no limit.
+        scored: int64 [rows], the token whose log probability is wanted; -1 is the drawn one, -2 none.
+        num_top: how many of the most likely tokens rows with `scored` tell as well.
+    """
+
+    edits: tuple[Edits, Edits, Edits]
+    masks: tuple[NDArray[np.int64], NDArray[np.uint8]]
+    temperature: NDArray[np.float32]
+    min_p: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    uniform: NDArray[np.float64]
+    scored: NDArray[np.int64]
+    num_top: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What came of `Draws`, of each row.
+
+    Attributes:
+        token_ids: int64 [rows]; -1 where the largest logit was not finite, before or after the edits.
+        logprobs, ranks: float64 and int64 [rows], of the scored tokens: natural log, and how many are as likely.
+        top_ids, top_logprobs: int64 and float64 [rows, num_top], by falling likelihood, equal ones by rising id.
+    """
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float64]
+    ranks: NDArray[np.int64]
+    top_ids: NDArray[np.int64]
+    top_logprobs: NDArray[np.float64]
+
+
+class Drawer(Protocol):
+    """Computes a step and draws its tokens where the logits are: only those come to the host."""
+
+    def launch(self, forward: Forward, inputs: StepInputs) -> None:
+        """Begin to run `forward` on `inputs`; may return before it is done."""
+
+    def draw(self, draws: Draws) -> Drawn:
+        """Draw from the logits of the step launched last, as `sampling/` does on the host."""
+
+
 class Forward(Protocol):
     """A model's forward pass: calls the backend's operations and returns the logits' array."""
 
@@ -93,6 +160,10 @@ class Backend(Protocol):
     name: str
     block_multiple: int  # the block size of the KV cache is a multiple of this
     kv_cache_dtypes: tuple[str, ...]  # what `EngineConfig.kv_cache_dtype` may be
+
+    @property
+    def drawer(self) -> Drawer | None:
+        """Who draws tokens where the logits are; None where they are sampled on the host."""
 
     def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Get ready for this model (compile its kernels, reserve memory); called once, before any weight.

@@ -31,6 +31,7 @@ class ReferenceBackend:
     name = "reference"
     block_multiple = 1
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
+    drawer = None
 
     def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Nothing but to remember what the model is made of."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from time import perf_counter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from twinphase.backends.base import Backend
 from twinphase.batch import Batch, StepOutput
 from twinphase.engine.inputs import build
 from twinphase.models.decoder import Decoder
+from twinphase.sampling.drawn_rows import DrawnRows
+from twinphase.sampling.sampler import Rows
 from twinphase.speculation.drafter import HiddenReader
 from twinphase.speculation.verify import sample
 
@@ -30,9 +35,16 @@ class Runner:
         self.reader, self.model.kept = reader, reader.layers
 
     def execute(self, batch: Batch) -> StepOutput:
-        logits = self.backend.execute(self.model.forward, build(batch, self.block_size))
-        start = perf_counter()
-        output = sample(logits, batch, self.eos_token_ids)
+        inputs, drawer = build(batch, self.block_size), getattr(self.backend, "drawer", None)
+        rows: Rows | NDArray[np.float32]
+        if drawer is None:
+            rows = self.backend.execute(self.model.forward, inputs)
+            start = perf_counter()
+        else:
+            drawer.launch(self.model.forward, inputs)
+            start = perf_counter()
+            rows = DrawnRows(drawer, batch, self.model.blueprint.vocab_size, self.eos_token_ids)
+        output = sample(rows, batch, self.eos_token_ids)
         output.sampling_seconds = perf_counter() - start
         if self.reader is not None:
             self.reader.read(batch, output, self.backend.kept())

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from twinphase.request import SamplingParams
 
-__all__ = ["candidates", "log_normalizer", "penalize", "process", "threshold"]
+__all__ = ["candidates", "log_normalizer", "penalize", "process", "subtracted", "threshold"]
 
 F32 = NDArray[np.float32]
 Ids = NDArray[np.intp]
@@ -56,10 +56,15 @@ def penalize(
         seen = np.unique(np.array([*prompt_token_ids, *output_token_ids], np.intp))
         values = logits[seen]
         logits[seen] = np.where(values > 0, values / np.float32(repetition), values * np.float32(repetition))
-    ids, counts = np.unique(np.array(output_token_ids, np.intp), return_counts=True)
-    penalty = params.frequency_penalty * counts + params.presence_penalty
-    logits[ids] -= penalty.astype(np.float32)
+    ids, penalty = subtracted(params, output_token_ids)
+    logits[ids] -= penalty
     return logits
+
+
+def subtracted(params: SamplingParams, output_token_ids: Sequence[int]) -> tuple[Ids, F32]:
+    """Tokens of an output, each once, and what frequency and presence penalty take from their logits."""
+    ids, counts = np.unique(np.array(output_token_ids, np.intp), return_counts=True)
+    return ids, (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
 
 
 def candidates(logits: F32, params: SamplingParams) -> tuple[Ids | None, F32]:

@@ -18,10 +18,14 @@ from twinphase.sampling.logit_filters import candidates, log_normalizer, process
 from twinphase.sampling.rng import uniform
 
 __all__ = [
+    "GREEDY_BELOW",
     "NON_FINITE_LOGITS",
     "ConstraintError",
     "NonFiniteLogitsError",
+    "Rows",
     "draw",
+    "position_of",
+    "random_of",
     "sample_row",
     "token_logprobs",
 ]
@@ -29,7 +33,7 @@ __all__ = [
 F32 = NDArray[np.float32]
 
 NON_FINITE_LOGITS = "The model's logits were not finite (NaN or infinite), so no token could be chosen."
-_GREEDY_BELOW = 1e-5  # as vLLM: colder than this is greedy, and the division below stays in range
+GREEDY_BELOW = 1e-5  # as vLLM: colder than this is greedy, and the division below stays in range
 _DRAW_BLOCK = 256
 
 
@@ -39,6 +43,24 @@ class ConstraintError(RuntimeError):
 
 class NonFiniteLogitsError(ArithmeticError):
     """A row of logits has no finite maximum; it fails its own request only."""
+
+
+class Rows:
+    """A step's rows of logits, by number: the token that each gives, and log probabilities in it."""
+
+    def __init__(self, logits: F32, eos_token_ids: Collection[int]) -> None:
+        self._logits, self._eos_token_ids = logits, eos_token_ids
+
+    def __len__(self) -> int:
+        return len(self._logits)
+
+    def token(self, row: int, share: ScheduledRequest, accepted: Sequence[int]) -> int:
+        """See `sample_row`."""
+        return sample_row(self._logits[row], share, self._eos_token_ids, accepted)
+
+    def logprobs(self, row: int, token_id: int, num_top: int) -> TokenLogprobs:
+        """See `token_logprobs`."""
+        return token_logprobs(self._logits[row], token_id, num_top)
 
 
 def sample_row(
@@ -60,10 +82,14 @@ def sample_row(
         processed = share.constraint.restrict(processed, output)
     if processed is not logits:
         best = _argmax(processed)
-    if params.temperature < _GREEDY_BELOW:
+    if params.temperature < GREEDY_BELOW:
         return best
-    known = share.num_computed_tokens + share.num_scheduled_tokens - share.num_drafts
-    return draw(processed, params, known + len(accepted))
+    return draw(processed, params, position_of(share, len(accepted)))
+
+
+def position_of(share: ScheduledRequest, num_accepted: int) -> int:
+    """The position of the token that a request draws behind so many of its drafts."""
+    return share.num_computed_tokens + share.num_scheduled_tokens - share.num_drafts + num_accepted
 
 
 def draw(logits: F32, params: SamplingParams, position: int) -> int:
@@ -71,11 +97,16 @@ def draw(logits: F32, params: SamplingParams, position: int) -> int:
 
     `params.seed` must be set: the engine gives requests without a seed one of their own.
     """
+    ids, weights = candidates(logits, params)
+    index = _invert(weights, random_of(params, position))
+    return index if ids is None else int(ids[index])
+
+
+def random_of(params: SamplingParams, position: int) -> float:
+    """The uniform number that decides the token at `position`."""
     if params.seed is None:
         raise ValueError("a random draw needs a seed")
-    ids, weights = candidates(logits, params)
-    index = _invert(weights, uniform(params.seed, position))
-    return index if ids is None else int(ids[index])
+    return uniform(params.seed, position)
 
 
 def token_logprobs(logits: F32, token_id: int, num_top: int) -> TokenLogprobs:

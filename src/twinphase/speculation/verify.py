@@ -7,24 +7,24 @@ Daliri et al., 2024, arXiv:2408.07978), and for a draft without probabilities no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.batch import Batch, ScheduledRequest, StepOutput, TokenLogprobs
-from twinphase.sampling.sampler import ConstraintError, NonFiniteLogitsError, sample_row, token_logprobs
+from twinphase.sampling.sampler import ConstraintError, NonFiniteLogitsError, Rows
 
 __all__ = ["sample", "verify"]
 
 F32 = NDArray[np.float32]
 
 
-def sample(logits: F32, batch: Batch, eos_token_ids: Collection[int]) -> StepOutput:
+def sample(logits: F32 | Rows, batch: Batch, eos_token_ids: Collection[int]) -> StepOutput:
     """The new tokens of each request of `batch` that wants some.
 
     Args:
-        logits: float32 [num_logits, vocab_size], rows in the batch's order; read, never written.
+        logits: float32 [num_logits, vocab_size], rows in the batch's order; read, never written. Or what a device drew.
         batch: the step.
         eos_token_ids: tokens that end an output, and that `min_tokens` holds back.
 
@@ -33,21 +33,22 @@ def sample(logits: F32, batch: Batch, eos_token_ids: Collection[int]) -> StepOut
         from logits that are not finite, has its reason in `errors` instead: it alone fails.
     """
     output, row = StepOutput(), 0
-    if len(logits) != sum(share.num_logits for share in batch.scheduled):
-        raise ValueError(f"the step has {len(logits)} rows of logits, and its requests want other ones")
+    step = logits if isinstance(logits, Rows) else Rows(logits, eos_token_ids)
+    if len(step) != sum(share.num_logits for share in batch.scheduled):
+        raise ValueError(f"the step has {len(step)} rows of logits, and its requests want other ones")
     for share in batch.scheduled:
         if not share.num_logits:
             continue
-        rows, row = logits[row : row + share.num_logits], row + share.num_logits
+        rows, row = range(row, row + share.num_logits), row + share.num_logits
         if scored := share.scored:
-            output.prompt_logprobs[share.request_id] = (scored.start + 1, score(rows, share))
+            output.prompt_logprobs[share.request_id] = (scored.start + 1, score(step, rows, share))
             rows = rows[len(scored) :]
         if not share.samples:
             continue
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         try:
-            for token_id, entry in verify(rows, share, eos_token_ids):
+            for token_id, entry in verify(step, rows, share, eos_token_ids):
                 token_ids.append(token_id)
                 if entry is not None:
                     logprobs.append(entry)
@@ -64,7 +65,7 @@ def sample(logits: F32, batch: Batch, eos_token_ids: Collection[int]) -> StepOut
 
 
 def verify(
-    logits: F32, share: ScheduledRequest, eos_token_ids: Collection[int]
+    step: Rows, rows: Sequence[int], share: ScheduledRequest, eos_token_ids: Collection[int]
 ) -> Iterator[tuple[int, TokenLogprobs | None]]:
     """Draw one request's tokens, row by row, for as long as the drafts were right.
 
@@ -72,7 +73,8 @@ def verify(
     ends the output ends the window too.
 
     Args:
-        logits: float32 [1 + num_drafts, vocab_size].
+        step: whatever tells a row's token.
+        rows: of this request, 1 + num_drafts.
         share: its `token_ids` end with the drafts.
         eos_token_ids: tokens that end an output.
 
@@ -84,19 +86,19 @@ def verify(
     """
     params, accepted = share.sampling_params, list[int]()
     drafts = share.token_ids[len(share.token_ids) - share.num_drafts :]
-    for row, draft in zip(logits, [*drafts, None], strict=True):
-        token_id = sample_row(row, share, eos_token_ids, accepted)
-        yield token_id, None if params.logprobs is None else token_logprobs(row, token_id, params.logprobs)
+    for row, draft in zip(rows, [*drafts, None], strict=True):
+        token_id = step.token(row, share, accepted)
+        yield token_id, None if params.logprobs is None else step.logprobs(row, token_id, params.logprobs)
         accepted.append(token_id)
         if token_id != draft or params.ends_at(token_id, len(share.output_token_ids) + len(accepted), eos_token_ids):
             return
 
 
-def score(logits: F32, share: ScheduledRequest) -> list[TokenLogprobs]:
-    """Log probabilities of the prompt tokens that follow the rows of `share.scored`, the first rows of `logits`."""
+def score(step: Rows, rows: Sequence[int], share: ScheduledRequest) -> list[TokenLogprobs]:
+    """Log probabilities of the prompt tokens that follow the rows of `share.scored`, the first of `rows`."""
     num_top = share.sampling_params.prompt_logprobs or 0
     following = [share.prompt_token_ids[position + 1] for position in share.scored]
-    return [token_logprobs(row, token_id, num_top) for row, token_id in zip(logits, following, strict=False)]
+    return [step.logprobs(row, token_id, num_top) for row, token_id in zip(rows, following, strict=False)]
 
 
 def _reason(error: BaseException) -> str:

@@ -53,6 +53,7 @@ class CpuBackend(ExpertOperations):
     name = "cpu"
     block_multiple = kv_layout.CELL
     kv_cache_dtypes: tuple[str, ...] = kv_layout.KV_CACHE_DTYPES
+    drawer = None
 
     def __init__(
         self,

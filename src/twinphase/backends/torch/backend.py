@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinphase.backends.base import Array, Forward, KVCacheSpec, StepInputs
+from twinphase.backends.base import Array, Drawn, Draws, Forward, KVCacheSpec, StepInputs
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.backends.torch.device import find_device, find_dtype
+from twinphase.backends.torch.sampling import draw
 from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.errors import OutOfMemoryError
 from twinphase.weights.checkpoint import Checkpoint
@@ -48,6 +49,7 @@ class TorchBackend:
         Raises:
             InvalidRequestError: the device does not exist.
         """
+        self.drawer = self
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, self.device)
         self.wide = torch.promote_types(self.dtype, torch.float32)  # of sums
@@ -153,13 +155,28 @@ class TorchBackend:
 
     # One step.
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
-        """Run the forward pass operation by operation; only the logits come back to the host."""
-        self.inputs, self._kept = inputs, list[NDArray[np.float32]]()
-        rows = inputs.num_tokens
-        with torch.inference_mode(), self._memory("step", rows * self._row_bytes, "Lower --max-num-batched-tokens."):
-            self._upload(inputs)
-            logits: NDArray[np.float32] = forward(self).float().cpu().numpy()
+        """See `Backend`."""
+        self.launch(forward, inputs)
+        logits: NDArray[np.float32] = self.logits.float().cpu().numpy()
         return logits
+
+    def launch(self, forward: Forward, inputs: StepInputs) -> None:
+        """Run the forward pass operation by operation; the logits stay on the device."""
+        self.inputs, self._kept = inputs, list[NDArray[np.float32]]()
+        with self._step_memory():
+            self._upload(inputs)
+            self.logits: Tensor = forward(self)
+
+    def draw(self, draws: Draws) -> Drawn:
+        """See `Drawer`."""
+        with self._step_memory():
+            return draw(self.logits.to(self.wide), draws)
+
+    @contextmanager
+    def _step_memory(self) -> Iterator[None]:
+        wanted = self.inputs.num_tokens * self._row_bytes
+        with torch.inference_mode(), self._memory("step", wanted, "Lower --max-num-batched-tokens."):
+            yield
 
     @property
     def _row_bytes(self) -> int:

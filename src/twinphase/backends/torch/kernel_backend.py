@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from twinphase.backends.base import Forward, StepInputs
@@ -53,11 +52,11 @@ class KernelBackend(TorchBackend):
         return pack(checkpoint.raw(name), info.shape, info.type, self.dtype, self.device)
 
     # One step.
-    def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
+    def launch(self, forward: Forward, inputs: StepInputs) -> None:
         """See `TorchBackend`; Triton starts kernels on the current device of the thread that calls."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        return super().execute(forward, inputs)
+        super().launch(forward, inputs)
 
     def _plan(self, inputs: StepInputs) -> None:
         """Which rows each program of attention has."""
