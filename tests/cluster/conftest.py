@@ -58,7 +58,7 @@ def serve_pools(tiny_path, own_cache, monkeypatch):
     """Runs a coroutine function with a front end over workers of both roles; every prompt goes to a reader."""
     monkeypatch.setenv(KEY_VARIABLE, "the key of these tests")
 
-    def run(body, roles, heard=None, config=CONFIG, seconds=240):
+    def run(body, roles, heard=None, config=CONFIG, seconds=240, balance=None):
         """`heard` is given each message of a worker, by its name, and returns what the router is told instead."""
 
         async def main():
@@ -67,7 +67,7 @@ def serve_pools(tiny_path, own_cache, monkeypatch):
                 take = host.take
                 host.take = lambda message, name=name, take=take: take(heard(name, message))
             routing = Routing(block_size=config["block_size"], policy="random")
-            engine = AsyncEngine(Router(hosts, roles=roles, routing=routing))
+            engine = AsyncEngine(Router(hosts, roles=roles, routing=routing, balance=balance))
             try:
                 await until(lambda: engine.is_running)
                 await body(engine)

@@ -43,6 +43,8 @@ def test_more_threads_than_cores_are_warned_about_and_two_answers_refused(monkey
         {"replicas": 0},
         {"threads_per_worker": 0},
         {"worker_silence": 0.0},
+        {"elastic_roles": True},
+        {"elastic_roles": True, "replicas": 2},
         {"prefill_workers": 0, "decode_workers": 1},
         {"prefill_workers": 1},
         {"decode_workers": 1},

@@ -10,11 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from kv_workers import rewritten, through
-from routed import LONG, all_of, mix, read, same, whole
+from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
+from twinphase.cluster.elastic import Balance
 from twinphase.cluster.launch import make_host
 from twinphase.cluster.ported import PortedHost
+from twinphase.cluster.routing import WorkerLoad
 from twinphase.engine.messages import StepNews
 from twinphase.errors import EngineUnavailableError
 from twinphase.phases.timeline import IntervalKind
@@ -119,6 +121,66 @@ def test_a_reader_that_lies(serve_pools, lone):
         await whole(engine)
 
     serve_pools(body, TOPOLOGIES["1P1D"], heard)
+
+
+class OneWay(Balance):
+    """No queue is too short to count, but workers only go where they are `wanted`."""
+
+    wanted = ""
+
+    def choose(self, loads, queues, now):
+        found = super().choose(loads, queues, now)
+        return found if found is not None and found[1] == self.wanted else None
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_goes_over_to_the_pool_that_has_too_much_to_do_and_answers_stay_the_same(serve_pools, lone):
+    """A flood of prompts, then one of answers for which there are few seats."""
+    balance = OneWay(long_queue=1e-6, patience=0.0)
+    short, many = dataclasses.replace(LONG, max_tokens=2), dataclasses.replace(LONG, max_tokens=60)
+    floods = [
+        ("prefill", [([10 + (i * j) % 250 for i in range(400)], short) for j in range(3, 27)]),
+        ("decode", [([10 + j, 11], many) for j in range(16)]),
+    ]
+
+    async def body(engine):
+        views = engine.host.workers_by_name
+
+        def roles():
+            return sorted(view.role for view in views.values())
+
+        for role, asked in floods:
+            assert roles().count(role) == 1
+            balance.wanted = role
+            expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+            answers = asyncio.create_task(all_of(engine, asked))
+            await until(lambda role=role: roles().count(role) == 2)
+            (moved,) = [one for one in engine.host.workers() if one.role_reason.startswith(f"to {role}: ")]
+            assert moved.role == role and moved.state == "ready"
+            assert all(map(same, await answers, expected))
+        await whole(engine)
+
+    config = {**CONFIG, "max_num_batched_tokens": 16, "max_num_seqs": 2}
+    serve_pools(body, TOPOLOGIES["1P2D"], config=config, balance=balance)
+
+
+def test_a_pool_has_to_be_short_of_workers_for_some_time_before_one_goes_over():
+    def load(name, role, num_decodes=0):
+        return WorkerLoad(name, role, None, num_decodes=num_decodes)
+
+    pools = [load("p0", "prefill"), load("d0", "decode", 3), load("d1", "decode", 2)]
+    uneven, even = {"p0": 5.0, "d0": 0.0, "d1": 1.0}, {"p0": 5.0, "d0": 2.0, "d1": 2.0}
+    other = {"p0": 0.0, "d0": 5.0, "d1": 5.0}
+    balance = Balance(long_queue=2.0, patience=10.0)
+    looks = [(uneven, 100.0), (uneven, 109.0), (even, 110.0), (uneven, 111.0), (uneven, 120.9)]
+    said = [balance.choose(pools, queues, now) is not None for queues, now in looks]
+    assert not any(said)  # it was uneven twice, for less than 10 s
+    found, role, why = balance.choose(pools, uneven, 122.0)
+    assert (found.name, role) == ("d1", "prefill") and "5 s of work wait for each prefill worker" in why
+    assert balance.choose(pools, uneven, 123.5) is None  # from the beginning again
+    for now in range(130, 160):  # its only worker stays in a pool, however short the queue, and however long another's
+        assert balance.choose(pools, other, float(now)) is None
+        assert balance.choose([load("w", "both"), pools[0]], {"w": 0.0, "p0": 9.0}, now + 0.5) is None
 
 
 def test_the_command_lines_pools(tiny_path, own_cache, monkeypatch):

@@ -57,6 +57,9 @@ class ClusterConfig:
         "Have Ray start the engines: the address of a Ray cluster, auto, or local to start Ray here.",
         default_text="without Ray",
     )
+    elastic_roles: bool = setting(
+        False, "Have a worker go over to the other pool while that one's queue is long, and its own short."
+    )
     worker_silence: float = setting(
         1.5, "Seconds without a sign of life after which a worker counts as dead.", above=0, maximum=3600
     )
@@ -71,6 +74,11 @@ class ClusterConfig:
             raise InvalidRequestError(
                 "--prefill-workers and --decode-workers are given together with other workers.",
                 "Drop --replicas; beside --worker or --cluster-listen, start each as `twinphase worker --role ...`.",
+            )
+
+        if self.elastic_roles and not (self.prefill_workers or self.workers or self.cluster_listen):
+            raise InvalidRequestError(
+                "--elastic-roles is given, and no pools.", "Give --prefill-workers and --decode-workers as well."
             )
 
     @property

@@ -1,63 +1,148 @@
-"""Workers that leave while requests run: each takes nothing new, finishes, hands over its prefix cache, and ends."""
+"""Workers that leave, or go over to the other pool, while requests run.
+
+Each takes nothing new, finishes what it has, hands over its prefix cache, and then ends or has its other role. Which
+one goes over, and when, `Balance` says.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
+from twinphase.batch import StepWork
 from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.fleet import Fleet
+from twinphase.cluster.routing import WorkerLoad
 from twinphase.cluster.worker_view import WorkerView
 from twinphase.engine.messages import HandOver, Pushed, PushTo, Stop
 
-__all__ = ["Leavers"]
+__all__ = ["Balance", "Drains", "Half"]
 
 LOG = logging.getLogger("twinphase.cluster")
 LEASE_SECONDS = 10.0  # for the blocks of a whole prefix cache
+LONG_QUEUE = 2.0  # seconds
+LONGER = 4.0  # times as long as the other pool's
+PATIENCE = 10.0  # seconds that it is that long
+LOOK_SECONDS = 1.0
+
+Half = Literal["prefill", "decode"]
 
 
-class Leavers:
-    """The workers that want to end; a worker's `state` says how far it has come."""
+class Balance:
+    """Finds that one pool's queue has been long for some time, while the other's was short.
 
-    def __init__(self, views: Mapping[str, WorkerView]) -> None:
-        """`views` are a router's, which changes them."""
-        self._views = views
-        self._leaving: dict[str, WorkerView] = {}
+    After a worker has gone over, and while any is about to, the time begins anew: so roles do not flutter.
+    """
+
+    def __init__(self, *, long_queue: float = LONG_QUEUE, patience: float = PATIENCE) -> None:
+        """Both in seconds: a queue that is long, and for how long it has to be."""
+        self._long_queue, self._patience = long_queue, patience
+        self._wanting: Half | None = None
+        self._since = self._looked = 0.0
+
+    def choose(
+        self, loads: Collection[WorkerLoad], queues: Mapping[str, float], now: float
+    ) -> tuple[WorkerLoad, Half, str] | None:
+        """Who is to go over, to which role, and why; None if nobody is. Each pool keeps a worker.
+
+        Args:
+            loads: of all workers that are up.
+            queues: seconds until a worker could begin with what came last, by its name.
+            now: seconds.
+        """
+        if now - self._looked < min(LOOK_SECONDS, self._patience):
+            return None
+        self._looked = now
+        pools = {half: [load for load in loads if load.role == half] for half in ("prefill", "decode")}
+        means = {half: sum(queues[load.name] for load in pool) / (len(pool) or 1) for half, pool in pools.items()}
+        short, long = sorted(means, key=means.__getitem__)
+        if len(pools[short]) < 2 or means[long] < self._long_queue or means[long] < LONGER * means[short]:
+            self._wanting = None
+            return None
+        wanting: Half = "prefill" if long == "prefill" else "decode"
+        if self._wanting != wanting:
+            self._wanting, self._since = wanting, now
+        if now - self._since < self._patience:
+            return None
+        self._wanting = None
+        why = f"{means[long]:.2g} s of work wait for each {long} worker, {means[short]:.2g} s for each {short} worker"
+        return min(pools[short], key=lambda load: (load.num_decodes, load.prefill_seconds)), wanting, why
+
+
+@dataclass
+class _Drain:
+    """A worker that takes nothing new; `role` is what comes then, None is its end."""
+
+    view: WorkerView
+    role: Half | None
+    hands_over: bool = False
+
+
+class Drains:
+    """The workers that want to end, or to have the other role; a worker's `state` says how far it has come."""
+
+    def __init__(
+        self, views: Mapping[str, WorkerView], changed: Callable[[], None], balance: Balance | None = None
+    ) -> None:
+        """`views` are a router's, which changes them; `changed` is called when a worker has another role."""
+        self._views, self._changed, self._balance = views, changed, balance
+        self._drains: dict[str, _Drain] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._leaving)
+        return bool(self._drains)
 
-    def begin(self, view: WorkerView, fleet: Fleet | None) -> None:
+    def begin(self, view: WorkerView, fleet: Fleet | None, role: Half | None = None) -> None:
         """It takes nothing new."""
         if fleet is None or not view.is_up:
             return
-        view.state = "draining"
+        view.state = f"moving to {role}" if role else "draining"
         fleet.workers[view.name].accepts = False
-        self._leaving[view.name] = view
-        LOG.info("%s is draining: it takes nothing new, and finishes %d requests.", view.name, len(view.requests))
+        self._drains[view.name] = _Drain(view, role)
+        LOG.info("%s is %s: it takes nothing new, and finishes %d requests.", view.name, view.state, len(view.requests))
 
-    def go_on(self, busy: Collection[str], index: BlockIndex) -> None:
+    def look(self, fleet: Fleet | None, now: float) -> None:
+        """Have a worker go over to the other pool where the queues say so, one at a time."""
+        if self._balance is None or self._drains or fleet is None:
+            return
+        loads = [load for load in fleet.workers.values() if load.accepts]
+        queues = {load.name: _queue_seconds(load, self._views[load.name], fleet.usual_output) for load in loads}
+        found = self._balance.choose(loads, queues, now)
+        if found is not None:
+            load, role, why = found
+            view = self._views[load.name]
+            view.role_reason = f"to {role}: {why}"
+            LOG.info("%s goes over to the %s pool: %s.", view.name, role, why)
+            self.begin(view, fleet, role)
+
+    def go_on(self, busy: Collection[str], fleet: Fleet) -> None:
         """Those that have finished, and are not among the `busy` ones, hand over what they have cached."""
-        for view in self._leaving.values():
-            if view.state != "draining" or view.requests or view.name in busy:
+        for drain in list(self._drains.values()):
+            view = drain.view
+            if drain.hands_over or view.requests or view.name in busy:
                 continue
-            view.state = "handing over"
-            heir = self._heir(view, index)
+            drain.hands_over = True
+            view.state = view.state if drain.role else "handing over"
+            heir = self._heir(view, fleet.index)
             if heir is None or heir.facts is None:
-                self._end(view)
+                self._end(drain, fleet)
             else:
                 LOG.info("%s hands over its prefix cache to %s.", view.name, heir.name)
                 view.host.put(HandOver(PushTo(heir.facts.kv_addresses, LEASE_SECONDS)))
 
-    def handed_over(self, view: WorkerView, told: Pushed) -> None:
+    def handed_over(self, view: WorkerView, told: Pushed, fleet: Fleet | None) -> None:
         """Its blocks are where they should be, or no more will come."""
         problem = f": {told.problem}" if told.problem else ""
         LOG.info("%s has handed over %d of %d blocks%s.", view.name, told.num_stored, told.num_blocks, problem)
-        self._end(view)
+        drain = self._drains.get(view.name)
+        if drain is not None and drain.hands_over and fleet is not None:
+            self._end(drain, fleet)
 
     def gone(self, view: WorkerView) -> bool:
         """Its connection has ended; whether that was to be, and costs nothing."""
-        left = self._leaving.pop(view.name, None) is not None and not view.requests
+        drain = self._drains.pop(view.name, None)
+        left = drain is not None and drain.role is None and not view.requests
         if left:
             LOG.info("%s has left.", view.name)
         return left
@@ -71,7 +156,29 @@ class Leavers:
                  and one.facts.kv_addresses and one.facts.kv_fingerprint == kind]  # fmt: skip
         return min(heirs, key=lambda one: (one.role != view.role, index.num_held(one.name)), default=None)
 
-    @staticmethod
-    def _end(view: WorkerView) -> None:
-        view.state = "leaving"
-        view.host.put(Stop())
+    def _end(self, drain: _Drain, fleet: Fleet) -> None:
+        view = drain.view
+        if drain.role is None:
+            view.state = "leaving"
+            view.host.put(Stop())
+            return
+        del self._drains[view.name]
+        load = fleet.workers[view.name]
+        load.role, load.accepts, view.state = drain.role, True, "ready"
+        view.take_role(drain.role)
+        LOG.info("%s is in the %s pool.", view.name, drain.role)
+        self._changed()
+
+
+def _queue_seconds(load: WorkerLoad, view: WorkerView, usual_output: float) -> float:
+    """Until a worker could begin with what came last: prompts to read, or answers for which it has no seat or blocks.
+
+    An answer's seat is free after as many steps as it has tokens; all seats are in each step.
+    """
+    if load.role == "prefill":
+        return load.prefill_seconds
+    running, waiting = view.seats
+    if not waiting:
+        return 0.0
+    step = load.times.seconds(StepWork.of_decodes(max(1, running), load.decode_tokens / max(1, load.num_decodes)))
+    return waiting * usual_output * step / max(1, running)

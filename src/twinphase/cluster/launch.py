@@ -9,6 +9,7 @@ from typing import Any
 
 from twinphase.cluster.address import KEY_VARIABLE, read_key
 from twinphase.cluster.config import ClusterConfig
+from twinphase.cluster.elastic import Balance
 from twinphase.cluster.joining import Door
 from twinphase.cluster.pools import RayPool
 from twinphase.cluster.ported import PortedHost
@@ -59,7 +60,8 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
     door = Door(cluster.cluster_listen, key, newcomer) if cluster.cluster_listen else None
     if pool is not None:
         pool.start()
-    return Router(hosts, roles=roles, stall=stall, door=door, closed=pool.close if pool else lambda: None)
+    closed, balance = pool.close if pool else lambda: None, Balance() if cluster.elastic_roles else None
+    return Router(hosts, roles=roles, stall=stall, door=door, balance=balance, closed=closed)
 
 
 def _own(engine: dict[str, Any], name: str) -> dict[str, Any]:

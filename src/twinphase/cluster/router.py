@@ -16,7 +16,7 @@ from time import perf_counter
 from msgspec.structs import replace
 
 from twinphase.cache.prefix_cache import PrefixCache
-from twinphase.cluster.elastic import Leavers
+from twinphase.cluster.elastic import Balance, Drains
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.joining import Door
 from twinphase.cluster.questions import Questions
@@ -74,12 +74,13 @@ class Router:
         routing: Routing | None = None,
         stall: float = 60.0,
         door: Door | None = None,
+        balance: Balance | None = None,
         closed: Callable[[], object] = lambda: None,
     ) -> None:
         """`hosts` by name, all of the same model, none of them started; there may be none where there is a `door`.
 
         One that has work and makes no step for `stall` seconds is ended, though it may answer pings. `closed` is
-        called when all hosts are closed. Workers that come to the `door` are added.
+        called when all hosts are closed. Workers that come to the `door` are added. Roles change as `balance` says.
         """
         self._stall, self._looked, self._closed, self._door = stall, 0.0, closed, door
         self.workers_by_name = {
@@ -93,7 +94,7 @@ class Router:
         self._routing = routing
         self.fleet: Fleet | None = None  # once the size of a block is known
         self._sent: dict[str, Sent] = {}
-        self._leavers = Leavers(self.workers_by_name)
+        self._drains = Drains(self.workers_by_name, self._tell_facts, balance)
         self._asked = Questions()
         self._facts: EngineFacts | None = None
         self._hashes: PrefixCache | None = None
@@ -212,11 +213,11 @@ class Router:
             if isinstance(message, StepNews):
                 self._news(view, message)
             elif isinstance(message, Leaving):
-                self._leavers.begin(view, self.fleet)
+                self._drains.begin(view, self.fleet)
             elif isinstance(message, Pushed):
                 view.pushed(message)
                 if not message.request_id:
-                    self._leavers.handed_over(view, message)
+                    self._drains.handed_over(view, message, self.fleet)
                 elif (sent := self._of(view, message.request_id)) is not None and sent.waits:
                     self._go_on(sent, f"{message.num_stored} of {message.num_blocks} blocks there")
             elif isinstance(message, BlocksChanged) and self.fleet is not None:
@@ -237,9 +238,9 @@ class Router:
                     self._tell_facts()
                 if not self.is_running:
                     self._receive(message)
-            if self._leavers and self.fleet is not None:
+            if self._drains and self.fleet is not None:
                 busy = {*self._asked.owing, *(sent.then for sent in self._sent.values())}
-                self._leavers.go_on(busy, self.fleet.index)
+                self._drains.go_on(busy, self.fleet)
 
     def _join(self, view: WorkerView, facts: EngineFacts) -> None:
         view.join(facts)
@@ -296,6 +297,7 @@ class Router:
             self._looked = view.heard
             for one in self.workers_by_name.values():
                 one.end_stalled(view.heard, self._stall)
+        self._drains.look(self.fleet, view.heard)
         if stats is not None:
             view.step(stats)
             stats = WorkerView.together(stats, self.workers_by_name.values())
@@ -343,7 +345,7 @@ class Router:
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
         """A worker has died: what it was computing goes on elsewhere, or fails where there is nobody else."""
         with self._lock:
-            left = self._leavers.gone(view)
+            left = self._drains.gone(view)
             view.leave()
             if self._closing:
                 return

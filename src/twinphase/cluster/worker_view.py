@@ -36,6 +36,7 @@ class WorkerView:
         facts: what it said of itself when it came last.
         prices: of its cost model, which it told last.
         requests: that it has, by id.
+        role_reason: to which pool it went over last, and why; "" if it never did.
         num_mismatches: answers that it began, and whose first token another worker computed otherwise.
         heard: when a step of it was told last, or its first request was sent, seconds.
     """
@@ -47,7 +48,7 @@ class WorkerView:
         self.prices = NO_PRICES
         self.state, self.heard = "starting", 0.0
         self.requests: set[str] = set()
-        self.num_mismatches = 0
+        self.num_mismatches, self.role_reason = 0, ""
         self._sent, self._received = Counter[str](), Counter[str]()
         self._stats: StepStats | None = None
         self._before = dict.fromkeys(TOTALS, 0)  # of those that lived before this one
@@ -138,6 +139,12 @@ class WorkerView:
             LOG.error("%s made no step for %.0f s; it is ended.", self.name, most)
             self.host.kill()
 
+    @property
+    def seats(self) -> tuple[int, int]:
+        """Requests that run there, and that wait, after its last step, which says nothing of one without requests."""
+        stats = self._stats if self.requests else None
+        return (stats.num_running, stats.num_waiting) if stats else (0, 0)
+
     def total(self, name: str) -> int:
         return self._before[name] + int(getattr(self._stats, name, 0))
 
@@ -172,11 +179,10 @@ class WorkerView:
         prefill, decode = (sum(one[part] for one in recent) / SHARE_SECONDS for part in (1, 2))
         return WorkerStatus(
             self.name, self.role, self.host.where, self.pid, self.state,
-            stats.num_running if stats else 0, stats.num_waiting if stats else 0,
-            stats.kv_cache_usage if stats else 0.0, index.num_held(self.name) if index else 0,
+            *self.seats, stats.kv_cache_usage if stats else 0.0, index.num_held(self.name) if index else 0,
             round(min(1.0, prefill), 4), round(min(1.0, decode), 4), self._seconds[0], self._seconds[1],
             self.host.num_restarts, self.num_mismatches, transfers, self._sent["blocks"], self._sent["bytes"],
-            dict(received),
+            dict(received), self.role_reason,
         )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         transfers: requests whose KV blocks are on their way from it to another one.
         blocks_sent: of prompts that it read for others, and that are there now; bytes_sent of them went over the wire.
         blocks_received: from others, by what became of each (docs/cluster.md).
+        role_reason: to which pool it went over last (`--elastic-roles`), and why; "" if it never did.
         first_token_mismatches: answers that it began, and whose first token another worker computed otherwise.
     """
 
@@ -45,3 +46,4 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     blocks_sent: int = 0
     bytes_sent: int = 0
     blocks_received: dict[str, int] = {}
+    role_reason: str = ""
