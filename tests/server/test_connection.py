@@ -71,6 +71,18 @@ def test_a_head_that_never_ends_is_cut():
     run(talk)
 
 
+@pytest.mark.parametrize("size, status", [(60 << 10, b"HTTP/1.1 200"), (80 << 10, b"")])
+def test_a_head_that_comes_at_once_has_the_same_limit(size, status):
+    async def talk(client):
+        client.writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nX-Much: " + b"a" * size + b"\r\n\r\n")
+        try:
+            assert (await client.read(12)) == status
+        except ConnectionError:
+            assert not status
+
+    run(talk)
+
+
 async def read_answer(client):
     """Its head and its body may come apart."""
     data = b""

@@ -1,11 +1,13 @@
 """What OpenAI's client makes of refusals: the exception it has for each, with what was wrong and what to do."""
 
+import json
 from contextlib import ExitStack
 
+import httpx
 import openai
 import pytest
 
-from raw_client import ONE, PATH, PROBE, read_reply, send, surviving, tokens, until
+from raw_client import ONE, PATH, PROBE, connect, read_reply, send, surviving, tokens, until
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -42,16 +44,17 @@ AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
         ({"repeat_penalty": 1}, "repeat_penalty", "Did you mean `repetition_penalty`?"),
         ({"x" * 999: 1}, "x" * 100, f"The field `{'x' * 100}` is not supported. Leave it out."),
         ({f"field {i}": i for i in range(1000)}, None, "fields; 128 are allowed."),
-        ({"store": True}, "store", "`store`"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "`reasoning_effort`"),
-        ({"service_tier": "flex"}, "service_tier", "`service_tier`"),
+        ({"store": "yes"}, "store", "`store`"),
+        ({"reasoning_effort": 3}, "reasoning_effort", "`reasoning_effort`"),
+        ({"service_tier": "best"}, "service_tier", "`service_tier`"),
+        ({"stop": ""}, "stop", "`stop`: String should have at least 1 character."),
+        ({"stop": ["a", 1]}, "stop", "`stop.1`: Input should be a valid string."),
         ({"modalities": ["audio"]}, "modalities", "`modalities"),
         ({"prediction": "a"}, "prediction", "`prediction`"),
         ({"prediction": {"type": "file", "content": "a"}}, "prediction", "`prediction"),
         ({"prediction": {"type": "content", "content": 5}}, "prediction", "`prediction"),
         ({"prediction": {"type": "content", "content": "a" * (2 << 20)}}, "prediction", "`prediction"),
         ({"web_search_options": {}}, "web_search_options", "`web_search_options`"),
-        ({"verbosity": "low"}, "verbosity", "`verbosity`"),
     ],
 )
 def test_a_bad_request_says_what_is_wrong(server, fields, param, part):
@@ -68,6 +71,47 @@ def test_a_body_that_is_no_object_and_one_of_many_errors_are_refused_in_short(se
     assert many.count("not supported") == 3
 
 
+UNREAD = {
+    "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "safety_identifier": "x", "user": "y",
+    "prompt_cache_key": "z", "reasoning_effort": "high", "verbosity": "low",
+}  # fmt: skip
+SAID = [{"role": "assistant", "content": "hi", "refusal": None, "audio": None, "annotations": [1], "tool_calls": None}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_changes_no_answer_is_taken_and_named(server, stream):
+    asked = {"messages": [*SAID, *USER], "temperature": 0, "max_tokens": 4, "return_token_ids": True}
+    nothing = dict.fromkeys([*UNREAD, "n", "min_tokens", "stream_options", "tools", "ignore_eos", "logit_bias"])
+    plain = [{"role": "assistant", "content": "hi"}, *USER]
+    expected = server.post(CHAT, {**asked, **nothing, "messages": plain})[1]["choices"][0]["token_ids"]
+    reply = httpx.post(server.url + CHAT, json={**asked, **UNREAD, "stream": stream}, timeout=60)
+    assert reply.headers["x-ignored-fields"] == ", ".join(sorted(["messages.annotations", *UNREAD]))
+    lines = reply.text.splitlines()
+    found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")] or [reply.json()]
+    assert [i for chunk in found for i in chunk["choices"][0]["token_ids"]] == expected
+
+
+def test_bodies_and_heads_as_clients_and_proxies_send_them(shared):
+    key, host = "Authorization: Bearer alice", "Host: test"
+    body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+
+    def ask(method, path, *heads, body=b""):
+        with connect(shared) as client:
+            lines = [f"{method} {path} HTTP/1.1", *heads, f"Content-Length: {len(body)}"]
+            client.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+            return read_reply(client)
+
+    assert ask("POST", PATH, host, key, body=body)[0] == 200
+    assert ask("POST", PATH, host, key, "Origin: https://page.example", body=body)[0] == 400  # it asked nobody
+    for heads, part in (((key,), "0 `Host`"), ((host, host, key), "2 `Host`"), ((host, key, key), "`Authorization`")):
+        status, _, refused = ask("POST", PATH, *heads, body=body)
+        assert status == 400 and part in refused["error"]["message"]
+    for path in ("/health", "/v1/models", "/metrics"):
+        reply = httpx.head(shared.url + path, headers={"Authorization": "Bearer alice"})
+        assert (reply.status_code, reply.content) == (200, b"") and int(reply.headers["content-length"]) > 0
+    assert httpx.head(shared.url + "/v1/models").status_code == 401
+
+
 def test_openais_client_knows_each_refusal(server):
     with server.client() as client:
         with pytest.raises(openai.BadRequestError, match="temperature is -1") as refused:
@@ -75,8 +119,9 @@ def test_openais_client_knows_each_refusal(server):
         assert refused.value.type == "invalid_request_error"
         with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served here. Use one of: "):
             client.chat.completions.create(model="gpt-4", messages=USER)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError) as refused:
             client.models.retrieve("gpt-4")
+        assert refused.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize("key", ["wrong", "one2", "one two"])
@@ -99,7 +144,7 @@ def test_overload_is_a_rate_limit_that_says_when_to_come_back_and_what_waits_is_
             for stream in (True, False):
                 with pytest.raises(openai.RateLimitError, match="overloaded: 3 requests") as refused:
                     other.completions.create(model="a", prompt="a", stream=stream)
-                assert (refused.value.code, refused.value.type) == ("overloaded", "rate_limit_error")
+                assert (refused.value.code, refused.value.type) == ("rate_limit_exceeded", "rate_limit_error")
                 assert int(refused.value.response.headers["retry-after"]) >= 1
         assert [len(tokens(read_reply(client)[2])) for client in accepted] == [50] * 3
     assert limited.metric("requests_refused_total", status="429") == refused_before + 2

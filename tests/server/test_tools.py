@@ -9,7 +9,16 @@ import pytest
 from twinphase.errors import InvalidRequestError
 from twinphase.request import StructuredOutputsParams
 from twinphase.sampling.structured import GrammarCompiler
-from twinphase.server.tools import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat, check_tools, tool_format, tool_grammar
+from twinphase.server.tools import (
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    ToolFormat,
+    check_tools,
+    closed,
+    tool_format,
+    tool_grammar,
+)
 
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
@@ -133,3 +142,17 @@ def test_sound_tools_pass() -> None:
         check_tools(TOOLS, choice)
     check_tools([], None)
     check_tools([], "none")
+
+
+def test_strict_closes_what_a_schema_does_not_name():
+    inner = {"properties": {"properties": {"type": "string"}}, "enum": [{"properties": {}}]}
+    schema = {
+        "properties": {"a": {"items": inner}, "b": {"properties": {}, "additionalProperties": True}},
+        "$defs": {"c": {"anyOf": [{"properties": {}}, {"allOf": [{"properties": {}}]}]}},
+    }
+    shut = {"additionalProperties": False}
+    assert closed(schema) == {
+        "properties": {"a": {"items": inner | shut}, "b": {"properties": {}, "additionalProperties": True}},
+        "$defs": {"c": {"anyOf": [{"properties": {}} | shut, {"allOf": [{"properties": {}}]}]}},
+        **shut,
+    }

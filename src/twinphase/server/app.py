@@ -56,7 +56,7 @@ OBJECT = {"application/json": {"schema": {"type": "object"}}}
 ANSWER: Responses = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
 EMBEDDINGS: Responses = {200: {"content": OBJECT}, **ERRORS}
 HEALTH: Responses = {503: {"content": OBJECT, "description": "Not now"}, **ERRORS}
-EXPOSED = ["x-request-id", "server-timing", "retry-after"]  # headers that a browser page may read
+EXPOSED = ["x-request-id", "x-ignored-fields", "server-timing", "retry-after"]  # headers that a browser page may read
 METRICS: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}, **ERRORS}
 
 
@@ -292,19 +292,22 @@ class Gate:
             started = True
             await send(message)
 
-        headers, state = dict(scope["headers"]), scope["state"]
+        headers, state, path = dict(scope["headers"]), scope["state"], scope["path"]
+        get = {"method": "GET"} if scope["method"] == "HEAD" else {}  # uvicorn keeps the body from its client
         state["send"] = watched
         try:
-            if OPEN_PATHS.fullmatch(scope["path"]) is None and scope["method"] != "OPTIONS":
+            _check_heads(scope)
+            if OPEN_PATHS.fullmatch(path) is None and scope["method"] != "OPTIONS":
                 authorization = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
                 state["tenant"] = self._service.access.tenant(authorization.decode("latin-1"))
-            if scope["path"].startswith("/api/") and b"origin" not in headers:  # curl's default is that of a form
+            # Clients leave the type out, and curl's default is that of a form; a page may send so without being asked.
+            if (path.startswith("/api/") or b"content-type" not in headers) and b"origin" not in headers:
                 kept = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
                 scope["headers"] = [*kept, (b"content-type", b"application/json")]
             body = await self._read(headers, receive)
             if body is not None:
                 state["arrival"] = perf_counter()  # what the client took to send it is not ours
-                await self.app(scope, _replayed(body, receive), watched)
+                await self.app({**scope, **get}, _replayed(body, receive), watched)
         except TwinphaseError as error:
             self._service.metrics.refused(error.http_status, type(error).__name__)
             await _send_problem(send, error, state["shape"])
@@ -348,6 +351,15 @@ class Gate:
             raise SlowBodyError("The body came too slowly.", "Send it again, or raise --body-timeout.") from None
         finally:
             self._num_bytes -= len(body)
+
+
+def _check_heads(scope: Scope) -> None:
+    """Refuse what proxies before this server might read otherwise than it does."""
+    names = [name for name, _ in scope["headers"]]
+    if scope["http_version"] == "1.1" and names.count(b"host") != 1:
+        raise InvalidRequestError(f"The request has {names.count(b'host')} `Host` headers.", "Send one.")
+    if names.count(b"authorization") > 1:
+        raise InvalidRequestError("The request has several `Authorization` headers.", "Send one.")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

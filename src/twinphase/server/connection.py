@@ -32,10 +32,16 @@ class Connection(HttpToolsProtocol):
         if self._is_answering():
             self.cycle.keep_alive = False
             return
+        if self._reads_body():
+            super().data_received(data)
+            return
+        room = HEAD_BYTES - self._num_head_bytes
         self._num_head_bytes += len(data)
-        super().data_received(data)
-        if self._timer is not None and self._num_head_bytes > HEAD_BYTES:
+        super().data_received(data[:room])
+        if self._num_head_bytes > HEAD_BYTES:  # it has not come to its end, which sets that to 0
             self.transport.abort()
+        elif len(data) > room and not self.transport.is_closing():
+            self.data_received(data[room:])
 
     def on_message_begin(self) -> None:
         if self._is_answering():
@@ -73,15 +79,18 @@ class Connection(HttpToolsProtocol):
         cycle = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
+    def _reads_body(self) -> bool:
+        return self.cycle is not None and self.cycle.more_body
+
     def _cut_if_unread(self) -> None:
         # Closing waits until everything is written, for however long the client does not read.
         self._cut = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def _begin_head(self) -> None:
-        self._num_head_bytes = 0
         self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
     def _end_head(self) -> None:
+        self._num_head_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -15,7 +15,8 @@ from twinphase.engine.async_engine import EncodedPrompt
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.server.access import Ticket
 from twinphase.server.exchange import Exchange
-from twinphase.server.openai_types import EmbeddingRequest
+from twinphase.server.openai_types import EmbeddingRequest, unread_fields
+from twinphase.server.replies import ignored
 from twinphase.server.service import Service
 
 __all__ = ["Embeddings", "embedding_inputs"]
@@ -64,7 +65,8 @@ class Embeddings(Exchange):
             ticket.begun(len(prompt.token_ids))
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         body = await asyncio.to_thread(lambda: msgspec.json.encode(self._reply(vectors, num_tokens)))
-        await self._send_body(200, body, [(b"content-type", b"application/json")])
+        names = ignored(unread_fields(self._body))
+        await self._send_body(200, body, [(b"content-type", b"application/json"), *names])
         service.metrics.embedded(len(prompts), num_tokens, perf_counter() - self._arrival)
 
     def _check_length(self, number: int, prompt: EncodedPrompt, limit: int) -> None:

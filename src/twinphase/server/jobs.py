@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,11 +23,12 @@ from twinphase.server.openai_types import (
     GenerationRequest,
     NamedToolChoice,
     TokenizeRequest,
+    unread_fields,
 )
 from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import ToolCallParser
 from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
-from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_grammar
+from twinphase.server.tools import ToolFormat, check_tools, closed, tool_format, tool_grammar
 from twinphase.tokenizer.chat_template import supports_tools
 from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
 from twinphase.tokenizer.tokenizer import Tokenizer
@@ -81,6 +82,7 @@ class Job:
         params: of every answer, but for the seed.
         cache_salt: as the client gave it.
         prompt_only: the one token that the engine cannot do without is kept from the client.
+        unread: the fields of the request that change nothing.
     """
 
     id: str
@@ -99,6 +101,7 @@ class Job:
     continuous_usage: bool = False
     return_progress: bool = False
     return_token_ids: bool = False
+    unread: Sequence[str] = ()
 
     @property
     def num_choices(self) -> int:
@@ -148,6 +151,7 @@ async def chat_job(
     else:
         format = None
     output = _one_constraint(body, grammar)
+    effort = effort_variables(source, body)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, limit, logprobs, output, thinking_token_budget=body.thinking_token_budget)
@@ -162,7 +166,7 @@ async def chat_job(
         body.priority,
         body.cache_salt,
         Reader(tags, thinking, format, body.include_reasoning, _markers(tokenizer, tags, format)),
-        **_extras(body),
+        **_extras(body, {*effort, *(["reasoning_effort"] if "enable_thinking" in effort else [])}),
     )
 
 
@@ -188,7 +192,20 @@ def template_inputs(
     reserved = sorted(RESERVED & set(variables))
     if reserved:
         raise InvalidRequestError(f"chat_template_kwargs has the key {reserved[0]!r}.", "Use another name for it.")
+    source = text.chat_template.tool_source if tools else text.chat_template.source
+    variables = effort_variables(source, body) | variables
     return messages, tools if own_place and tools else None, variables
+
+
+def effort_variables(source: str, body: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+    """What a template with this source is told of how much to think and to say; nothing, where it has no such thing."""
+    if not isinstance(body, ChatCompletionRequest):
+        return {}
+    given = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    told: dict[str, Any] = {name: value for name, value in given.items() if value is not None and name in source}
+    if body.reasoning_effort == "none" and "enable_thinking" in source:
+        told["enable_thinking"] = False
+    return told
 
 
 async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float) -> Job:
@@ -273,13 +290,14 @@ def _is_short(body: ChatCompletionRequest) -> bool:
     return not body.tools and len(body.messages) + parts <= READ_AT_ONCE
 
 
-def _extras(body: GenerationRequest) -> dict[str, Any]:
+def _extras(body: GenerationRequest, read: Collection[str] = ()) -> dict[str, Any]:
     options = body.stream_options
     return {
         "include_usage": options is not None and options.include_usage,
         "continuous_usage": options is not None and options.include_usage and options.continuous_usage_stats,
         "return_progress": body.return_progress,
         "return_token_ids": body.return_token_ids,
+        "unread": [name for name in unread_fields(body) if name not in read],
     }
 
 
@@ -318,7 +336,10 @@ def _one_constraint(
     wanted = body.response_format
     if wanted is not None and wanted.type != "text":
         if wanted.json_schema is not None:
-            found["response_format"] = StructuredOutputsParams(json=wanted.json_schema.schema_)
+            schema = plain_json("response_format.json_schema.schema", wanted.json_schema.schema_)
+            found["response_format"] = StructuredOutputsParams(
+                json=closed(schema) if wanted.json_schema.strict else schema
+            )
         elif wanted.type == "json_object":
             found["response_format"] = StructuredOutputsParams(json_object=True)
         else:

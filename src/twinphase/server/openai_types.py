@@ -1,4 +1,6 @@
-"""What clients may send, as OpenAI and vLLM name it. A field that is not here is refused by name.
+"""What clients may send, as OpenAI and vLLM name it. A field that is not here is refused by name; null is its default.
+
+What clients always send and nothing here could mean anything by (`Unread`) is taken, and named in the reply's header.
 
 Ranges that `SamplingParams` checks are checked there; here is what keeps a request small before anything is done. Lists
 are left at their first error and objects of too many keys are not looked into: a million errors would take seconds, in
@@ -19,7 +21,8 @@ TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON's keys ar
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-Unread = Annotated[Any, Field(exclude=True)]  # what OpenAI's client adds to an answer and sends back with it
+UNREAD = Field(exclude=True)  # what changes no answer here
+Unread = Annotated[Any, UNREAD]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
 
@@ -39,9 +42,14 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MAX_FIELDS:
             raise ValueError(f"an object has {len(given)} fields; {MAX_FIELDS} are allowed")
-        return given
+        if None not in given.values():
+            return given
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name not in optional}
 
 
 class TextPart(_Strict):
@@ -50,6 +58,7 @@ class TextPart(_Strict):
     type: Literal["text"]
     text: str
     part: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    cache_control: Unread = None  # caching is automatic
 
 
 class FunctionCall(_Strict):
@@ -78,11 +87,15 @@ class Message(_Strict):
     tool_calls: Annotated[list[PastToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
-    refusal: None = None
     audio: None = None
     function_call: None = None
+    # What clients and gateways add to an answer and send back with it.
+    refusal: Unread = None
     annotations: Unread = None
     parsed: Unread = None
+    id: Unread = None
+    cache_control: Unread = None
+    provider_specific_fields: Unread = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
@@ -219,7 +232,14 @@ class GenerationRequest(_Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_progress: bool = False
     return_token_ids: bool = False
-    user: str | None = None  # for the client's own books, as are `metadata` and `safety_identifier`
+    # For the client's own books; answers are not stored, and prefixes are found by what they are.
+    user: Annotated[str | None, UNREAD] = None
+    metadata: Annotated[dict[str, Any] | None, UNREAD] = None
+    store: Annotated[bool | None, UNREAD] = None
+    service_tier: Annotated[Literal["auto", "default", "flex", "scale", "priority"] | None, UNREAD] = None
+    safety_identifier: Annotated[str | None, UNREAD] = None
+    prompt_cache_key: Annotated[str | None, UNREAD] = None
+    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, UNREAD] = None
     # Accepted at the value that means what is done anyway; anything else is refused.
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
@@ -251,19 +271,15 @@ class ChatCompletionRequest(GenerationRequest):
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None  # a hint: prefixes are found by what they are
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    # Read where the model's template has them.
+    reasoning_effort: Annotated[Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, UNREAD] = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, UNREAD] = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     prediction: Prediction | None = None
     # OpenAI's others are not supported. Some clients send null for whatever was not set.
     audio: None = None
     function_call: None = None
     functions: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
     web_search_options: None = None
 
     @model_validator(mode="after")
@@ -303,7 +319,7 @@ class EmbeddingRequest(_Strict):
     input: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    user: str | None = None
+    user: Annotated[str | None, UNREAD] = None
 
 
 class TokenizeRequest(_Strict):
@@ -330,6 +346,19 @@ class DetokenizeRequest(_Strict):
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     tokens: Annotated[TokenIds, Field(max_length=65536)]
+
+
+def unread_fields(body: BaseModel) -> list[str]:
+    """The fields of a request that were given and that nothing reads, such as `metadata` or `messages.annotations`."""
+    found: dict[str, None] = {}
+    for name in body.model_fields_set:
+        value = getattr(body, name)
+        if type(body).model_fields[name].exclude:
+            if value not in (None, False, [], {}):
+                found[name] = None
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            found |= {f"{name}.{inner}": None for each in value for inner in unread_fields(each)}
+    return sorted(found)
 
 
 class Error(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,11 +16,14 @@ from twinphase.errors import (
     ContextLengthError,
     EngineDeadError,
     EngineUnavailableError,
+    ModelNotFoundError,
     OverloadedError,
     TwinphaseError,
 )
 from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
+# Types in pydantic's paths; no field is so named.
+TRIED = re.compile(r"(str|int|float|bool|none|constrained-.*|[A-Z][A-Za-z]*|[\w-]*\[.*)$", re.DOTALL)
 LONGEST_PATH = 100  # characters of a field's name, which is the client's
 KNOWN_FIELDS = {
     name for kind in (ChatCompletionRequest, CompletionRequest, EmbeddingRequest) for name in kind.model_fields
@@ -104,7 +108,7 @@ def invalid_fields(errors: Sequence[Any], *, hints: bool) -> Problem:
     sentences, first = [], None
     for error in errors[:3]:
         kind, message = error["type"], error["msg"].removeprefix("Value error, ")
-        path = [str(part) for part in error["loc"][1:]]  # the first says that it is of the body
+        path = _path(error)
         where = ".".join(path)[:LONGEST_PATH]
         if kind == "json_invalid":  # its path is a position
             sentences.append(f"The body is not valid JSON: {error.get('ctx', {}).get('error', message)}.")
@@ -119,6 +123,13 @@ def invalid_fields(errors: Sequence[Any], *, hints: bool) -> Problem:
         else:
             sentences.append(f"`{where}`: {message}." if where else f"{message}.")
     return Problem(" ".join(sentences), 400, first)
+
+
+def _path(error: Any) -> list[str]:
+    """Where in the body an error is; pydantic also names the types that it tried there, which tell a client nothing."""
+    *path, last = [str(part) for part in error["loc"][1:]] or [""]  # the first says that it is of the body
+    unknown = error["type"] == "extra_forbidden"  # whatever the client calls it
+    return [part for part in path if not TRIED.match(part)] + [last] * bool(last and (unknown or not TRIED.match(last)))
 
 
 def not_found(method: str, path: str) -> str:
@@ -141,7 +152,9 @@ def _code(error: TwinphaseError) -> str | None:
     if isinstance(error, ContextLengthError):
         return "context_length_exceeded"
     if isinstance(error, OverloadedError):
-        return "overloaded"
+        return "rate_limit_exceeded"
+    if isinstance(error, ModelNotFoundError):
+        return "model_not_found"
     if isinstance(error, EngineDeadError):
         return "engine_restarted"
     names = {401: "invalid_api_key", 408: "request_timeout", 503: "unavailable", 504: "request_timeout"}

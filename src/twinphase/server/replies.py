@@ -16,7 +16,7 @@ from twinphase.server.tool_calls import ToolCallDelta
 from twinphase.tokenizer.detokenizer import Detokenizer
 from twinphase.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["DONE", "ChatReplies", "CompletionReplies", "Replies", "encode", "event", "usage"]
+__all__ = ["DONE", "ChatReplies", "CompletionReplies", "Replies", "encode", "event", "ignored", "usage"]
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # as vLLM: JSON has no infinity
@@ -44,6 +44,11 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
             "rejected_prediction_tokens": sum(one.num_rejected_prediction_tokens for one in counts),
         },
     }
+
+
+def ignored(fields: Sequence[str]) -> list[tuple[bytes, bytes]]:
+    """The header that names fields of a request which change nothing here."""
+    return [(b"x-ignored-fields", ", ".join(fields).encode())] if fields else []
 
 
 class Replies:
@@ -97,8 +102,8 @@ class Replies:
         return b"data: " + self._plain + b"," + encode(extra)[1:] + b"\n\n"
 
     def names(self) -> list[tuple[bytes, bytes]]:
-        """Headers that name the request."""
-        return [(b"x-request-id", self.job.id.encode())]
+        """Headers that name the request, and what of it was not read."""
+        return [(b"x-request-id", self.job.id.encode()), *ignored(self.job.unread)]
 
     def failure(self, problem: bytes) -> bytes:
         """The end of a stream that failed; `problem` is the body that the error would have had."""
