@@ -116,27 +116,33 @@ class Drains:
             LOG.info("%s goes over to the %s pool: %s.", view.name, role, why)
             self.begin(view, fleet, role)
 
-    def go_on(self, busy: Collection[str], fleet: Fleet) -> None:
-        """Those that have finished, and are not among the `busy` ones, hand over what they have cached."""
+    def go_on(self, owing: Collection[str], promised: Collection[str], fleet: Fleet) -> None:
+        """Those that have finished hand over what they have cached.
+
+        Not who is `owing` the answer to a question, nor who is to end while a request is `promised` to it that another
+        worker reads: in its other role it takes that one all the same.
+        """
         for drain in list(self._drains.values()):
             view = drain.view
-            if drain.hands_over or view.requests or view.name in busy:
+            if drain.hands_over or view.requests or view.name in owing:
+                continue
+            if drain.role is None and view.name in promised:
                 continue
             drain.hands_over = True
             view.state = view.state if drain.role else "handing over"
             heir = self._heir(view, fleet.index)
-            if heir is None or heir.facts is None:
-                self._end(drain, fleet)
-            else:
+            if heir is not None and heir.facts is not None:
                 LOG.info("%s hands over its prefix cache to %s.", view.name, heir.name)
                 view.host.put(HandOver(PushTo(heir.facts.kv_addresses, LEASE_SECONDS)))
+            if heir is None or drain.role is not None:  # who stays does so beside its new work
+                self._end(drain, fleet)
 
     def handed_over(self, view: WorkerView, told: Pushed, fleet: Fleet | None) -> None:
         """Its blocks are where they should be, or no more will come."""
         problem = f": {told.problem}" if told.problem else ""
         LOG.info("%s has handed over %d of %d blocks%s.", view.name, told.num_stored, told.num_blocks, problem)
         drain = self._drains.get(view.name)
-        if drain is not None and drain.hands_over and fleet is not None:
+        if drain is not None and drain.hands_over and fleet is not None:  # else it has gone over meanwhile
             self._end(drain, fleet)
 
     def gone(self, view: WorkerView) -> bool:

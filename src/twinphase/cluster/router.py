@@ -239,8 +239,7 @@ class Router:
                 if not self.is_running:
                     self._receive(message)
             if self._drains and self.fleet is not None:
-                busy = {*self._asked.owing, *(sent.then for sent in self._sent.values())}
-                self._drains.go_on(busy, self.fleet)
+                self._drains.go_on(self._asked.owing, {sent.then for sent in self._sent.values()}, self.fleet)
 
     def _join(self, view: WorkerView, facts: EngineFacts) -> None:
         view.join(facts)
