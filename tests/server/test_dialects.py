@@ -152,7 +152,7 @@ REFUSED = [
     (ANTHROPIC, {"temperature": 1000}, 400, "temperature is 1000"),
     (ANTHROPIC, {"top_logprobs": 2}, 400, "The field `top_logprobs` is not supported. Leave it out."),
     (OLLAMA, {"model": "gpt"}, 404, "'gpt' is not served here"),
-    (OLLAMA, {"options": {"mirostat": 1}}, 400, "`options.mirostat`: only this is supported: 0."),
+    (OLLAMA, {"options": {"mirostat": 1}}, 400, "`options.mirostat`"),
     (OLLAMA, {"options": {"repeat_penalty": -1}}, 400, "repetition_penalty is -1"),
     (OLLAMA, {"options": {"typical": 1}}, 400, "The field `options.typical` is not supported. Leave it out."),
     (OLLAMA, {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "`messages.0.images`"),

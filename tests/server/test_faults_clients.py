@@ -3,9 +3,11 @@
 import select
 import socket
 import time
+from contextlib import ExitStack
 
 import pytest
 
+from dialects import ANTHROPIC, OLLAMA, PATHS, ask, message, parts
 from raw_client import (
     LONG,
     ONE,
@@ -69,19 +71,22 @@ def test_a_client_gone_in_mid_prefill_is_let_go_of_within_a_step(slow, stream, l
 
 
 @pytest.mark.parametrize(
-    "fields, extra, most",
+    "dialect, fields, extra, most",
     [
-        ({"stream": True}, b"", LONG["max_tokens"] / 4),
-        ({"stream": False}, b"", LONG["max_tokens"] / 4),
-        ({"stream": True, "prompt": ["hello", "world"], "n": 4}, b"", LONG["max_tokens"]),
-        ({"stream": False}, request(PATH, LONG), LONG["max_tokens"] / 4),
+        (None, {"stream": True}, b"", LONG["max_tokens"] / 4),
+        (None, {"stream": False}, b"", LONG["max_tokens"] / 4),
+        (None, {"stream": True, "prompt": ["hello", "world"], "n": 4}, b"", LONG["max_tokens"]),
+        (None, {"stream": False}, request(PATH, LONG), LONG["max_tokens"] / 4),
+        (ANTHROPIC, {"stream": True}, b"", LONG["max_tokens"] / 4),
+        (OLLAMA, {"stream": True}, b"", LONG["max_tokens"] / 4),
     ],
-    ids=["stream", "whole", "several answers", "two requests"],
+    ids=["stream", "whole", "several answers", "two requests", ANTHROPIC, OLLAMA],
 )
-def test_a_client_gone_in_mid_decode_is_let_go_of(slow, fields, extra, most):
+def test_a_client_gone_in_mid_decode_is_let_go_of(slow, dialect, fields, extra, most):
     with surviving(slow):
         before = computed(slow, "decode")
-        client = send(slow, PATH, {**LONG, **fields})
+        body = ask(dialect, slow.model, **fields) if dialect else {**LONG, **fields}
+        client = send(slow, PATHS.get(dialect, PATH), body)
         until(lambda: computed(slow, "decode") > before + 5)
         client.sendall(extra)
         client.close()
@@ -91,15 +96,21 @@ def test_a_client_gone_in_mid_decode_is_let_go_of(slow, fields, extra, most):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_slow_reader_is_cut_and_others_are_served_meanwhile(strict, stream):
-    with surviving(strict):
+    with surviving(strict), ExitStack() as stack:
         cut = strict.metric("requests_refused_total", reason="slow_reader")
-        with send(strict, PATH, {**LARGE, "stream": stream}, receive_buffer=2048) as client:
-            assert strict.post(PATH, PROBE)[0] == 200
-            running = strict.get("/health")[1]["running"]
-            assert running == 1 or strict.metric("requests_refused_total", reason="slow_reader") > cut
-            until(lambda: strict.metric("requests_refused_total", reason="slow_reader") > cut)
-            strict.wait_until_idle()
-            assert is_cut(client) < 500_000  # of 700 KB: the buffers are bounded
+        large = ask(OLLAMA, strict.model, max_tokens=1600, logprobs=True, top_logprobs=20)
+        bodies = [(PATH, LARGE), (PATHS[OLLAMA], large)]
+        clients = [
+            stack.enter_context(send(strict, path, {**body, "stream": stream}, receive_buffer=2048))
+            for path, body in bodies
+        ]
+        assert strict.post(PATH, PROBE)[0] == 200
+        running = strict.get("/health")[1]["running"]
+        assert running == len(bodies) or strict.metric("requests_refused_total", reason="slow_reader") > cut
+        until(lambda: strict.metric("requests_refused_total", reason="slow_reader") == cut + len(bodies))
+        strict.wait_until_idle()
+        for client in clients:
+            assert is_cut(client) < 500_000  # of 700 KB and more: the buffers are bounded
 
 
 def test_a_reader_that_is_slow_but_reads_gets_everything(strict):
@@ -121,6 +132,13 @@ def test_a_request_that_takes_too_long_ends_with_an_error(start):
         with send(server, PATH, {**LONG, "n": 8}) as client:
             status, _, body = read_reply(client)
             assert status == 504 and body["error"]["code"] == "request_timeout"
+        for dialect in (ANTHROPIC, OLLAMA):
+            body = ask(dialect, server.model)
+            with send(server, PATHS[dialect], {**body, "stream": True}) as client:
+                *_, error = parts(client)
+                assert "took longer" in message(dialect, error)
+            status, reply = server.post(PATHS[dialect], body)
+            assert status == 504 and "took longer" in message(dialect, reply)
         with send(server, PATH, {**LARGE, "stream": True}, receive_buffer=2048) as client:  # no room for an error
             until(lambda: server.get("/health")[1]["running"] == 0)
             is_cut(client)
@@ -181,7 +199,10 @@ def test_what_comes_before_the_answer_is_over_does_not_get_into_it(server, strea
 
 def test_a_body_that_does_not_come_to_its_end_is_refused(strict):
     whole = request(PATH, PROBE)
-    with surviving(strict), connect(strict) as client:
+    with surviving(strict), connect(strict) as client, ExitStack() as stack:
+        others = [stack.enter_context(connect(strict)) for _ in PATHS]
+        for other, path in zip(others, PATHS.values(), strict=True):
+            other.sendall(request(path, PROBE)[:-10])
         client.sendall(whole)  # on a connection that was used before
         assert read_reply(client)[0] == 200
         client.sendall(whole[:-10])
@@ -191,6 +212,9 @@ def test_a_body_that_does_not_come_to_its_end_is_refused(strict):
         status, headers, body = read_reply(client)
         assert (status, headers["connection"], body["error"]["type"]) == (408, "close", "timeout_error")
         is_cut(client)
+        for client, dialect in zip(others, PATHS, strict=True):
+            status, _, body = read_reply(client)
+            assert status == 408 and "too slowly" in message(dialect, body)
 
 
 @pytest.mark.parametrize("leave", [socket.socket.close, reset, lambda client: client.shutdown(socket.SHUT_WR)])
@@ -223,10 +247,12 @@ def chunked(size):
     ids=["length", "close", "huge", "expect", "chunked"],
 )
 def test_a_body_that_is_too_large_is_refused(strict, data):
-    with surviving(strict), connect(strict) as client:
-        client.sendall(data)
-        status, _, body = read_reply(client)
-        assert status == 413 and "100000 bytes" in body["error"]["message"]
+    with surviving(strict):
+        for dialect, path in PATHS.items():
+            with connect(strict) as client:
+                client.sendall(data.replace(PATH.encode(), path.encode(), 1))
+                status, _, body = read_reply(client)
+                assert status == 413 and "100000 bytes" in message(dialect, body)
 
 
 def test_a_body_without_end_is_cut(strict):

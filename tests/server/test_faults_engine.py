@@ -5,6 +5,7 @@ import resource
 import signal
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import gguf
@@ -12,12 +13,14 @@ import numpy as np
 import openai
 import pytest
 
+from dialects import ANTHROPIC, OLLAMA, PATHS, ask, message, parts
 from raw_client import LONG, ONE, PATH, PROBE, connect, events, read_reply, send, surviving, tokens, until
 from running import PATIENCE
 from tiny_gguf import write_tiny_gguf
 from twinphase.server.config import ServerConfig
 from twinphase.server.service import Service
 
+OTHERS = [ANTHROPIC, OLLAMA]
 POISON = 77  # the token whose embedding is not finite
 
 
@@ -54,6 +57,13 @@ def test_logits_that_are_not_finite_fail_one_request(poisoned):
         with send(poisoned, PATH, {**bad, "stream": True}) as client:
             error, last = events(client)
             assert "not finite" in error["error"]["message"] and last == "[DONE]"
+        text = poisoned.post("/detokenize", {"tokens": [POISON]})[1]["prompt"]
+        body = {"model": poisoned.model, "prompt": text, "raw": True, "stream": False}
+        status, reply = poisoned.post("/api/generate", body)
+        assert status == 500 and "not finite" in message(OLLAMA, reply)
+        with send(poisoned, "/api/generate", {**body, "stream": True}) as client:
+            (error,) = parts(client)
+            assert "not finite" in message(OLLAMA, error)
         # In the blocks that held what is not finite, as anywhere.
         for salt in "abc":
             assert tokens(poisoned.post(PATH, {**sound, "cache_salt": salt})[1]) == alone
@@ -95,6 +105,10 @@ def test_prompt_tokens_that_wait_are_bounded(limited):
             with send(limited, PATH, {**PROBE, "prompt": [6] * 20}, **ONE) as refused:
                 status, headers, _ = read_reply(refused)
                 assert status == 429 and "retry-after" in headers
+            for dialect in OTHERS:
+                with send(limited, PATHS[dialect], ask(dialect, "a", "hello " * 20), **ONE) as refused:
+                    status, headers, reply = read_reply(refused)
+                    assert status == 429 and "retry-after" in headers and "overloaded" in message(dialect, reply)
             running.close()
         with waiting:
             assert len(tokens(read_reply(waiting)[2])) == PROBE["max_tokens"]
@@ -116,6 +130,9 @@ def test_sigterm_lets_running_requests_finish(start):
                 client.completions.create(model=server.model, prompt="a")
             assert (refused.value.status_code, refused.value.code) == (503, "unavailable")
             assert refused.value.response.headers["retry-after"]
+            for dialect in OTHERS:
+                status, reply = server.post(PATHS[dialect], ask(dialect, server.model))
+                assert status == 503 and "shutting down" in message(dialect, reply)
         *rest, last = coming
         got = [token for event in received + rest for token in event["choices"][0]["token_ids"]]
         assert last == "[DONE]" and len(got) == 2000
@@ -127,10 +144,11 @@ def test_sigterm_lets_running_requests_finish(start):
 def test_what_outlasts_the_drain_and_a_second_sigterm_end_requests_with_an_error(start, flags, signals):
     with (
         start(*flags) as server,
+        in_other_apis(server) as others,
         send(server, PATH, {**LONG, "n": 16, "stream": True}) as streamed,
         send(server, PATH, LONG) as whole,
     ):
-        until(lambda: server.metric("num_requests_running") == 17)
+        until(lambda: server.metric("num_requests_running") == 17 + len(others))
         engine = server.engine_pid()
         for _ in range(signals):
             server.process.send_signal(signal.SIGTERM)
@@ -139,9 +157,33 @@ def test_what_outlasts_the_drain_and_a_second_sigterm_end_requests_with_an_error
         assert error["error"]["code"] == "unavailable" and last == "[DONE]"
         status, headers, _ = read_reply(whole)
         assert status == 503 and "retry-after" in headers
+        expect_errors(others, "shutting down")
         assert server.process.wait(PATIENCE) == 0
         until(lambda: not is_alive(engine))
         assert "Traceback" not in server.log.read_text()
+
+
+@contextmanager
+def in_other_apis(server):
+    """A stream and a whole answer of each, under way: (dialect, whether it streams, connection)."""
+    with ExitStack() as stack:
+        found = []
+        for dialect in OTHERS:
+            body, path = ask(dialect, server.model), PATHS[dialect]
+            assert server.post(path, ask(dialect, server.model, max_tokens=1))[0] == 200  # its grammar is kept
+            for stream in (True, False):
+                found.append((dialect, stream, stack.enter_context(send(server, path, {**body, "stream": stream}))))
+        yield found
+
+
+def expect_errors(others, part):
+    for dialect, stream, client in others:
+        if stream:
+            *_, error = parts(client)
+        else:
+            status, headers, error = read_reply(client)
+            assert status == 503 and "retry-after" in headers
+        assert part in message(dialect, error)
 
 
 def test_an_engine_does_not_outlive_its_server(start):
@@ -169,12 +211,14 @@ def test_requests_of_a_dead_engine_get_an_error_to_retry_on_and_it_is_started_ag
     with (
         start("--stall-timeout", str(limit)) as server,
         surviving(server, restarts=True),
+        in_other_apis(server) as others,
         send(server, PATH, {**LONG, "stream": True}) as streamed,
         send(server, PATH, {**LONG, "n": 2}) as whole,
     ):
-        until(lambda: server.metric("num_requests_running") == 3)
+        until(lambda: server.metric("num_requests_running") == 3 + len(others))
         os.kill(server.engine_pid(), signal.SIGKILL)
         expect_retryable(streamed, whole)
+        expect_errors(others, "engine")
         log = server.log.read_text()
         assert f"was killed by signal {signal.SIGKILL:d}" in log and "made no step" not in log
 

@@ -1,5 +1,6 @@
 """Values that no server should trust, in requests and in model files: out of range, endless, huge, expanding."""
 
+import itertools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from dialects import ANTHROPIC, OLLAMA, PATHS, ask, form
+from dialects import message as error_message
 from raw_client import LONG, ONE, PROBE, connect, events, read_reply, request, send, surviving, until
 from tiny_gguf import write_tiny_gguf
 
@@ -113,6 +116,9 @@ def test_json_that_means_nothing_good_is_refused(server):
             with at_once(server):
                 status, body = server.post(COMPLETION, data)
             assert status == 400 and 0 < len(body["error"]["message"]) < 1000, (data[:50], len(data))
+        for (dialect, path), data in itertools.product(PATHS.items(), HOSTILE):
+            status, body = server.post(path, data.replace(b'"prompt"', b'"messages"'))
+            assert status == 400 and 0 < len(error_message(dialect, body)) < 1000, (path, data[:50], len(data))
 
 
 def test_other_content_types_are_refused(server):
@@ -129,7 +135,7 @@ def test_of_a_key_given_twice_the_last_counts(server):
         assert status == 200 and body["usage"]["completion_tokens"] == 3
 
 
-def texts(value):
+def texts(value, model):
     """Requests in which that text stands where a text can stand."""
     for field in ("prompt", "model", "user", "cache_salt", "stop", "guided_regex", "guided_grammar", "guided_json"):
         yield COMPLETION, {"prompt": "a", field: value}
@@ -154,6 +160,28 @@ def texts(value):
         "tools": [{"type": "function", "function": tool}],
     }.items():  # fmt: skip
         yield CHAT, {"messages": MESSAGES, field: given}
+    blocks = [{"type": "text", "text": value}, {"type": "thinking", "thinking": value, "signature": value}]
+    results = [{"type": "tool_result", "tool_use_id": value, "content": value}, {"type": value}]
+    uses = [{"type": "tool_use", "id": value, "name": value, "input": {value: value}}]
+    tool = {"name": "f", "description": value, "input_schema": {"properties": {value: {"type": "string"}}}}
+    for fields in (
+        {"messages": [{"role": "user", "content": value}]}, {"messages": [{"role": "user", "content": blocks[:1]}]},
+        {"messages": [{"role": "assistant", "content": blocks + uses}, {"role": "user", "content": results[:1]}]},
+        {"messages": [{"role": "user", "content": results}]}, {"system": value}, {"stop_sequences": [value]},
+        {"tools": [tool]}, {"metadata": {value: value}}, form(ANTHROPIC, {value: value}), {value: 1},
+    ):  # fmt: skip
+        yield PATHS[ANTHROPIC], {"model": model, "messages": MESSAGES, **fields}
+    call = {"id": value, "function": {"name": value, "arguments": {value: value}}}
+    for fields in (
+        {"messages": [{"role": "user", "content": value, "thinking": value, "tool_name": value}]},
+        {"messages": [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": value}]},
+        {"options": {"stop": value}}, {"options": {value: 1}}, {"format": value}, {"format": {value: value}},
+        {"tools": [{"type": "function", "function": {"name": value, "description": value}}]}, {"keep_alive": value},
+    ):  # fmt: skip
+        limit = {"options": {"num_predict": 4, **fields.pop("options", {})}}
+        yield PATHS[OLLAMA], {"model": model, "messages": MESSAGES, **fields, **limit}
+    for path, name in (("generate", "prompt"), ("show", "model"), ("embed", "input")):
+        yield f"/api/{path}", {"model": value, name: value}
     yield "/tokenize", {"prompt": value}
     yield "/tokenize", {"messages": [{"role": "user", "content": value}]}
 
@@ -161,10 +189,10 @@ def texts(value):
 def test_any_text_anywhere_is_answered_or_refused(server):
     values = ["\x00", "a\x00b", "\ud800", "\udfff\ud800", "\ufffe\uffff", "\u202e\x1b[2J\r\n", ""]
     with surviving(server):
-        for path, body in (pair for value in values for pair in texts(value)):
-            status, reply = server.post(path, {**body, "max_tokens": 4} if path != "/tokenize" else body)
+        for path, body in (pair for value in values for pair in texts(value, server.model)):
+            status, reply = server.post(path, {**body, "max_tokens": 4} if path.startswith("/v1/") else body)
             assert status in (200, 400, 404), (body, reply)
-            assert status == 200 or reply["error"]["message"], body
+            assert status == 200 or (reply["error"] if path.startswith("/api/") else reply["error"]["message"]), body
 
 
 # Huge.
@@ -183,6 +211,9 @@ LISTS = {
     "messages": '{"messages":[%s{}]}' % ("{}," * (MANY // 3 - 20)),
     "parts": '{"messages":[{"role":"user","content":[%s{}]}]}' % ("{}," * (MANY // 3 - 20)),
     "tools": '{"messages":[{"role":"user","content":"a"}],"tools":[%s{}]}' % ("{}," * (MANY // 3 - 40)),
+    "turns": '{"model":"a","max_tokens":1,"system":[%s{}]}' % ("{}," * (MANY // 3 - 40)),
+    "blocks": '{"model":"a","max_tokens":1,"messages":[{"role":"user","content":[%s{}]}]}' % ("{}," * (MANY // 3 - 40)),
+    "calls": '{"model":"a","messages":[{"role":"user","tool_calls":[%s{}]}]}' % ("{}," * (MANY // 3 - 40)),
     "tokens": '{"tokens":[%snull]}' % ("null," * (MANY // 5 - 10)),
 }
 
@@ -191,10 +222,11 @@ def test_a_huge_list_is_refused_before_it_holds_up_others(server):
     with surviving(server):
         for kind, text in LISTS.items():
             path = CHAT if "messages" in text else "/detokenize" if "tokens" in text else COMPLETION
+            path = {"turns": PATHS[ANTHROPIC], "blocks": PATHS[ANTHROPIC], "calls": PATHS[OLLAMA]}.get(kind, path)
             assert len(text) <= MANY
             with at_once(server):
                 status, body = server.post(path, text.encode())
-            assert status == 400 and len(body["error"]["message"]) < 1000, kind
+            assert status == 400 and len(str(body["error"])) < 1000, kind
 
 
 def test_a_million_characters_are_refused_before_they_are_encoded(server):
@@ -203,13 +235,13 @@ def test_a_million_characters_are_refused_before_they_are_encoded(server):
         for path, body in (
             (COMPLETION, {"prompt": text}),
             (COMPLETION, {"prompt": [text] * 3}),
-            (CHAT, {"messages": [{"role": "user", "content": text}]}),
+            *((path, ask(dialect, server.model, text)) for dialect, path in PATHS.items()),
             ("/tokenize", {"prompt": text}),
             ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
         ):
             with at_once(server):
                 status, reply = server.post(path, body)
-            assert status == 400 and "characters" in reply["error"]["message"], (path, body.keys())
+            assert status == 400 and "characters" in str(reply["error"]), (path, body.keys())
 
 
 # Schemas and grammars.

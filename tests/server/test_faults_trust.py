@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import twinphase
+from dialects import ANTHROPIC, OLLAMA, OPENAI, PATHS, message
 from raw_client import PATH, PROBE, connect, events, read_reply, request, send, surviving
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.request import Request, SamplingParams
@@ -83,11 +84,14 @@ def test_a_request_is_seen_by_its_own_tenant_only(shared):
 )  # fmt: skip
 def test_without_a_key_nothing_is_told(shared, value):
     with surviving(shared, **ALICE), connect(shared) as client:
-        for path in (PATH, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/requests/a/timeline", "/nothing"):
+        paths = (PATH, *PATHS.values(), "/tokenize", "/detokenize", "/v1/requests/a/timeline", "/api/tags", "/nothing")
+        for path in paths:
             client.sendall(request(path, b"{", Authorization=value).decode().encode("latin-1"))
             status, headers, body = read_reply(client)
             assert (status, headers["www-authenticate"]) == (401, "Bearer")
-            assert body["error"]["code"] == "invalid_api_key" and "alice" not in body["error"]["message"]
+            dialect = {PATHS[ANTHROPIC]: ANTHROPIC, PATHS[OLLAMA]: OLLAMA, "/api/tags": OLLAMA}.get(path, OPENAI)
+            assert "alice" not in message(dialect, body)
+            assert dialect != OPENAI or body["error"]["code"] == "invalid_api_key"
         assert shared.get("/v1/models")[0] == 401
         assert shared.get("/health")[0] == shared.get("/metrics")[0] == 200
         assert "alice" not in shared.get("/metrics")[1]

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dialects import message
+
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 0))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + EXAMPLES)]
 KEY = {"Authorization": "Bearer secret"}
@@ -40,9 +42,10 @@ def fuzzed(start):
 
 def narrowed(document, ranges, request_id):
     """The document with names of what there is, and with ranges."""
-    for name in ("ChatCompletionRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
-        properties = document["components"]["schemas"][name]["properties"]
-        properties["model"] = {"enum": ["tiny", None]}
+    for name, schema in document["components"]["schemas"].items():
+        properties = schema.get("properties", {})
+        if name.endswith("Request") and "model" in properties:
+            properties["model"] = {"enum": ["tiny"] if "model" in schema.get("required", ()) else ["tiny", None]}
         for field in ranges.keys() & properties.keys():
             low, high = ranges[field]
             for form in properties[field].get("anyOf", [properties[field]]):
@@ -75,6 +78,7 @@ def test_answers_are_as_the_openapi_document_says(fuzzed, tmp_path, ranges, unch
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALL_OF_OLLAMA = {"name": "add", "arguments": {"a": 1}}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", 1, None]}}, "required": ["a"]}
 CHAT = {
     "model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 1.5, "top_k": 9,
@@ -104,6 +108,36 @@ REQUESTS = [
         {"structural_tag": {"type": "structural_tag", "triggers": ["<f"],
                             "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}},
     )),
+    ("/v1/messages", {
+        "model": "tiny", "max_tokens": 9, "temperature": 1, "top_k": 9, "top_p": 0.9, "stop_sequences": ["a"],
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}], "metadata": {"user_id": "u"},
+        "messages": [{"role": "user", "content": "q"},
+                     {"role": "assistant", "content": [
+                         {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
+                         {"type": "thinking", "thinking": "t", "signature": "s"}]},
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}]}],
+        "tools": [{"name": "add", "description": "d", "input_schema": SCHEMA}], "tool_choice": {"type": "any"},
+        "thinking": {"type": "enabled", "budget_tokens": 5},
+    }),
+    ("/v1/messages", {
+        "model": "tiny", "max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": "q"}],
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+    }),
+    ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "q"}], "system": "s"}),
+    ("/api/chat", {
+        "model": "tiny", "stream": False, "tools": [TOOL], "keep_alive": "5m", "think": False, "logprobs": True,
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
+                     {"role": "assistant", "content": "", "tool_calls": [{"function": CALL_OF_OLLAMA}]},
+                     {"role": "tool", "content": "2", "tool_name": "add"}],
+        "options": {"num_predict": 9, "temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "seed": 1,
+                    "stop": ["a"], "repeat_penalty": 1.1, "num_ctx": 128},
+    }),
+    ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": "q"}], "format": SCHEMA,
+                   "options": {"num_predict": 9}}),
+    ("/api/generate", {"model": "tiny", "prompt": "q", "system": "s", "format": "json", "options": {"num_predict": 9}}),
+    ("/api/generate", {"model": "tiny", "prompt": "q", "raw": True, "stream": False, "options": {"num_predict": 9}}),
+    ("/api/embed", {"model": "tiny", "input": ["a", "b"], "truncate": True, "dimensions": 8}),
+    ("/api/show", {"model": "tiny", "verbose": True}),
     ("/tokenize", {"prompt": "hello", "add_special_tokens": False, "return_token_strs": True}),
     ("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}),
     ("/detokenize", {"tokens": [5, 6, 200]}),
@@ -169,13 +203,17 @@ def mutated(draw):
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(mutated())
-def test_a_request_gone_wrong_is_answered_in_openais_shape(fuzzed, request_):
+def test_a_request_gone_wrong_is_answered_in_its_apis_shape(fuzzed, request_):
     path, data = request_
     status, body = fuzzed.post(path, data, **KEY)
     if status == 200:
-        assert not isinstance(body, str) or body.endswith("data: [DONE]\n\n") and '{"error"' not in body
+        ends = ("data: [DONE]\n\n", '"message_stop"}\n\n', "}\n")
+        assert not isinstance(body, str) or body.endswith(ends) and '"error"' not in body
         return
     assert 400 <= status < 500
+    if path.startswith(("/v1/messages", "/api/")):
+        assert message("ollama" if path.startswith("/api/") else "anthropic", body)
+        return
     error = body["error"]
     assert error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
     assert isinstance(error["param"], str | None) and isinstance(error["code"], str | None)

@@ -72,8 +72,8 @@ def _chat(body: CountTokensRequest, template: str) -> ChatCompletionRequest:
         fields["include_reasoning"] = thinking.display != "omitted"
         if thinking.type == "disabled":
             variables["enable_thinking"] = False
-    if effort is not None and "reasoning_effort" in template:
-        variables["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
+    if effort is not None:
+        fields["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
     fields["chat_template_kwargs"] = variables or None
     if isinstance(body, MessagesRequest):
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")

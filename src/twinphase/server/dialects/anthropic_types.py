@@ -50,7 +50,11 @@ class ToolUseBlock(_Block):
     input: dict[str, Any]
 
 
-TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_as_blocks)]
+TextBlocks = Annotated[
+    list[TextBlock],
+    Field(fail_fast=True, max_length=MAX_PARTS),
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
+]
 
 
 class ToolResultBlock(_Block):
@@ -63,7 +67,11 @@ class ToolResultBlock(_Block):
 
 
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
-Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_as_blocks)]
+Blocks = Annotated[
+    list[Block],
+    Field(fail_fast=True, max_length=MAX_PARTS),
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
+]
 
 
 class Turn(Strict):
@@ -83,7 +91,7 @@ class CustomTool(_Block):
     strict: bool | None = None
     eager_input_streaming: bool | None = None  # arguments always come as they are written
     allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None  # all tools are there from the beginning
 
 
 class ToolChoice(Strict):

@@ -52,8 +52,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": OllamaErrorResponse},
     "5XX": {"model": OllamaErrorResponse},
 }
+STREAM = "application/x-ndjson"
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
-ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {**OBJECT, "application/x-ndjson": {}}}, **ERRORS}
+ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {**OBJECT, STREAM: {}}}, **ERRORS}
 FOREVER = "2318-01-01T00:00:00Z"  # Ollama's date for a model that is not unloaded
 NONE_ASKED = 2**31 - 1  # tokens: to the end of the context
 
@@ -85,17 +86,19 @@ def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, A
             {"logprobs": True, "top_logprobs": body.top_logprobs} if is_chat else {"logprobs": body.top_logprobs or 0}
         )
     if is_chat:
-        fields["chat_template_kwargs"] = _thinking(service, body)
+        fields |= _thinking(service, body)
     return fields
 
 
-def _thinking(service: Service, body: Generating) -> dict[str, Any] | None:
-    """Variables of the template that say whether to think; a model that cannot is refused, as by Ollama."""
-    if body.think is None or body.think is False:
-        return None if body.think is None else {"enable_thinking": False}
+def _thinking(service: Service, body: Generating) -> dict[str, Any]:
+    """Whether to think, and how much; a model that cannot is refused, as by Ollama."""
+    if not body.think:
+        return {} if body.think is None else {"reasoning_effort": "none"}
     if think_tags(service.host.text.chat_template.source) is None:
         raise InvalidRequestError(f"{body.model!r} does not support thinking.", "Leave out `think`.")
-    return {"enable_thinking": True} if body.think is True else {"reasoning_effort": body.think}
+    return (
+        {"chat_template_kwargs": {"enable_thinking": True}} if body.think is True else {"reasoning_effort": body.think}
+    )
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
@@ -133,7 +136,7 @@ def _now() -> str:
 class _OllamaReplies(ChatReplies):
     """Lines of JSON; the last has where the time went."""
 
-    stream_type = b"application/x-ndjson"
+    stream_type = STREAM.encode()
 
     def chunk(self, delta: Delta) -> bytes:
         if delta.num_prefilled is not None or delta.is_empty:
@@ -283,7 +286,8 @@ def _add_generating(api: APIRouter, service: Service) -> None:
         service.check_model(served_name(service, body.model))
         service.require_engine()
         line = {"model": body.model, "created_at": _now(), **said, "done": True, "done_reason": "load"}
-        return JSONResponse(line, media_type="application/x-ndjson" if body.stream is not False else None)
+        streamed = body.stream is not False
+        return Response(encode(line) + b"\n" * streamed, media_type=STREAM if streamed else "application/json")
 
     @api.post("/api/chat", responses=ANSWER, response_class=Response)
     async def ollama_chat(body: OllamaChatRequest) -> Response:

@@ -10,6 +10,8 @@ from twinphase.server.openai_types import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Na
 from twinphase.server.openai_types import _Strict as Strict
 
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
+One = Annotated[float, Field(ge=1, le=1)] | None
+Zero = Annotated[int, Field(ge=0, le=0)] | None
 Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 KeepAlive = float | str | None  # the model stays
 
@@ -29,9 +31,9 @@ class Options(Strict):
     frequency_penalty: float | None = None
     # Accepted at the value that means what is done anyway: penalties look at the whole text.
     repeat_last_n: Literal[-1] | None = None
-    typical_p: Literal[1] | None = None
-    tfs_z: Literal[1] | None = None
-    mirostat: Literal[0] | None = None
+    typical_p: One = None
+    tfs_z: One = None
+    mirostat: Zero = None
     # Where and how the model is run, which was said when the server was started.
     num_ctx: Count | None = None
     num_batch: Count | None = None
