@@ -159,6 +159,7 @@ def worker(
     listen: str = typer.Option("127.0.0.1:0", help="Address to listen on: HOST:PORT or unix:PATH; 0 is any free port."),
     role: str = typer.Option("both", help="prefill: read prompts for others; decode: answer what they read; or both."),
     join: str = typer.Option(None, help="Server to be added to while it runs: HOST:PORT of its --cluster-listen."),
+    kv_port: int = typer.Option(0, min=0, max=65535, help="Port that other workers send KV blocks to; 0: any."),
     drain_timeout: float = typer.Option(60.0, min=0.0, help="Seconds after SIGTERM that its answers have to finish."),
     cluster_key_file: str = typer.Option(None, help="File with the key; TWINPHASE_CLUSTER_KEY has it otherwise."),
 ) -> None:
@@ -168,7 +169,7 @@ def worker(
     key = read_key(cluster_key_file)
     from twinphase.cluster.worker import run_worker
 
-    run_worker(listen, key, role, join=join, drain_timeout=drain_timeout)
+    run_worker(listen, key, role, join=join, drain_timeout=drain_timeout, kv_port=kv_port)
 
 
 @app.command()

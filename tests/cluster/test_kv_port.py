@@ -11,7 +11,9 @@ import pytest
 from kv_workers import FAULTS, KEY, FaultProxy, Worker, workers
 from tiny_gguf import write_tiny_gguf
 from twinphase.cluster.handshake import WrongKeyError, authenticate
+from twinphase.cluster.kv.port import opened_port
 from twinphase.engine.messages import Pushed, PushTo
+from twinphase.errors import StorageError
 from twinphase.request import FinishReason, SamplingParams
 
 CONFIG = {"threads": 1, "num_kv_blocks": 40, "max_num_batched_tokens": 48, "block_size": 16}
@@ -221,6 +223,13 @@ def test_another_model_or_key_is_refused(pair, model, tmp_path):
         assert not stranger.port.intake.counts
         stranger.check()
         stranger.close()
+
+
+def test_a_port_that_somebody_else_has_is_refused_in_a_line(pair):
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with opened_port(KEY, port=port) as open_port, pytest.raises(StorageError, match=f"{port}.*another --kv-port"):
+            open_port(pair[0].loop, print)
 
 
 def test_an_aborted_request_stops_its_push(pair):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -268,6 +269,23 @@ def test_a_wrong_key_another_version_and_another_model_are_refused_in_a_line(tin
         assert "0.0.1" in found and "same version" in found
         monkeypatch.undo()
         assert workers[0].process.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_port_for_blocks_that_somebody_else_has_is_refused_in_a_line_and_taken_when_it_is_free(serve, tiny_path):
+    holder = socket.create_server(("127.0.0.1", 0))
+    port = holder.getsockname()[1]
+    with joining("127.0.0.1:0", ("--kv-port", str(port))) as worker:
+        with holder:
+            found = str(refused([worker], tiny_path))
+        assert f"127.0.0.1:{port}: Address already in use" in found and "another --kv-port" in found
+
+        async def body(engine):
+            await until(lambda: engine.is_running)
+            assert engine.facts.kv_addresses[-1] == f"tcp:127.0.0.1:{port}"
+
+        serve(body, hosts=hosts_of([worker], tiny_path))
 
 
 def test_bad_keys_and_addresses_are_refused_in_a_line(tmp_path, monkeypatch, capsys, tiny_path):

@@ -33,7 +33,7 @@ from twinphase.engine.loop import refusal
 from twinphase.engine.messages import Add, EngineFacts, FromEngine, Leaving, Load, Loading, ToEngine
 from twinphase.engine.text import ModelText
 from twinphase.engine.wire import SEND_BUFFER
-from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.errors import InvalidRequestError, StorageError, TwinphaseError
 from twinphase.request import FinishReason
 
 __all__ = ["main", "run_worker"]
@@ -73,12 +73,12 @@ class _ServerLink(Link):
 class Worker:
     """The model that there is, for one connection after the other."""
 
-    def __init__(self, key: bytes, role: Role = "both", own: Mapping[str, Any] | None = None) -> None:
-        """With `key`, other workers send KV blocks; the server is told the `role`.
+    def __init__(self, key: bytes, role: Role = "both", own: Mapping[str, Any] | None = None, kv_port: int = 0) -> None:
+        """With `key`, other workers send KV blocks to `kv_port`, 0 is any; the server is told the `role`.
 
         `own` are fields of `EngineConfig` that hold here, whatever the server says.
         """
-        self._key, self._role, self._own = key, role, dict(own or {})
+        self._key, self._role, self._own, self._kv_port = key, role, dict(own or {}), kv_port
         self.link: _ServerLink | None = None
         self.refusal: TwinphaseError | None = None  # of a model, by this worker
         self._wanted: Load | None = None
@@ -96,9 +96,7 @@ class Worker:
         try:
             loaded = self._load(first, link)
         except TwinphaseError as error:
-            self.refusal = error
-            link.send(refusal(None, error))
-            link.is_broken = True
+            self._refuse(link, error)
             return
         if isinstance(loaded, LoadedEngine):
             engine = loaded.engine
@@ -106,8 +104,16 @@ class Worker:
                 engine.finish(request_id, FinishReason.ABORT)
         # Where the server found this worker, others of its machines can find it too.
         host = "127.0.0.1" if connection.family == socket.AF_UNIX else connection.getsockname()[0]
-        with opened_port(self._key, host) as open_port:
-            serve(loaded, link, lambda: None, open_port)
+        with opened_port(self._key, host, self._kv_port) as open_port:
+            try:
+                serve(loaded, link, lambda: None, open_port)
+            except StorageError as error:  # somebody else has the port
+                self._refuse(link, error)
+
+    def _refuse(self, link: _ServerLink, error: TwinphaseError) -> None:
+        self.refusal = error
+        link.send(refusal(None, error))
+        link.is_broken = True
 
     def _load(self, wanted: Load, link: Link) -> LoadedEngine | LoadedEmbedder:
         if wanted.version != __version__:
@@ -135,12 +141,13 @@ def run_worker(
     *,
     join: str | None = None,
     drain_timeout: float = DRAIN_SECONDS,
+    kv_port: int = 0,
     ends_with_stdin: bool = False,
 ) -> None:
     """Listen, and serve whoever has the key; prints the address first. With `ends_with_stdin`, until stdin closes.
 
-    `own` fields of `EngineConfig` hold for this worker alone. The server at `join` is told of it, and told again
-    whenever no server is connected.
+    `own` fields of `EngineConfig` hold for this worker alone. Other workers send KV blocks to `kv_port`, 0 is any. The
+    server at `join` is told of it, and told again whenever no server is connected.
 
     SIGTERM has the server drain this worker, which ends when that is done, at the latest after `drain_timeout` seconds;
     a second one ends it at once. Whatever it still computes then goes on elsewhere.
@@ -154,7 +161,7 @@ def run_worker(
     print(f"listening on {address}", flush=True)
     if ends_with_stdin:
         threading.Thread(target=_end_with_stdin, name="twinphase-parent", daemon=True).start()
-    worker = Worker(key, cast(Role, role), own)
+    worker = Worker(key, cast(Role, role), own, kv_port)
 
     def leave(*_: object) -> None:
         link = worker.link
@@ -218,13 +225,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cluster-key-file", help="file with the key; the environment's otherwise")
     parser.add_argument("--engine", default="{}", help="fields of EngineConfig as a JSON object, for this worker alone")
     parser.add_argument("--join", help="HOST:PORT of a server's --cluster-listen")
+    parser.add_argument("--kv-port", type=int, default=0, help="where other workers send KV blocks; 0 is any free port")
     parser.add_argument("--role", default="both", help="both, prefill or decode")
     parser.add_argument("--ends-with-stdin", action="store_true", help="end when standard input closes")
     asked = parser.parse_args(arguments)
     try:
         key = read_key(asked.cluster_key_file)
         own = json.loads(asked.engine)
-        run_worker(asked.listen, key, asked.role, own, join=asked.join, ends_with_stdin=asked.ends_with_stdin)
+        run_worker(
+            asked.listen, key, asked.role, own,
+            join=asked.join, kv_port=asked.kv_port, ends_with_stdin=asked.ends_with_stdin,
+        )  # fmt: skip
     except TwinphaseError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -153,8 +153,10 @@ class BlockListener:
         addresses: where, the nearest first.
     """
 
-    def __init__(self, intake: BlockIntake, key: bytes, *, host: str = "127.0.0.1", shared_memory: bool = True) -> None:
-        """Listen on a free port of `host`, and for workers of this machine on an abstract Unix socket.
+    def __init__(
+        self, intake: BlockIntake, key: bytes, *, host: str = "127.0.0.1", port: int = 0, shared_memory: bool = True
+    ) -> None:
+        """Listen on a `port` of `host`, any free one for 0, and for workers of this machine on an abstract Unix socket.
 
         Raises:
             OSError: that is not possible.
@@ -162,7 +164,7 @@ class BlockListener:
         self._intake, self._key = intake, key
         self._links: set[socket.socket] = set()
         self._closed = False
-        tcp = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        tcp = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.addresses = [f"tcp:{host}:{tcp.getsockname()[1]}"]
         self._servers = [tcp]
         if shared_memory:

@@ -10,6 +10,7 @@ from twinphase.cluster.kv.intake import BlockIntake, BlockListener
 from twinphase.cluster.kv.pushes import BlockPushes
 from twinphase.engine.loop import EngineLoop
 from twinphase.engine.messages import FromEngine
+from twinphase.errors import StorageError
 
 if TYPE_CHECKING:
     from twinphase.engine.child import OpenPort
@@ -32,15 +33,16 @@ class KVPort:
         key: bytes,
         *,
         host: str = "127.0.0.1",
+        port: int = 0,
         shared_memory: bool = True,
     ) -> None:
-        """Listen on a free port of `host`, and on an abstract Unix socket for workers here; `send` is the loop's.
+        """Listen as `BlockListener` does; `send` is the loop's.
 
         Raises:
             OSError: that is not possible.
         """
         self.intake = BlockIntake(loop.loaded, loop.between_steps)
-        self._listener = BlockListener(self.intake, key, host=host, shared_memory=shared_memory)
+        self._listener = BlockListener(self.intake, key, host=host, port=port, shared_memory=shared_memory)
         self.pushes = BlockPushes(loop.loaded, key, lambda: loop.between_steps(lambda engine: None), send)
         loop.pushes, loop.block_counts = self.pushes, self.intake.counts
 
@@ -56,16 +58,23 @@ class KVPort:
 
 
 @contextmanager
-def opened_port(key: bytes, host: str = "127.0.0.1") -> Iterator[OpenPort]:
-    """For `child.serve`: a function that opens a loop's port, which is closed at the end of the `with` block."""
+def opened_port(key: bytes, host: str = "127.0.0.1", port: int = 0) -> Iterator[OpenPort]:
+    """For `child.serve`: a function that opens a loop's port, which is closed at the end of the `with` block.
+
+    That function raises `StorageError` where somebody else has the port.
+    """
     ports: list[KVPort] = []
 
     def open_port(loop: EngineLoop, send: Callable[[FromEngine], None]) -> list[str]:
-        ports.append(KVPort(loop, send, key, host=host))
+        try:
+            ports.append(KVPort(loop, send, key, host=host, port=port))
+        except OSError as error:
+            cause = f"Cannot listen for KV blocks on {host}:{port}: {error.strerror or error}."
+            raise StorageError(cause, "Choose another --kv-port.") from None
         return ports[0].addresses
 
     try:
         yield open_port
     finally:
-        for port in ports:
-            port.close()
+        for opened in ports:
+            opened.close()
