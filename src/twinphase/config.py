@@ -139,6 +139,9 @@ class EngineConfig:
         "Ampere) on a GPU and float32 on a processor.",
         choices=DTYPES,
     )
+    enforce_eager: bool = setting(
+        False, "Start every kernel of the torch backend by itself: no captured CUDA graphs of decode steps."
+    )
     task: str | None = setting(
         None,
         "What the model is loaded for: generate (text) or embed (vectors); an encoder only embeds.",
@@ -163,7 +166,8 @@ class EngineConfig:
             raise InvalidRequestError(f"device is {self.device!r}.", "Use cpu, cuda or cuda:N.")
         if self.backend == "torch" and self.isa is not None:
             raise InvalidRequestError(f"isa is {self.isa!r}, but torch chooses its own kernels.", "Leave it out.")
-        for name, value, default in (("device", self.device, None), ("dtype", self.dtype, "auto")):
+        for name, default in (("device", None), ("dtype", "auto"), ("enforce_eager", False)):
+            value = getattr(self, name)
             if value != default and self.backend != "torch":
                 raise InvalidRequestError(
                     f"{name} is {value!r} with the {self.backend} backend.", "Use the torch backend, or leave it out."

@@ -25,6 +25,7 @@ from twinphase.errors import InvalidRequestError, OutOfMemoryError
         ({"dtype": "float64"}, "Use one of: auto, float16, bfloat16, float32"),
         ({"isa": "avx2"}, "isa is 'avx2'"),
         ({"backend": "cpu", "device": "cuda"}, "device is 'cuda' with the cpu backend. Use the torch backend"),
+        ({"backend": "cpu", "enforce_eager": True}, "enforce_eager is True with the cpu backend"),
         ({"backend": "reference", "dtype": "float16"}, "dtype is 'float16' with the reference backend"),
     ),
 )

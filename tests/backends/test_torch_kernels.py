@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tiny_families import make_model
 
 from steps import Piece, Steps
-from tiny_gguf import random_raw
+from tiny_gguf import random_raw, write_tiny_gguf
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.weights.quant import FORMATS, dequantize
 
@@ -81,6 +81,43 @@ def test_architectures(tmp_path: Path, family: str) -> None:
     steps.run([Piece(TOKENS[:13], 0, other)])
     decode, chunk = Piece(TOKENS[23:], 23, steps.blocks[:5]), Piece(TOKENS[13:], 13, other)
     same_bits(steps.run([decode, chunk]), np.concatenate([found[23:], found[13:]]))
+
+
+class Again:
+    """A graph that computes once more what was captured, with what the kernels read then."""
+
+    def __init__(self, backend: KernelBackend) -> None:
+        self.backend = backend
+
+    def capture(self, compute: Any) -> torch.Tensor:
+        self.compute, self.seen, self.replays = compute, (self.backend.step, self.backend.phases), 0
+        self.logits: torch.Tensor = compute()
+        return self.logits
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.backend.step, self.backend.phases = self.seen
+        self.logits.copy_(self.compute())
+
+
+@pytest.mark.slow
+def test_a_captured_step_has_the_bits_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two sequences, in a step for four of them behind longer contexts."""
+    monkeypatch.setattr("twinphase.backends.torch.graphs.SHORTEST", 48)
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    results = []
+    for capture in (True, False):
+        backend = KernelBackend("cpu", "float32")
+        steps = Steps(path, backend, num_blocks=4)
+        if capture:
+            backend.make_graph = lambda backend=backend: Again(backend)
+            backend.capture(steps.model.forward, 4, 48, None)
+            del backend.graphs.sizes[1:]  # that of four
+        pieces = [Piece(TOKENS[:5], 0, steps.blocks[:2]), Piece(TOKENS[:17], 0, steps.blocks[2:])]
+        steps.run(pieces)
+        results.append(steps.run([Piece(TOKENS[17:18], one.start + len(one.tokens), one.blocks) for one in pieces]))
+        assert not capture or [size.graph.replays for size in backend.graphs.sizes] == [1]
+    same_bits(*results)
 
 
 @pytest.mark.parametrize("kind", FORMATS_HERE)

@@ -6,7 +6,7 @@ Arrays that operations take and return are opaque to models; each backend has it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -135,6 +135,14 @@ class Drawn:
 
 class Drawer(Protocol):
     """Computes a step and draws its tokens where the logits are: only those come to the host."""
+
+    def capture(
+        self, forward: Forward, max_num_seqs: int, max_model_len: int, progress: Callable[[int, int, str], None] | None
+    ) -> None:
+        """Make decode steps ready to be replayed, where that is possible; `progress` is told (done, total, what).
+
+        Called once, after the KV cache is allocated and before the first step.
+        """
 
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
         """Begin to run `forward` on `inputs`; may return before it is done."""

@@ -99,6 +99,9 @@ class LoadedEngine:
         self.engine = make_engine(self.config, loaded, backend, costs, eos, heads)
         if drafts is not None:
             add_draft_model(self, drafts, speculation.num_speculative_tokens)
+        if backend.drawer is not None:
+            limits = self.config.max_num_seqs, self.config.max_model_len or 1
+            backend.drawer.capture(loaded.forward, *limits, compile_progress)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """As `ModelText.encode`, for the longest prompt of this engine."""
@@ -206,7 +209,7 @@ def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str
         require_torch()
         from twinphase.backends.torch.backend import open_backend
 
-        return open_backend(config.device, config.dtype, config.threads)
+        return open_backend(config.device, config.dtype, config.threads, config.enforce_eager)
     from twinphase.backends.cpu.backend import CpuBackend
 
     backend: Backend = CpuBackend(

@@ -8,7 +8,7 @@ own, whose oracle this is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from importlib.util import find_spec
@@ -24,6 +24,8 @@ from twinphase.backends.base import Array, Drawn, Draws, Forward, KVCacheSpec, S
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.backends.torch.device import find_device, find_dtype
+from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
+from twinphase.backends.torch.plain_attention import attention, capped
 from twinphase.backends.torch.sampling import draw
 from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.errors import OutOfMemoryError
@@ -32,6 +34,7 @@ from twinphase.weights.quant import dequantize
 
 __all__ = ["TorchBackend", "open_backend"]
 
+ALIGNED = 2  # int64 values: kernels are compiled for arrays that begin at 16 bytes
 RopeTables = tuple[Tensor, Tensor, bool]
 
 
@@ -43,7 +46,9 @@ class TorchBackend:
     block_multiple = 1
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
 
-    def __init__(self, device: str | None = None, dtype: str = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self, device: str | None = None, dtype: str = "auto", threads: int | None = None, enforce_eager: bool = False
+    ) -> None:
         """`threads` are those of torch in this process, where the device is the processor.
 
         Raises:
@@ -53,6 +58,10 @@ class TorchBackend:
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, self.device)
         self.wide = torch.promote_types(self.dtype, torch.float32)  # of sums
+        cuda = self.device.type == "cuda" and not enforce_eager
+        self.make_graph: Callable[[], Graph] | None = cuda_graphs() if cuda else None
+        self.graphs: Graphs | None = None
+        self._longest: int | None = None  # context of the step that is captured
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -115,7 +124,8 @@ class TorchBackend:
     # KV cache.
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """[layers, 2, blocks, block_size, kv_heads, head_dim] in the element type, keys and then values."""
-        shape = (spec.num_layers, 2, spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        # One block more, for the rows that fill up a captured step.
+        shape = (spec.num_layers, 2, spec.num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
         self.kv_spec = spec
         nbytes = self.kv_bytes_per_token() * spec.num_blocks * spec.block_size
         with self._memory("KV cache", nbytes, "Lower --num-kv-blocks, --max-model-len or --max-num-seqs."):
@@ -161,11 +171,41 @@ class TorchBackend:
         return logits
 
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
-        """Run the forward pass operation by operation; the logits stay on the device."""
+        """Replay the step where it was captured, else run it operation by operation; logits stay on the device."""
         self.inputs, self._kept = inputs, list[NDArray[np.float32]]()
         with self._step_memory():
-            self._upload(inputs)
-            self.logits: Tensor = forward(self)
+            captured = self.graphs.find(inputs) if self.graphs is not None else None
+            if captured is None:
+                self._upload(self._arrays(inputs))
+                self.logits: Tensor = forward(self)
+            else:
+                captured.buffer.copy_(self._flat(self._arrays(captured.padded(inputs))), non_blocking=True)
+                captured.graph.replay()
+                self.logits = captured.logits[: inputs.num_tokens]
+
+    def capture(
+        self, forward: Forward, max_num_seqs: int, max_model_len: int, progress: Callable[[int, int, str], None] | None
+    ) -> None:
+        """See `Drawer`; not where something in `forward` needs the host."""
+        if self.make_graph is None or self.blueprint.experts is not None:  # whose rows are counted by expert
+            return
+        graphs = Graphs(self.kv_spec, max_num_seqs, max_model_len)
+        self._kept, self.inputs = [], graphs.sizes[0].padded(None)
+        tell, fix = progress or (lambda *_: None), "Use --enforce-eager, or lower --num-kv-blocks or --max-num-seqs."
+        with torch.inference_mode(), self._memory("graphs", graphs.sizes[0].rows * self._row_bytes, fix):
+            for done, size in enumerate(graphs.sizes):
+                tell(done, len(graphs.sizes), f"graph of {size.rows} rows")
+                self.inputs, self._longest = size.padded(None), size.context
+                size.buffer = self._upload(self._arrays(self.inputs))
+                forward(self)  # loads what it needs, which may not happen while capturing
+                if self._kept:  # hidden states go to the host
+                    break
+                size.graph = self.make_graph()
+                size.logits = size.graph.capture(lambda: forward(self))
+            else:
+                self.graphs = graphs
+        self._longest = None
+        tell(len(graphs.sizes), len(graphs.sizes), "graphs")
 
     def draw(self, draws: Draws) -> Drawn:
         """See `Drawer`."""
@@ -179,30 +219,29 @@ class TorchBackend:
             yield
 
     @property
-    def _row_bytes(self) -> int:
-        """About what a row of a step takes: the widest layer in float32, its result, and its logits."""
+    def _row_bytes(self) -> int:  # about: the widest layer in float32, its result, and its logits
         b = self.blueprint
         return 4 * (4 * b.ffn_size + 2 * b.hidden_size + b.vocab_size)
 
-    def _upload(self, inputs: StepInputs) -> None:
-        """The step's inputs on the device."""
-        arrays = (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.logit_rows)
-        self.token_ids, self.positions, self.slot_mapping, self.wanted = (self._array(array) for array in arrays)
-        self._plan(inputs)
+    def _arrays(self, inputs: StepInputs) -> dict[str, NDArray[np.signedinteger]]:
+        """What a step reads on the device besides weights and cache, by name."""
+        names = "token_ids", "positions", "slot_mapping", "logit_rows", "block_tables"
+        return {name: getattr(inputs, name) for name in names}
 
-    def _plan(self, inputs: StepInputs) -> None:
-        """Where the tokens of each sequence are."""
-        tables, size = self._array(inputs.block_tables), self.kv_spec.block_size
-        self.contexts = []  # of each sequence: its rows, and the slots of its tokens so far
-        for table, start, end, length in zip(
-            tables, inputs.query_start[:-1].tolist(), inputs.query_start[1:].tolist(),
-            inputs.context_lens.tolist(), strict=True,
-        ):  # fmt: skip
-            at = torch.arange(length, device=self.device)
-            self.contexts.append((slice(start, end), table[at // size] * size + at % size))
+    def _upload(self, arrays: dict[str, NDArray[np.signedinteger]]) -> Tensor:
+        """The arrays as int64 tensors of `step`, which are parts of the one that comes back."""
+        buffer = self._flat(arrays).to(self.device, non_blocking=True)
+        self.step, start = dict[str, Tensor](), 0
+        for name, array in arrays.items():
+            self.step[name] = buffer[start : start + array.size].view(array.shape)
+            start += -(-array.size // ALIGNED) * ALIGNED
+        return buffer
 
-    def _array(self, array: NDArray[np.signedinteger]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
+    def _flat(self, arrays: dict[str, NDArray[np.signedinteger]]) -> Tensor:
+        """One array behind the other, so that one copy takes them to the device."""
+        parts = [np.pad(array.ravel(), (0, -array.size % ALIGNED)) for array in arrays.values()]
+        flat = torch.from_numpy(np.concatenate(parts, dtype=np.int64))
+        return flat.pin_memory() if self.device.type == "cuda" else flat
 
     def kept(self) -> list[NDArray[np.float32]]:
         """See `Backend`."""
@@ -214,7 +253,7 @@ class TorchBackend:
 
     def embed(self, table: Array, scale: float = 1.0) -> Tensor:
         """Rows of the table, scaled, float32."""
-        rows: Tensor = table[self.token_ids]
+        rows: Tensor = table[self.step["token_ids"]]
         return rows.to(self.wide) * scale
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -257,8 +296,9 @@ class TorchBackend:
             q, k = self._normalize(q, q_norm), self._normalize(k, k_norm)
         if rope is not None:
             q, k = self._rotate(q, rope), self._rotate(k, rope)
-        self.slots[layer, 0, self.slot_mapping] = k.to(self.dtype)
-        self.slots[layer, 1, self.slot_mapping] = v.to(self.dtype)
+        slots = self.step["slot_mapping"]
+        self.slots[layer, 0, slots] = k.to(self.dtype)
+        self.slots[layer, 1, slots] = v.to(self.dtype)
         return q.to(self.dtype)
 
     def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -266,7 +306,7 @@ class TorchBackend:
         return self._norm(x.reshape(len(x), -1, len(weight)), weight, self.blueprint.norm_eps).view(x.shape)
 
     def _rotate(self, x: Tensor, rope: RopeTables) -> Tensor:
-        cos, sin = (table[self.positions][:, None, :] for table in rope[:2])
+        cos, sin = (table[self.step["positions"]][:, None, :] for table in rope[:2])
         half, interleaved = cos.shape[-1], rope[2]
         first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
         second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
@@ -276,23 +316,23 @@ class TorchBackend:
         return out
 
     def attention(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
-        """softmax(scale * q k^T) v, causal and within the window, over gathered keys and values, by sequence."""
-        b = self.blueprint
-        out = torch.empty_like(q)
-        for rows, slots in self.contexts:
-            k, v = (part.repeat_interleave(b.group, 1) for part in self.slots[layer][:, slots])
-            scores = torch.einsum("qhd,khd->hqk", q[rows], k).to(self.wide) * b.scale
-            if b.attention_softcap is not None:
-                scores = _softcap(scores, b.attention_softcap)
-            at, position = torch.arange(len(slots), device=self.device), self.positions[rows, None]
-            hidden = at > position  # the causal mask
-            if window is not None:
-                hidden |= at <= position - window
-            scores = scores.masked_fill(hidden, -torch.inf)
-            if sinks is not None:
-                scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
-            p = torch.softmax(scores, -1)[..., : len(slots)].to(self.dtype)
-            out[rows] = torch.einsum("hqk,khd->qhd", p, v)
+        """softmax(scale * q k^T) v, causal and within the window, over gathered keys and values.
+
+        Sequences that decode one row each are computed together, others one by one.
+        """
+        starts, ends = self.inputs.query_start[:-1].tolist(), self.inputs.query_start[1:].tolist()
+        count = self.inputs.num_decodes
+        together = count if count and ends[count - 1] == count else 0
+        tables, positions, out = self.step["block_tables"], self.step["positions"], torch.empty_like(q)
+        b, size = self.blueprint, self.kv_spec.block_size
+        cache = self.slots[layer], size, b.scale, b.attention_softcap, window, sinks
+        if together:
+            rows, width = slice(together), tables.shape[1] * size
+            out[rows] = attention(q[rows, None], positions[rows, None], tables[rows], width, *cache)[:, 0]
+        for sequence in range(together, len(ends)):
+            rows, length = slice(starts[sequence], ends[sequence]), int(self.inputs.context_lens[sequence])
+            own = tables[sequence : sequence + 1]
+            out[rows] = attention(q[None, rows], positions[None, rows], own, length, *cache)[0]
         return out.flatten(1)
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:
@@ -338,19 +378,15 @@ class TorchBackend:
 
     def logit_rows(self, x: Tensor) -> Tensor:
         """The wanted rows."""
-        return x[self.wanted]
+        return x[self.step["logit_rows"]]
 
     def cap_logits(self, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Scaled, then capped, float32."""
         logits = logits.to(self.wide) * scale
-        return logits if softcap is None else _softcap(logits, softcap)
+        return logits if softcap is None else capped(logits, softcap)
 
 
-def _softcap(x: Tensor, cap: float) -> Tensor:
-    return cap * torch.tanh(x / cap)
-
-
-def open_backend(device: str | None, dtype: str, threads: int | None) -> TorchBackend:
+def open_backend(device: str | None, dtype: str, threads: int | None, enforce_eager: bool = False) -> TorchBackend:
     """The backend of a device: with kernels of our own for 16 bits on a GPU, unless Triton is not installed.
 
     In float32 tensor cores are of no use, and Triton takes minutes to compile products without them.
@@ -360,5 +396,5 @@ def open_backend(device: str | None, dtype: str, threads: int | None) -> TorchBa
     if found.type == "cuda" and narrow and find_spec("triton") is not None:
         from twinphase.backends.torch.kernel_backend import KernelBackend
 
-        return KernelBackend(device, dtype)
-    return TorchBackend(device, dtype, threads)
+        return KernelBackend(device, dtype, enforce_eager)
+    return TorchBackend(device, dtype, threads, enforce_eager)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from twinphase.backends.base import Forward, StepInputs
-from twinphase.backends.torch.backend import RopeTables, TorchBackend
+from twinphase.backends.torch.backend import ALIGNED, RopeTables, TorchBackend
 from twinphase.backends.torch.kernels import elementwise, rope
 from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile
 from twinphase.backends.torch.kernels.linear import linear
@@ -24,8 +25,8 @@ class KernelBackend(TorchBackend):
 
     kernels = "triton"
 
-    def __init__(self, device: str | None = None, dtype: str = "auto") -> None:
-        super().__init__(device, dtype)
+    def __init__(self, device: str | None = None, dtype: str = "auto", enforce_eager: bool = False) -> None:
+        super().__init__(device, dtype, enforce_eager=enforce_eager)
         major, minor = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
         self.capability = 10 * major + minor
 
@@ -58,30 +59,31 @@ class KernelBackend(TorchBackend):
             torch.cuda.set_device(self.device)
         super().launch(forward, inputs)
 
-    def _plan(self, inputs: StepInputs) -> None:
-        """Which rows each program of attention has."""
-        self.tables = self._array(inputs.block_tables)
-        count = inputs.num_decodes
-        self.phases = [
-            (decode, self._tiles(inputs, sequences, decode))
-            for decode, sequences in ((True, range(count)), (False, range(count, len(inputs.context_lens))))
-            if sequences
-        ]
+    def _arrays(self, inputs: StepInputs) -> dict[str, NDArray[np.signedinteger]]:
+        """See `TorchBackend`; also which rows each program of attention has."""
+        arrays, count = super()._arrays(inputs), inputs.num_decodes
+        self.phases: list[tuple[bool, str, int, int, int]] = []  # decode, name and number of tiles, their rows, longest
+        for decode, sequences in ((True, range(count)), (False, range(count, len(inputs.context_lens)))):
+            if sequences:
+                name, longest = f"tiles {decode}", int(inputs.context_lens[sequences.start : sequences.stop].max())
+                rows, found = self._tiles(inputs, sequences, decode)
+                arrays[name] = np.pad(found, ((0, 0), (0, -found.shape[1] % ALIGNED)))
+                self.phases.append((decode, name, found.shape[1], rows, self._longest or longest))
+        return arrays
 
-    def _tiles(self, inputs: StepInputs, sequences: range, decode: bool) -> Tiles:
+    def _tiles(self, inputs: StepInputs, sequences: range, decode: bool) -> tuple[int, NDArray[np.int64]]:
+        """How many rows times heads a program has; and the sequence, first and end row of each, [3, programs]."""
         b = self.blueprint
         rows = rows_of_tile(b.group, b.head_dim, decode, self.capability)
         step, found = rows // b.group, []
         for sequence in sequences:
             start, end = inputs.query_start[sequence : sequence + 2].tolist()
             found += [(sequence, first, min(first + step, end)) for first in range(start, end, step)]
-        longest = int(inputs.context_lens[sequences.start : sequences.stop].max())
-        of_sequence, first, end = (self._array(column) for column in np.array(found).T)
-        return Tiles(of_sequence, first, end, rows, longest)
+        return rows, np.array(found, np.int64).T
 
     def embed(self, table: Matrix, scale: float = 1.0) -> Tensor:
         """See `TorchBackend`."""
-        return table.parts[0][self.token_ids].values().float() * scale
+        return table.parts[0][self.step["token_ids"]].values().float() * scale
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `TorchBackend`."""
@@ -127,7 +129,7 @@ class KernelBackend(TorchBackend):
                 )
                 qkv, norms = torch.cat([q, k, parts[2].float()], 1), None
         keys, values = self.slots[layer]
-        where = self.positions, self.slot_mapping, keys, values, b.num_heads
+        where = self.step["positions"], self.step["slot_mapping"], keys, values, b.num_heads
         return rope.rope_kv_write(qkv.contiguous(), rope_tables, norms, b.norm_eps, *where)
 
     def attention(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
@@ -136,8 +138,11 @@ class KernelBackend(TorchBackend):
         out = torch.empty_like(q)
         sizes = b.num_heads, b.num_kv_heads, b.head_dim, self.kv_spec.block_size
         shape = Shape(*sizes, b.scale, b.attention_softcap or 0.0, window or 0)
-        for decode, tiles in self.phases:
-            attention(q, keys, values, out, shape, sinks, self.positions, self.tables, tiles, decode)
+        positions, tables = self.step["positions"], self.step["block_tables"]
+        for decode, name, count, rows, longest in self.phases:
+            of_sequence, first, end = self.step[name][:, :count]
+            tiles = Tiles(of_sequence, first, end, rows, longest)
+            attention(q, keys, values, out, shape, sinks, positions, tables, tiles, decode)
         return out.flatten(1)
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:

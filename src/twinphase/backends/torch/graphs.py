@@ -1,0 +1,108 @@
+"""Captured decode steps: the kernels of a step are started by one call, where starting each takes longer than it runs.
+
+A step is captured for a number of rows and a context, and serves every step that is no larger: what that one's arrays
+hold is copied to where the capture read them, and rows of no sequence, which write to a spare block, fill it up. Not
+for prefill, nor for drafts: their steps are long enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinphase.backends.base import KVCacheSpec, StepInputs
+
+__all__ = ["Captured", "Graph", "Graphs", "cuda_graphs"]
+
+SHORTEST, LONGEST = 512, 8192  # contexts: behind longer ones attention takes longer than starting kernels
+
+
+class Graph(Protocol):
+    """One step's kernels."""
+
+    def capture(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Record what `compute` starts; the tensor where each replay leaves its result."""
+
+    def replay(self) -> None:
+        """Start it all again, on the same memory."""
+
+
+class CudaGraph:
+    """See `Graph`. No machine that built this had a GPU: it has never run."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    def capture(self, compute: Callable[[], Tensor]) -> Tensor:
+        with torch.cuda.graph(self._graph, pool=self._pool):
+            return compute()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def cuda_graphs() -> Callable[[], Graph]:
+    """A maker of graphs that share their memory, as they never run at once."""
+    pools: list[Any] = []
+
+    def make() -> Graph:
+        if not pools:
+            pools.append(torch.cuda.graph_pool_handle())
+        return CudaGraph(pools[0])
+
+    return make
+
+
+@dataclass
+class Captured:
+    """A step of `rows` sequences that decode behind `context` tokens at most; the last three are the capture's."""
+
+    rows: int
+    context: int
+    spec: KVCacheSpec
+    graph: Graph = field(init=False)
+    buffer: Tensor = field(init=False)  # what its kernels read besides weights and cache
+    logits: Tensor = field(init=False)
+
+    def padded(self, inputs: StepInputs | None) -> StepInputs:
+        """The step filled up to this size; None is a step of no sequence."""
+        count, spare = 0 if inputs is None else inputs.num_tokens, self.spec.num_blocks
+        tokens, positions = np.zeros((2, self.rows), np.int32)
+        slots = np.full(self.rows, spare * self.spec.block_size, np.int64)
+        tables = np.full((self.rows, -(-self.context // self.spec.block_size)), spare, np.int32)
+        if inputs is not None:
+            tokens[:count], positions[:count], slots[:count] = inputs.token_ids, inputs.positions, inputs.slot_mapping
+            width = min(tables.shape[1], inputs.block_tables.shape[1])
+            tables[:count, :width] = inputs.block_tables[:, :width]
+        rows = np.arange(self.rows + 1, dtype=np.int32)
+        return StepInputs(tokens, positions, slots, rows, tables, self.rows, rows[:-1])
+
+
+class Graphs:
+    """The sizes of one engine, the largest first: what is captured later fits into its memory."""
+
+    def __init__(self, spec: KVCacheSpec, max_num_seqs: int, max_model_len: int) -> None:
+        rows, contexts = _doubling(1, max_num_seqs), _doubling(SHORTEST, min(max_model_len, LONGEST))
+        self.sizes = [Captured(count, context, spec) for context in contexts[::-1] for count in rows[::-1]]
+
+    def find(self, inputs: StepInputs) -> Captured | None:
+        """The smallest that serves the step; None where there is none."""
+        rows = inputs.num_tokens
+        if not rows == inputs.num_decodes == len(inputs.logit_rows) == len(inputs.context_lens):
+            return None
+        longest = int(inputs.context_lens.max())
+        fits = (size for size in reversed(self.sizes) if size.rows >= rows and size.context >= longest)
+        return next(fits, None)
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    """first, twice as much, and so on, up to what covers `last`."""
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(2 * sizes[-1])
+    return sizes
