@@ -58,6 +58,7 @@ def write_tiny_gguf(
     chat_template: str = CHAT_TEMPLATE,
     window: int | None = None,
     experts: tuple[int, int] | None = None,
+    infill: tuple[int, int, int] | None = None,
 ) -> Path:
     """Writes a small random Llama-family model and returns its path.
 
@@ -82,6 +83,7 @@ def write_tiny_gguf(
         chat_template: Jinja source.
         window: tokens that each layer attends to.
         experts: how many a layer has, and how many of them a token goes through.
+        infill: ids of the tokens before a prefix, a suffix and a middle.
     """
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -103,6 +105,8 @@ def write_tiny_gguf(
         writer.add_expert_count(experts[0])
         writer.add_expert_used_count(experts[1])
     _add_tokenizer(writer, vocab, pre, chat_template)
+    for name, token_id in zip(("pre", "suf", "mid"), infill or (), strict=False):
+        writer.add_uint32(f"tokenizer.ggml.fim_{name}_token_id", token_id)
 
     kv = hidden // heads * kv_heads
     matrices: dict[str, tuple[int, ...]] = {

@@ -180,6 +180,7 @@ OPTION_TYPES: Mapping[str, Any] = {
     "tuple[str, ...]": list[str],
     "dict[int, float] | None": list[str],
     "str | Sequence[str] | None": list[str],
+    "Sequence[str] | None": list[str],
     "Sequence[int] | None": list[int],
 }
 PARSERS: Mapping[str, Callable[[Any], Any]] = {

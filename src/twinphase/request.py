@@ -77,9 +77,14 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = setting(
         None, "Add BIAS (-100 to 100) to a token's logit, as ID=BIAS; repeatable."
     )
+    bad_words: Sequence[str] | None = setting(None, "Never write this text; repeatable.")
+    allowed_token_ids: Sequence[int] | None = setting(
+        None, "Allow this token, and no others but those so given; repeatable."
+    )
     seed: int | None = setting(None, "Seed of the random draws.", minimum=0, default_text="drawn by the engine")
     stop: str | Sequence[str] | None = setting(None, "End the output before this text; repeatable.")
     stop_token_ids: Sequence[int] | None = setting(None, "End the output at this token; repeatable.")
+    include_stop_str_in_output: bool = setting(False, "Keep the text or token that ends the output.")
     max_tokens: int | None = setting(16, "Maximum output tokens.", minimum=1, default_text="the rest of the context")
     min_tokens: int = setting(0, "Output tokens before the output may end.", minimum=0)
     ignore_eos: bool = setting(False, "Go on after the token that ends the output.")
@@ -114,9 +119,14 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             check_value("logit_bias", token_id, "int", TOKEN_ID)
             check_value("logit_bias", bias, "float", BIAS)
-        for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
-                reject("stop", text, "non-empty strings")
+        for token_id in self.allowed_token_ids or ():
+            check_value("allowed_token_ids", token_id, "int", TOKEN_ID)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            reject("allowed_token_ids", self.allowed_token_ids, "one token id or more, or leave it out")
+        for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words or ())):
+            for text in texts:
+                if not isinstance(text, str) or not text:
+                    reject(name, text, "non-empty strings")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 reject("structured_outputs", type(self.structured_outputs).__name__, "StructuredOutputsParams")
@@ -147,6 +157,11 @@ class SamplingParams:
     @property
     def constrained(self) -> bool:
         """Whether the request needs a `Constraint`."""
+        return self.has_form or bool(self.bad_words or self.allowed_token_ids)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether a grammar holds for the output, or a budget for its thinking."""
         return self.structured_outputs is not None or self.thinking_token_budget is not None
 
 

@@ -35,10 +35,11 @@ from twinphase.engine.recorder import StepRecorder
 from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import Constraint, FinishReason, Request, SamplingParams, StructuredOutputsParams
+from twinphase.sampling import sampler
 from twinphase.sampling.thinking import ThinkingTags, make_constraint
+from twinphase.sampling.token_filter import filtered
 from twinphase.scheduler.pace import Pace, Pacing
 from twinphase.scheduler.scheduler import Scheduler
-from twinphase.speculation import verify
 from twinphase.speculation.draft_model import DraftModel
 from twinphase.speculation.drafter import Drafter
 from twinphase.speculation.forced import ForcedProposer
@@ -176,7 +177,8 @@ def make_engine(
 
 def constraint_of(loaded: LoadedEngine, params: SamplingParams, prompt: Sequence[int]) -> Constraint | None:
     """As `ModelText.constraint`, for a model that thinks."""
-    return make_constraint(params, prompt, loaded.text.grammar_compiler, TAGS) if params.constrained else None
+    form = make_constraint(params, prompt, loaded.text.grammar_compiler, TAGS) if params.has_form else None
+    return filtered(form, params, partial(loaded.text.tokenizer.encode, add_special_tokens=False))
 
 
 class Alone:
@@ -225,6 +227,8 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.3])),
         logit_bias=draw(st.sampled_from([None, None, {12: 3.0, 40: -2.0}])),
+        bad_words=draw(st.sampled_from([None, None, ["e", "the", "0"]])),
+        allowed_token_ids=draw(st.sampled_from([None, None, range(2, 310, 2)])) if form is None else None,
         seed=draw(st.sampled_from([None, 0, 1, 2])),
         logprobs=draw(st.sampled_from([None, 0, 3])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, None, 2])),
@@ -477,7 +481,7 @@ def test_mixes(folder: Path, num_mixes: int, model: str, kv_cache_dtype: str, le
 @pytest.mark.parametrize(("fault", "kind"), [("blind", "adversary"), ("forgetful", "oracle")])
 def test_a_wrong_verification_is_found(folder: Path, fault: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes the first draft unseen, and one that draws without regard to the drafts before."""
-    real = verify.sample_row
+    real = sampler.sample_row
 
     def blind(logits: Any, share: ScheduledRequest, eos_token_ids: Collection[int], accepted: Sequence[int]) -> int:
         if share.num_drafts and not accepted:
@@ -492,7 +496,7 @@ def test_a_wrong_verification_is_found(folder: Path, fault: str, kind: str, monk
     alone = Alone(LoadedEngine(path, threads=1, **config))
     machine = partial(Mixes, LoadedEngine(path, threads=2, **config), alone, Counter(), [], kind)
     run(machine, 3)
-    monkeypatch.setattr(verify, "sample_row", {"blind": blind, "forgetful": forgetful}[fault])
+    monkeypatch.setattr(sampler, "sample_row", {"blind": blind, "forgetful": forgetful}[fault])
     with pytest.raises(AssertionError):  # in one of the first mixes; some have no request in which it would show
         run(machine, 20)
 

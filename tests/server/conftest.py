@@ -12,7 +12,9 @@ PAGE = "https://page.example"  # a page that may ask from a browser
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory):
     """A random model with a long context: its answers never end by themselves, and mean nothing."""
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="Q4_0", context=4096)
+    return write_tiny_gguf(
+        tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="Q4_0", context=4096, infill=(300, 301, 302)
+    )
 
 
 @pytest.fixture(scope="session")

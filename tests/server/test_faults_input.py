@@ -47,7 +47,10 @@ OUT_OF_RANGE = {
     "cache_salt": ["", "a" * 257, 1],
     "stream": ["yes", 1],
     "stream_options": [{"include_usage": True}, {}],
-    "best_of": [2],
+    "best_of": [0, 17, "2", -1],
+    "bad_words": ["a", [""], [1], {}],
+    "allowed_token_ids": [[], [-1], [320], [2**40], 5],
+    "truncate_prompt_tokens": [0, -2, "1", 2**40],
     "no_such_field": [1],
 }
 MORE = {

@@ -103,6 +103,11 @@ CASES = {  # fields of the request, and of the engine's parameters where they ha
     "logprobs": ({"temperature": 0, "logprobs": True, "top_logprobs": 3, "max_tokens": 9}, {"logprobs": 3}),
     "three": ({"seed": 5, "n": 3, "max_tokens": 12, "logprobs": True}, {"logprobs": 0}),
     "stop": ({"seed": 1, "stop": ["ing the", " and hello"], "max_tokens": 400}, {}),
+    "words": (
+        {"seed": 4, "max_tokens": 400, "stop": ["ing the", " world and"],
+         "extra_body": {"bad_words": ["hello", "the the"], "include_stop_str_in_output": True}}, {},
+    ),
+    "tokens": ({"seed": 6, "max_tokens": 30, "extra_body": {"allowed_token_ids": list(range(250, 290))}}, {}),
     "schema": ({"seed": 2, "response_format": SCHEMA, "max_tokens": 400}, {}),
     "tools": ({"seed": 3, "tools": TOOLS, "tool_choice": "required", "max_tokens": 400}, {}),
 }  # fmt: skip
@@ -158,6 +163,11 @@ def test_streamed_and_whole_answers_are_those_of_the_engine(client, model, llm, 
     if case == "stop":
         assert {choice["finish_reason"] for choice in choices} == {"stop"}
         assert choices[0]["stop_reason"] in request["stop"] and choices[0]["stop_reason"] not in choices[0]["text"]
+    if case == "words":
+        text = choices[0]["text"]
+        assert choices[0]["finish_reason"] == "stop" and text.endswith(choices[0]["stop_reason"])
+    if case == "tokens":
+        assert all(250 <= i < 290 for i in choices[0]["token_ids"])
     if case == "schema":
         Trip.model_validate_json(choices[0]["text"])
     if case == "tools":

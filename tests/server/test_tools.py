@@ -9,13 +9,13 @@ import pytest
 from twinphase.errors import InvalidRequestError
 from twinphase.request import StructuredOutputsParams
 from twinphase.sampling.structured import GrammarCompiler
+from twinphase.server.forms import closed
 from twinphase.server.tools import (
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
     ToolFormat,
     check_tools,
-    closed,
     tool_format,
     tool_grammar,
 )

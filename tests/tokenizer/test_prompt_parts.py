@@ -77,6 +77,20 @@ def test_each_message_is_a_part(source: str) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("source", TEMPLATES)
+def test_a_prompt_may_end_within_the_last_message(source: str) -> None:
+    for last in ("Once upon", "", " hello hello<|im_end|>\n ", [{"type": "text", "text": "a"}] * 2):
+        messages = chat(("user", "Once upon hello"), ("assistant", last))
+        whole = ChatTemplate(source).render(messages, add_generation_prompt=False)
+        made = chat_prompt(ChatTemplate(source), tokenizer(), messages, continue_final_message=True)
+        content = "a\na" if isinstance(last, list) else last.strip() if source is TRIMS else last
+        head, _, end = whole.rpartition(content + "<|im_end|>")
+        assert made.text == head + content and end in ("", "\n", "\n<|im_start|>assistant\n<think>\n")
+        assert num_control(made) == head.count("<|im_") and made.runs[-1][2] == len(made.token_ids)
+    with pytest.raises(InvalidRequestError, match="does not let its last message be continued"):
+        chat_prompt(ChatTemplate("{{ messages[0].content }}"), tokenizer(), messages, continue_final_message=True)
+
+
 def test_a_client_may_name_parts_and_spaces_stay_with_their_text() -> None:
     content = [
         {"type": "text", "text": "\nOne.", "part": "doc 1"},

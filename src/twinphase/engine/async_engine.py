@@ -13,11 +13,11 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from twinphase import errors
 from twinphase.engine.checks import Prompt, check_id, check_params, is_plain, unknown_request
@@ -42,40 +42,16 @@ from twinphase.engine.messages import (
 )
 from twinphase.engine.outputs import Transcript
 from twinphase.engine.stream import RequestStream, take_all
-from twinphase.engine.text import ModelText
+from twinphase.engine.text import EncodedPrompt, ModelText
 from twinphase.errors import EngineDeadError, EngineUnavailableError
 from twinphase.explain.explanation import Explanation
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, RequestCounts, SamplingParams, check_priority_and_salt, check_tenant
 from twinphase.sampling.rng import derive_seed
 
-if TYPE_CHECKING:
-    from twinphase.tokenizer.prompt_parts import Run
-
 __all__ = ["AsyncEngine", "EncodedPrompt", "RequestStream"]
 
 ENCODED_AT_ONCE = 4096  # characters; a longer text is encoded by a thread, so that others' answers go on
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt that is ready for the engine.
-
-    Attributes:
-        text: None if token ids were given.
-        arrival, tokenized: when the request came, and when its tokens were ready, seconds.
-        is_plain: the answer goes on in the prompt's text (no chat template between them).
-        runs: of a chat's tokens by part of the prompt.
-        prediction_token_ids: what the answer is expected to be; a right prediction makes it faster, never different.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    arrival: float
-    tokenized: float
-    is_plain: bool
-    runs: Sequence[Run] = ()
-    prediction_token_ids: Sequence[int] = ()
 
 
 class AsyncEngine:
@@ -130,15 +106,18 @@ class AsyncEngine:
         """Requests that the engine has; those whose grammar is still being compiled are not among them."""
         return len(self._accepted & self._streams.keys()) + self._num_embedding
 
-    async def encode(self, prompt: Prompt, arrival: float | None = None) -> EncodedPrompt:
-        """Token ids of a prompt, as `ModelText.encode`; it came at `arrival` (seconds; now if None)."""
+    async def encode(self, prompt: Prompt, arrival: float | None = None, *, last: int | None = None) -> EncodedPrompt:
+        """Token ids of a prompt, as `ModelText.encode`; it came at `arrival` (seconds; now if None).
+
+        With `last`, only so many tokens at the prompt's end are kept, and it may be longer than the context.
+        """
         arrival = self.clock() if arrival is None else arrival
-        limit = self.facts.config.max_model_len if self.facts else None
+        limit = self.facts.config.max_model_len if self.facts and last is None else None
         if isinstance(prompt, str) and len(prompt) <= ENCODED_AT_ONCE:
             text, token_ids = self.text.encode(prompt, limit)
         else:
             text, token_ids = await asyncio.to_thread(self.text.encode, prompt, limit)
-        return EncodedPrompt(text, token_ids, arrival, self.clock(), is_plain(prompt))
+        return EncodedPrompt(text, token_ids, arrival, self.clock(), is_plain(prompt)).last(last)
 
     async def encode_chat(
         self,
@@ -146,17 +125,19 @@ class AsyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         arrival: float | None = None,
+        *,
+        last: int | None = None,
     ) -> EncodedPrompt:
         """Token ids of a conversation, and which part of it each belongs to; arguments and errors as of `chat_prompt`.
 
-        It came at `arrival` (seconds; now if None).
+        It came at `arrival` (seconds; now if None); `last` as for `encode`.
         """
         arrival = self.clock() if arrival is None else arrival
-        limit = self.facts.config.max_model_len if self.facts else None
+        limit = self.facts.config.max_model_len if self.facts and last is None else None
         encode = functools.partial(self.text.encode_chat, messages, tools, variables or {}, limit)
         short = len(str(messages)) + len(str(tools)) <= ENCODED_AT_ONCE
         prompt = encode() if short else await asyncio.to_thread(encode)
-        return EncodedPrompt(prompt.text, prompt.token_ids, arrival, self.clock(), False, prompt.runs)
+        return EncodedPrompt(prompt.text, prompt.token_ids, arrival, self.clock(), False, prompt.runs).last(last)
 
     async def submit(
         self,

@@ -225,6 +225,7 @@ class Engine:
             raise InvalidRequestError("The answer has ended with the tokens it has.", "There is nothing to continue.")
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:

@@ -190,7 +190,8 @@ class Transcript:
             return
         for index, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
-            if ended is FinishReason.STOP and index == len(token_ids):
+            stops = ended is FinishReason.STOP and index == len(token_ids)
+            if stops and not self.sampling_params.include_stop_str_in_output:
                 break  # the stop token is no part of the text
             self.text += self._detokenizer.append(token_id)
             if self._detokenizer.stopped:
@@ -271,7 +272,10 @@ class Transcript:
         )
 
     def _detokenize(self, stop: Sequence[str], continuation: bool) -> Detokenizer:
-        return Detokenizer(self.tokenizer, stop, keep_special=self.keep_special, continuation=continuation)
+        keep_stop = self.sampling_params.include_stop_str_in_output
+        return Detokenizer(
+            self.tokenizer, stop, keep_special=self.keep_special, keep_stop=keep_stop, continuation=continuation
+        )
 
     def _begin_search(self) -> None:
         """From here on look for stop strings, once no part of a character is held back."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,9 +26,38 @@ from twinphase.weights.hub import resolve_model
 if TYPE_CHECKING:
     from twinphase.sampling.structured import GrammarCompiler
     from twinphase.tokenizer.chat_template import ChatTemplate
-    from twinphase.tokenizer.prompt_parts import ChatPrompt
+    from twinphase.tokenizer.prompt_parts import ChatPrompt, Run
 
-__all__ = ["ModelText"]
+__all__ = ["EncodedPrompt", "ModelText"]
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt that is ready for the engine.
+
+    Attributes:
+        text: None if token ids were given.
+        arrival, tokenized: when the request came, and when its tokens were ready, seconds.
+        is_plain: the answer goes on in the prompt's text (no chat template between them).
+        runs: of a chat's tokens by part of the prompt.
+        prediction_token_ids: what the answer is expected to be; a right prediction makes it faster, never different.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    arrival: float
+    tokenized: float
+    is_plain: bool
+    runs: Sequence[Run] = ()
+    prediction_token_ids: Sequence[int] = ()
+
+    def last(self, num_tokens: int | None) -> EncodedPrompt:
+        """The prompt's last so many tokens, or all of it."""
+        cut = len(self.token_ids) - num_tokens if num_tokens is not None else 0
+        if cut <= 0:
+            return self
+        runs = [(part, max(0, start - cut), end - cut) for part, start, end in self.runs if end > cut]
+        return replace(self, text=None, token_ids=self.token_ids[cut:], runs=runs)
 
 
 class ModelText:
@@ -75,8 +105,15 @@ class ModelText:
         )
 
     def constraint(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Constraint | None:
-        """What the output of a request must obey; see `make_constraint`."""
+        """What the output of a request must obey; see `make_constraint` and `filtered`."""
         if not params.constrained:
+            return None
+        from twinphase.sampling.token_filter import filtered
+
+        return filtered(self._form(params, prompt_token_ids), params, self._encode_plain)
+
+    def _form(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Constraint | None:
+        if not params.has_form:
             return None
         from twinphase.sampling.thinking import ThinkingTags, make_constraint
 
@@ -85,11 +122,12 @@ class ModelText:
         with contextlib.suppress(UnsupportedModelError, CheckpointError):
             tags = think_tags(self.chat_template.source)
 
-        def encode(text: str) -> tuple[int, ...]:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-
+        encode = self._encode_plain
         known = ThinkingTags(encode(tags.start), encode(tags.end)) if tags else None
         return make_constraint(params, prompt_token_ids, self.grammar_compiler, known)
+
+    def _encode_plain(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def encode(self, prompt: Prompt, max_tokens: int | None) -> tuple[str | None, list[int]]:
         """Text of a prompt (None if it came as ids) and its token ids.

@@ -308,7 +308,7 @@ def _sampling(evidence: Evidence, seconds: float) -> About:
         "logprobs": params.logprobs is not None,
         "penalties": params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0,
         "a logit bias": bool(params.logit_bias),
-        "a grammar": params.structured_outputs is not None or params.thinking_token_budget is not None,
+        "a grammar": params.has_form,
     }
     asked = ", ".join(name for name, there in wanted.items() if there)
     # How much of it plain greedy decoding would still take is not known.

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from time import perf_counter, time
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -27,19 +27,16 @@ from twinphase.server.dialects.ollama import add_ollama
 from twinphase.server.embeddings import Embeddings, embedding_inputs
 from twinphase.server.exchange import Receive, Scope, Send
 from twinphase.server.generation import answer_chat, answer_completion
-from twinphase.server.jobs import template_inputs
 from twinphase.server.observe import timeline_json
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
-    DetokenizeRequest,
     EmbeddingRequest,
-    ErrorResponse,
-    TokenizeRequest,
 )
 from twinphase.server.problems import FAILED, Problem, Shape, SlowBodyError, TooLargeError
 from twinphase.server.replies import ChatReplies, CompletionReplies
 from twinphase.server.service import Service
+from twinphase.server.text_routes import ERRORS, add_text
 
 __all__ = ["make_app"]
 
@@ -51,7 +48,6 @@ TOTAL_BODY_LIMITS = 32
 DISCARDED_BODY_LIMITS = 8
 Responses = dict[int | str, dict[str, Any]]  # as the OpenAPI document has them, by status
 UNREADABLE = "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without numbers that long."
-ERRORS: Responses = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 ANSWER: Responses = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
 EMBEDDINGS: Responses = {200: {"content": OBJECT}, **ERRORS}
@@ -85,7 +81,7 @@ def make_app(service: Service, *, when_ready: bool = False) -> Gate:
     add_messages(api, service)
     add_ollama(api, service)
     _add_embeddings(api, service)
-    _add_text(api, service)
+    add_text(api, service)
     _add_requests(api, service)
     app.include_router(api)
     _add_health(app, service)
@@ -113,68 +109,6 @@ def _add_embeddings(api: APIRouter, service: Service) -> None:
         service.check_model(body.model)
         inputs = embedding_inputs(body, service.config.max_prompts)
         return Embeddings(service, inputs, body)
-
-
-def _add_text(api: APIRouter, service: Service) -> None:
-    def max_model_len() -> int | None:
-        return service.facts.config.max_model_len if service.facts else None
-
-    @api.get("/v1/models", responses=ERRORS)
-    async def list_models() -> dict[str, Any]:
-        """List the model's names."""
-        return {"object": "list", "data": [describe(name) for name in service.model_names]}
-
-    @api.get("/v1/models/{model:path}", responses=ERRORS)
-    async def get_model(model: str) -> dict[str, Any]:
-        """Describe the model by one of its names."""
-        service.check_model(model)
-        return describe(model)
-
-    def describe(name: str) -> dict[str, Any]:
-        facts = {"id": name, "object": "model", "created": started, "owned_by": "twinphase"}
-        return {**facts, "root": service.model, "parent": None, "max_model_len": max_model_len()}
-
-    started = int(time())
-
-    @api.get("/tokenizer_info", responses=ERRORS)
-    async def get_tokenizer_info() -> dict[str, Any]:
-        """Special tokens by name, the chat template and the context, as vLLM tells them."""
-        text = service.host.text
-        names = text.tokenizer.special_names
-        return {**names, "chat_template": text.chat_template.source, "model_max_length": max_model_len()}
-
-    @api.post("/tokenize", responses=ERRORS)
-    async def tokenize(body: TokenizeRequest) -> Response:
-        """Token ids of a text, or of a conversation as the chat template writes it."""
-        service.check_model(body.model)
-        text, limit = service.host.text, max_model_len()
-
-        def read() -> dict[str, Any]:
-            if body.messages is not None:
-                inputs = template_inputs(text, body, service.config.tool_prompt)
-                token_ids = text.encode_chat(*inputs, limit).token_ids
-            else:
-                special = body.add_special_tokens is not False
-                token_ids = text.tokenizer.encode(body.prompt or "", add_special_tokens=special, max_tokens=limit)
-            found: dict[str, Any] = {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids}
-            if body.return_token_strs:
-                decode = text.tokenizer.decode
-                found["token_strs"] = [decode([i], skip_special_tokens=False, continuation=True) for i in token_ids]
-            return found
-
-        return Response(await asyncio.to_thread(lambda: msgspec.json.encode(read())), media_type="application/json")
-
-    @api.post("/detokenize", responses=ERRORS)
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        """Text of token ids, control tokens by their names."""
-        service.check_model(body.model)
-        tokenizer = service.host.text.tokenizer
-        unknown = next((i for i in body.tokens if i >= tokenizer.vocab_size), None)
-        if unknown is not None:
-            raise InvalidRequestError(
-                f"Token id {unknown} is not in the vocabulary.", f"Use 0 to {tokenizer.vocab_size - 1}."
-            )
-        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)}
 
 
 def _add_requests(api: APIRouter, service: Service) -> None:

@@ -146,7 +146,8 @@ def answer_completion(
 ) -> Generation:
     """The same for prompts to complete."""
     _check(service, body)
-    num_requests = count_prompts(body, service.config.max_prompts) * (body.n or 1)
+    service.check_n(body.best_of, "best_of")
+    num_requests = count_prompts(body, service.config.max_prompts) * (body.best_of or body.n or 1)
 
     async def make_job(engine: AsyncEngine, arrival: float) -> Job:
         own = with_defaults(body, service.config.override_generation_config)

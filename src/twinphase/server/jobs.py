@@ -17,6 +17,7 @@ from twinphase.engine.async_engine import ENCODED_AT_ONCE, AsyncEngine, EncodedP
 from twinphase.engine.text import ModelText
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.request import SamplingParams, StructuredOutputsParams, plain_json
+from twinphase.server.forms import one_constraint
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -28,8 +29,9 @@ from twinphase.server.openai_types import (
 from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import ToolCallParser
 from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
-from twinphase.server.tools import ToolFormat, check_tools, closed, tool_format, tool_grammar
+from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_grammar
 from twinphase.tokenizer.chat_template import supports_tools
+from twinphase.tokenizer.infill import infill_ends, infill_prompt
 from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
 from twinphase.tokenizer.tokenizer import Tokenizer
 
@@ -44,7 +46,7 @@ TemplateInputs = tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[s
 # Variables of a template that are not the client's: they have fields of their own, or rendering takes these names.
 RESERVED = frozenset(
     ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"]
-    + ["self", "template", "tokenizer", "text", "control", "max_tokens"]
+    + ["self", "template", "tokenizer", "text", "control", "max_tokens", "continue_final_message"]
 )
 
 
@@ -79,6 +81,8 @@ class Job:
         operation: "chat" or "text_completion", OpenTelemetry's words.
         created: Unix seconds.
         prompts: each is answered `n` times.
+        num_shown: of these, the best so many are told.
+        hides_logprobs: they serve to tell the best only.
         params: of every answer, but for the seed.
         cache_salt: as the client gave it.
         prompt_only: the one token that the engine cannot do without is kept from the client.
@@ -101,7 +105,10 @@ class Job:
     continuous_usage: bool = False
     return_progress: bool = False
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     unread: Sequence[str] = ()
+    num_shown: int | None = None
+    hides_logprobs: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -138,7 +145,11 @@ async def chat_job(
         return tools, template_inputs(engine.text, body, tool_prompt)
 
     tools, inputs = read() if _is_short(body) else await asyncio.to_thread(read)
-    prompt = await engine.encode_chat(*inputs, arrival)
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    kept = _num_kept(engine, body, limit)
+    prompt = await engine.encode_chat(*inputs, arrival, last=kept)
+    if body.continue_final_message:  # the answer goes on in its text
+        prompt = replace(prompt, is_plain=True)
     if body.prediction is not None:
         prompt = await _with_prediction(engine, prompt, body.prediction.text)
     source = template.tool_source if tools else template.source
@@ -150,9 +161,8 @@ async def chat_job(
         grammar = tool_grammar(tools, choice, body.parallel_tool_calls, format, _control_tokens(tokenizer))
     else:
         format = None
-    output = _one_constraint(body, grammar)
+    output = one_constraint(body, grammar)
     effort = effort_variables(source, body)
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, limit, logprobs, output, thinking_token_budget=body.thinking_token_budget)
     return Job(
@@ -194,6 +204,10 @@ def template_inputs(
         raise InvalidRequestError(f"chat_template_kwargs has the key {reserved[0]!r}.", "Use another name for it.")
     source = text.chat_template.tool_source if tools else text.chat_template.source
     variables = effort_variables(source, body) | variables
+    if body.continue_final_message:
+        variables["continue_final_message"] = True
+    elif not body.add_generation_prompt:
+        variables["add_generation_prompt"] = False
     return messages, tools if own_place and tools else None, variables
 
 
@@ -210,18 +224,28 @@ def effort_variables(source: str, body: ChatCompletionRequest | TokenizeRequest)
 
 async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float) -> Job:
     prompts, limit = _prompt_list(body.prompt), engine.facts.config.max_model_len if engine.facts else None
+    max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
+    kept = _num_kept(engine, body, max_tokens)
     longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
-    if limit is not None and longest > limit:  # before anything is done with that many
+    if limit is not None and kept is None and longest > limit:  # before anything is done with that many
         raise ContextLengthError(
             f"The prompt has {longest} tokens; the context holds {limit}, the answer's first token included.",
             f"Shorten the prompt by {longest - limit + 1} tokens or more.",
         )
     encoded = []
     for prompt in prompts:
-        encoded.append(await engine.encode(prompt, arrival))
+        if body.suffix is None:
+            encoded.append(await engine.encode(prompt, arrival, last=kept))
+        else:
+            encoded.append(await _infill(engine, prompt, body.suffix, arrival))
         await asyncio.sleep(0)  # others' answers go on
-    max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
-    params = _params(body, max_tokens, body.logprobs, _one_constraint(body))
+    n, shown = max(body.n or 1, body.best_of or 1), body.n or 1
+    params = _params(body, max_tokens, body.logprobs, one_constraint(body))
+    if n > shown and params.logprobs is None:
+        params = replace(params, logprobs=0)
+    if body.suffix is not None:
+        ends = [*(params.stop_token_ids or ()), *infill_ends(engine.text.tokenizer)]
+        params = replace(params, stop_token_ids=ends or None)
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     return Job(
@@ -231,13 +255,32 @@ async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: st
         model,
         encoded,
         params,
-        body.n or 1,
+        n,
         body.priority,
         body.cache_salt,
+        num_shown=shown,
+        hides_logprobs=body.logprobs is None,
         echo=bool(body.echo),
         prompt_only=body.max_tokens == 0,
         **_extras(body),
     )
+
+
+async def _infill(engine: AsyncEngine, prompt: Any, suffix: str, arrival: float) -> EncodedPrompt:
+    """The prompt for what stands between two texts."""
+    if not isinstance(prompt, str):
+        raise InvalidRequestError("`suffix` is given with a prompt of token ids.", "Send the prompt as text.")
+    limit = engine.facts.config.max_model_len if engine.facts else None
+    text = engine.text
+    make = partial(infill_prompt, text.tokenizer, text.checkpoint.metadata, prompt, suffix, limit)
+    token_ids = make() if len(prompt) + len(suffix) <= ENCODED_AT_ONCE else await asyncio.to_thread(make)
+    return EncodedPrompt(None, token_ids, arrival, engine.clock(), True)
+
+
+def _num_kept(engine: AsyncEngine, body: GenerationRequest, max_tokens: int | None) -> int | None:
+    """How many of a prompt's last tokens are read; None for all."""
+    kept, limit = body.truncate_prompt_tokens, engine.facts.config.max_model_len if engine.facts else None
+    return max(1, (limit or 0) - (max_tokens or 1)) if kept == -1 else kept
 
 
 def with_defaults(body: Body, defaults: Mapping[str, float] | None) -> Body:
@@ -297,6 +340,7 @@ def _extras(body: GenerationRequest, read: Collection[str] = ()) -> dict[str, An
         "continuous_usage": options is not None and options.include_usage and options.continuous_usage_stats,
         "return_progress": body.return_progress,
         "return_token_ids": body.return_token_ids,
+        "return_tokens_as_token_ids": body.return_tokens_as_token_ids,
         "unread": [name for name in unread_fields(body) if name not in read],
     }
 
@@ -311,43 +355,13 @@ def _params(
     names = (
         "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
         "stop", "stop_token_ids", "logit_bias", "min_tokens", "ignore_eos", "prompt_logprobs",
+        "bad_words", "allowed_token_ids", "include_stop_str_in_output",
     )  # fmt: skip
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     seed = None if body.seed is None else body.seed % NUM_SEEDS
     return SamplingParams(
         **given, seed=seed, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structured_outputs, **others
     )
-
-
-def _one_constraint(
-    body: GenerationRequest, tools: StructuredOutputsParams | None = None
-) -> StructuredOutputsParams | None:
-    """The form that the answer must have, however the client named it; two forms are refused."""
-    found: dict[str, StructuredOutputsParams] = {}
-    if tools is not None:
-        found["tools"] = tools
-    if body.structured_outputs is not None:
-        fields = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-        found["structured_outputs"] = StructuredOutputsParams(**fields)
-    for name in ("json", "regex", "choice", "grammar"):
-        value = getattr(body, f"guided_{name}")
-        if value is not None:
-            found[f"guided_{name}"] = StructuredOutputsParams(**{name: value})
-    wanted = body.response_format
-    if wanted is not None and wanted.type != "text":
-        if wanted.json_schema is not None:
-            schema = plain_json("response_format.json_schema.schema", wanted.json_schema.schema_)
-            found["response_format"] = StructuredOutputsParams(
-                json=closed(schema) if wanted.json_schema.strict else schema
-            )
-        elif wanted.type == "json_object":
-            found["response_format"] = StructuredOutputsParams(json_object=True)
-        else:
-            tag = {"type": wanted.type, "structures": wanted.structures, "triggers": wanted.triggers}
-            found["response_format"] = StructuredOutputsParams(structural_tag=tag)
-    if len(found) > 1:
-        raise InvalidRequestError(f"{' and '.join(found)} both say what form the answer must have.", "Give one.")
-    return next(iter(found.values()), None)
 
 
 def _markers(tokenizer: Tokenizer, tags: ThinkTags | None, format: ToolFormat | None) -> frozenset[int]:

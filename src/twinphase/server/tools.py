@@ -14,6 +14,7 @@ from typing import Any
 
 from twinphase.errors import InvalidRequestError
 from twinphase.request import StructuredOutputsParams, plain_json
+from twinphase.server.forms import OPEN, closed
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters", "strict"}}
 ToolChoice = str | Mapping[str, Any] | None  # None: "auto"
@@ -22,14 +23,10 @@ SpecialToken = Callable[[str], int | None]
 
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"  # a regular expression
 _MARKERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")  # what may be a control token
-_OPEN = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties"}  # may declare more
 # As models write JSON. Free whitespace would let a small model write nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = '{"name": "'  # of every call
 _ANY = "(?s:.*)"
-# Keys of a schema: of schemas by name; and of what is no schema, or has to stay open for what stands beside it.
-_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_AS_IT_IS = {"const", "enum", "default", "examples", "allOf", "not", "if", "then", "else"}
 
 
 @dataclass(frozen=True)
@@ -151,33 +148,11 @@ def _call(function: Mapping[str, Any], format: ToolFormat) -> str:
     if function.get("strict"):
         parameters = closed(parameters)
     schema = {"type": "object", **parameters, "x-guidance": _JSON_STYLE}
-    if "properties" in schema and not schema.keys() & _OPEN:
+    if "properties" in schema and not schema.keys() & OPEN:
         # What is not declared is closed off unless it is said to be welcome: a small model would go on inventing.
         schema.setdefault("additionalProperties", False)
     head = f'{_HEAD}{function["name"]}", "{format.arguments}": '
     return f'{json.dumps(head)} %json {json.dumps(schema)} "}}"'
-
-
-def closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that it names and no others, as OpenAI's `strict` means it.
-
-    It has to have passed `plain_json`. What says something of further properties itself stays as it is.
-    """
-    if isinstance(schema, list):
-        return [closed(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = {
-        key: {name: closed(each) for name, each in value.items()}
-        if key in _BY_NAME and isinstance(value, Mapping)
-        else value
-        if key in _AS_IT_IS
-        else closed(value)
-        for key, value in schema.items()
-    }
-    if "properties" in found and not found.keys() & _OPEN:
-        found.setdefault("additionalProperties", False)
-    return found
 
 
 def _without_prose(schema: Any) -> Any:

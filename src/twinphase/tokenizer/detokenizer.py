@@ -30,16 +30,18 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
         keep_special: Collection[int] = (),
+        keep_stop: bool = False,
         continuation: bool = False,
     ) -> None:
         """Starts an empty stream; `skip_special_tokens` and `continuation` are as for `Tokenizer.decode`.
 
-        A string of `stop` ends the text and is not part of it. The control tokens in `keep_special` always are.
+        A string of `stop` ends the text and is part of it with `keep_stop` only. The control tokens in `keep_special`
+        always are.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(s for s in stop if s)
         self._skip_special_tokens = skip_special_tokens
-        self._keep_special = keep_special
+        self._keep_special, self._keep_stop = keep_special, keep_stop
         self._strip_space = tokenizer.strips_leading_space and not continuation
         # Holds back the bytes of an unfinished character and replaces what can be none, as bytes.decode does.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -87,8 +89,8 @@ class Detokenizer:
         # text was cut into tokens.
         matches = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if matches:
-            _, at, self.stop_string = min(matches)
-            return text[:at]
+            end, at, self.stop_string = min(matches)
+            return text[: end if self._keep_stop else at]
         keep = max(overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

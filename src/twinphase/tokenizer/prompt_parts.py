@@ -76,28 +76,59 @@ def chat_prompt(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     max_tokens: int | None = None,
+    continue_final_message: bool = False,
     **variables: Any,
 ) -> ChatPrompt:
     """Renders and encodes a conversation. Without control tokens in the request, the ids are those of the whole text.
 
-    `messages`, `tools` and `variables` are as for `ChatTemplate.render`, `max_tokens` as for `Tokenizer.encode`.
+    `messages`, `tools` and `variables` are as for `ChatTemplate.render`, `max_tokens` as for `Tokenizer.encode`. With
+    `continue_final_message` the prompt ends with the last message's content, as in transformers.
 
     Raises:
         InvalidRequestError: as for `ChatTemplate.render`, `find_parts` and `Tokenizer.encode`.
         ContextLengthError: as for `Tokenizer.encode`.
     """
-    text = template.render(messages, tools=tools, **variables)
+    if continue_final_message:
+        variables["add_generation_prompt"] = False
+    whole = template.render(messages, tools=tools, **variables)
+    text = whole[: _end_of_last(template, whole, messages, tools, variables)] if continue_final_message else whole
     token_ids, starts = tokenizer.encode_with_starts(text, max_tokens=max_tokens)
     names = {i: tokenizer.token_bytes(i).decode() for i in set(token_ids) if tokenizer.is_special(i)}
     # A character that the vocabulary lacks becomes a control token, too, but was not written as one.
     control = [(starts[k], i) for k, i in enumerate(token_ids) if i in names and text.startswith(names[i], starts[k])]
     spans, foreign = find_parts(
-        template, text, messages, tools=tools, control={names[i] for _, i in control}, **variables
+        template, whole, messages, tools=tools, control={names[i] for _, i in control}, **variables
     )
     own = [(at, i) for at, i in control if not _overlaps(foreign, at, at + len(names[i]))]
     if len(own) < len(control):
         token_ids, starts = tokenizer.encode_with_starts(text, control=own)
     return ChatPrompt(text, token_ids, token_runs(spans, starts))
+
+
+def _end_of_last(
+    template: ChatTemplate,
+    whole: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any],
+) -> int:
+    """Where the last message's content ends in what the template made of the messages."""
+    (mark,) = free_characters(whole + "".join(all_strings([messages, tools, variables])))[:1]
+    *others, last = messages
+    content = last.get("content")
+    if isinstance(content, list) and content:
+        content = [*content[:-1], {**content[-1], "text": f"{content[-1].get('text') or ''}{mark}"}]
+    else:
+        content = f"{content or ''}{mark}"
+    marked = template.render([*others, {**last, "content": content}], tools=tools, **variables)
+    begin, found, _ = marked.rpartition(mark)
+    if not whole.startswith(begin):
+        begin = begin.rstrip()  # the template trims contents
+    if not found or not whole.startswith(begin):
+        raise InvalidRequestError(
+            "The model's chat template does not let its last message be continued.", "Leave out continue_final_message."
+        )
+    return len(begin)
 
 
 def token_runs(spans: Sequence[Run], starts: Sequence[int]) -> list[Run]:

@@ -1,0 +1,92 @@
+"""Tokens that a request is to be without (`bad_words`), and those that it is held to (`allowed_token_ids`), as in vLLM.
+
+Beside whatever form its output must have. Not for biases (logit_filters.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.request import CONSTRAINT_FAILURE, Constraint, SamplingParams
+from twinphase.sampling.sampler import ConstraintError
+
+__all__ = ["TokenFilter", "filtered"]
+
+F32 = NDArray[np.float32]
+
+
+def filtered(
+    form: Constraint | None, params: SamplingParams, encode: Callable[[str], Sequence[int]]
+) -> Constraint | None:
+    """The constraint of a request's form, or of none, with what its tokens have to be besides; `encode` adds no BOS."""
+    if not params.bad_words and not params.allowed_token_ids:
+        return form
+    return TokenFilter(form, params.allowed_token_ids, _spellings(params.bad_words or (), encode))
+
+
+def _spellings(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
+    """The token ids of each word at the beginning of a text, and behind a space where that makes other tokens of it.
+
+    As vLLM's `SamplingParams.update_from_tokenizer`.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        plain, spaced = list(encode(word.lstrip())), list(encode(" " + word.lstrip()))
+        found.append(plain)
+        if plain and spaced[:1] != plain[:1] and len(spaced) == len(plain):
+            found.append(spaced)
+    return [spelling for spelling in found if spelling]
+
+
+class TokenFilter:
+    """A `Constraint`: what the request's form allows, of what is listed, without the last token of a bad word."""
+
+    def __init__(self, form: Constraint | None, allowed: Sequence[int] | None, bad: Sequence[Sequence[int]]) -> None:
+        """`bad` are sequences of tokens, none of them empty."""
+        self._form, self._bad = form, [list(word) for word in bad]
+        self._allowed = np.unique(np.array(allowed, np.intp)) if allowed else None
+        self._listed = frozenset(allowed or ())
+
+    def restrict(self, logits: F32, output_token_ids: Sequence[int]) -> F32:
+        """See `Constraint`; a `ConstraintError` where no token is left."""
+        before = logits if self._form is None else self._form.restrict(logits, output_token_ids)
+        forbidden = self._forbidden(output_token_ids)
+        if self._allowed is None:
+            if not forbidden:
+                return before
+            after = before.copy()
+        else:
+            after = np.full_like(before, -np.inf)
+            after[self._allowed] = before[self._allowed]
+        after[forbidden] = -np.inf
+        if after.max() == -np.inf:
+            after_tokens = f"after {len(output_token_ids)} tokens"
+            raise ConstraintError(f"{CONSTRAINT_FAILURE} {after_tokens}: bad_words and allowed_token_ids leave none.")
+        return after
+
+    def forced(self, output_token_ids: Sequence[int], limit: int) -> list[int]:
+        """See `Constraint`."""
+        forced = [] if self._form is None else self._form.forced(output_token_ids, limit)
+        return forced[: self._passes(output_token_ids, forced)]
+
+    def admits(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
+        """See `Constraint`."""
+        count = len(draft) if self._form is None else self._form.admits(output_token_ids, draft)
+        return self._passes(output_token_ids, draft[:count])
+
+    def _passes(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
+        output = list(output_token_ids)
+        for count, token_id in enumerate(draft):
+            if (self._listed and token_id not in self._listed) or token_id in self._forbidden(output):
+                return count
+            output.append(token_id)
+        return len(draft)
+
+    def _forbidden(self, output: Sequence[int]) -> list[int]:
+        """The tokens that would complete a bad word."""
+        return [
+            word[-1] for word in self._bad if len(word) == 1 or list(output[len(output) - len(word) + 1 :]) == word[:-1]
+        ]

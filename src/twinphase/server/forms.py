@@ -1,0 +1,70 @@
+"""What form an answer must have, however the client named it. Not for calls of tools (tools.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from twinphase.errors import InvalidRequestError
+from twinphase.request import StructuredOutputsParams, plain_json
+from twinphase.server.openai_types import GenerationRequest
+
+__all__ = ["OPEN", "closed", "one_constraint"]
+
+OPEN = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties"}  # may declare more
+# Keys of a schema: of schemas by name; and of what is no schema, or has to stay open for what stands beside it.
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_AS_IT_IS = {"const", "enum", "default", "examples", "allOf", "not", "if", "then", "else"}
+
+
+def one_constraint(
+    body: GenerationRequest, tools: StructuredOutputsParams | None = None
+) -> StructuredOutputsParams | None:
+    """The form that the answer must have, however the client named it; two forms are refused."""
+    found: dict[str, StructuredOutputsParams] = {}
+    if tools is not None:
+        found["tools"] = tools
+    if body.structured_outputs is not None:
+        fields = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        found["structured_outputs"] = StructuredOutputsParams(**fields)
+    for name in ("json", "regex", "choice", "grammar"):
+        value = getattr(body, f"guided_{name}")
+        if value is not None:
+            found[f"guided_{name}"] = StructuredOutputsParams(**{name: value})
+    wanted = body.response_format
+    if wanted is not None and wanted.type != "text":
+        if wanted.json_schema is not None:
+            schema = plain_json("response_format.json_schema.schema", wanted.json_schema.schema_)
+            found["response_format"] = StructuredOutputsParams(
+                json=closed(schema) if wanted.json_schema.strict else schema
+            )
+        elif wanted.type == "json_object":
+            found["response_format"] = StructuredOutputsParams(json_object=True)
+        else:
+            tag = {"type": wanted.type, "structures": wanted.structures, "triggers": wanted.triggers}
+            found["response_format"] = StructuredOutputsParams(structural_tag=tag)
+    if len(found) > 1:
+        raise InvalidRequestError(f"{' and '.join(found)} both say what form the answer must have.", "Give one.")
+    return next(iter(found.values()), None)
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have the properties that it names and no others, as OpenAI's `strict` means it.
+
+    It has to have passed `plain_json`. What says something of further properties itself stays as it is.
+    """
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {
+        key: {name: closed(each) for name, each in value.items()}
+        if key in _BY_NAME and isinstance(value, Mapping)
+        else value
+        if key in _AS_IT_IS
+        else closed(value)
+        for key, value in schema.items()
+    }
+    if "properties" in found and not found.keys() & OPEN:
+        found.setdefault("additionalProperties", False)
+    return found

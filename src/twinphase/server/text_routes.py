@@ -1,0 +1,104 @@
+"""What the server says of its model, and of texts as the model reads them: names, tokens, the chat template."""
+
+from __future__ import annotations
+
+import asyncio
+from time import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from twinphase.errors import InvalidRequestError
+from twinphase.server.jobs import template_inputs
+from twinphase.server.openai_types import ChatCompletionRequest, DetokenizeRequest, ErrorResponse, TokenizeRequest
+from twinphase.server.service import Service
+
+__all__ = ["ERRORS", "add_text"]
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+
+
+def add_text(api: APIRouter, service: Service) -> None:
+    _add_models(api, service)
+    _add_tokens(api, service)
+
+
+def _max_model_len(service: Service) -> int | None:
+    return service.facts.config.max_model_len if service.facts else None
+
+
+def _add_models(api: APIRouter, service: Service) -> None:
+    @api.get("/v1/models", responses=ERRORS)
+    async def list_models() -> dict[str, Any]:
+        """List the model's names."""
+        return {"object": "list", "data": [describe(name) for name in service.model_names]}
+
+    @api.get("/v1/models/{model:path}", responses=ERRORS)
+    async def get_model(model: str) -> dict[str, Any]:
+        """Describe the model by one of its names."""
+        service.check_model(model)
+        return describe(model)
+
+    def describe(name: str) -> dict[str, Any]:
+        facts = {"id": name, "object": "model", "created": started, "owned_by": "twinphase"}
+        return {**facts, "root": service.model, "parent": None, "max_model_len": _max_model_len(service)}
+
+    started = int(time())
+
+    @api.get("/tokenizer_info", responses=ERRORS)
+    async def get_tokenizer_info() -> dict[str, Any]:
+        """Special tokens by name, the chat template and the context, as vLLM tells them."""
+        text = service.host.text
+        names = text.tokenizer.special_names
+        return {**names, "chat_template": text.chat_template.source, "model_max_length": _max_model_len(service)}
+
+
+def _add_tokens(api: APIRouter, service: Service) -> None:
+    @api.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Token ids of a text, or of a conversation as the chat template writes it."""
+        service.check_model(body.model)
+        text, limit = service.host.text, _max_model_len(service)
+
+        def read() -> dict[str, Any]:
+            if body.messages is not None:
+                inputs = template_inputs(text, body, service.config.tool_prompt)
+                token_ids = text.encode_chat(*inputs, limit).token_ids
+            else:
+                special = body.add_special_tokens is not False
+                token_ids = text.tokenizer.encode(body.prompt or "", add_special_tokens=special, max_tokens=limit)
+            found: dict[str, Any] = {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids}
+            if body.return_token_strs:
+                decode = text.tokenizer.decode
+                found["token_strs"] = [decode([i], skip_special_tokens=False, continuation=True) for i in token_ids]
+            return found
+
+        return Response(await asyncio.to_thread(lambda: msgspec.json.encode(read())), media_type="application/json")
+
+    @api.post("/apply-template", responses=ERRORS)
+    async def apply_template(body: ChatCompletionRequest) -> dict[str, str]:
+        """The prompt that a chat request becomes, as text, as llama.cpp tells it."""
+        service.check_task("generate")
+        service.check_model(body.model)
+        text = service.host.text
+
+        def read() -> str:
+            return text.encode_chat(
+                *template_inputs(text, body, service.config.tool_prompt), _max_model_len(service)
+            ).text
+
+        return {"prompt": await asyncio.to_thread(read)}
+
+    @api.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """Text of token ids, control tokens by their names."""
+        service.check_model(body.model)
+        tokenizer = service.host.text.tokenizer
+        unknown = next((i for i in body.tokens if i >= tokenizer.vocab_size), None)
+        if unknown is not None:
+            raise InvalidRequestError(
+                f"Token id {unknown} is not in the vocabulary.", f"Use 0 to {tokenizer.vocab_size - 1}."
+            )
+        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)}

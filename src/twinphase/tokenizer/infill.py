@@ -1,0 +1,64 @@
+"""Filling in the middle: the control tokens that some vocabularies have for it, and the prompt they make.
+
+The order is prefix, suffix, middle ("PSM": Bavarian et al., 2022, arXiv:2207.14255), as in llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from twinphase.errors import InvalidRequestError
+from twinphase.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["infill_ends", "infill_prompt"]
+
+# Names in GGUF metadata, today's and older ones; and in vocabularies, of Qwen and StarCoder, DeepSeek, CodeLlama.
+_METADATA = {"pre": "prefix", "suf": "suffix", "mid": "middle"}
+_NAMES = {
+    "pre": ("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>", "<|code_prefix|>"),
+    "suf": ("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<｜fim▁hole｜>", "▁<SUF>", "<|code_suffix|>"),
+    "mid": ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "▁<MID>", "<|code_middle|>"),
+}
+# What models write where the middle ends, beside the end of text.
+_ENDS = ("<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<|file_sep|>", "▁<EOT>", "<|endoftext|>")
+
+
+def infill_prompt(
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], prefix: str, suffix: str, max_tokens: int | None = None
+) -> list[int]:
+    """Token ids of a prompt for the text between `prefix` and `suffix`, which hold no control tokens.
+
+    Args:
+        tokenizer: of the model.
+        metadata: of its GGUF file; empty for others.
+        prefix: the text before.
+        suffix: the text behind.
+        max_tokens: the longest prompt, as for `Tokenizer.encode`.
+
+    Raises:
+        InvalidRequestError: a vocabulary without such tokens, and as `Tokenizer.encode`.
+    """
+    before, between, behind = (_find(tokenizer, metadata, kind) for kind in ("pre", "suf", "mid"))
+    if before is None or between is None or behind is None:
+        raise InvalidRequestError(
+            "The model's vocabulary has no tokens to fill in the middle, which `suffix` needs.",
+            "Leave out `suffix`, or serve a model that has them, such as qwen2.5-coder:0.5b.",
+        )
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, parse_special=False, max_tokens=max_tokens)
+
+    return [*tokenizer.encode(""), before, *encode(prefix), between, *encode(suffix), behind]
+
+
+def infill_ends(tokenizer: Tokenizer) -> list[int]:
+    """Tokens at which a middle ends."""
+    return [found for name in _ENDS if (found := tokenizer.token_id(name)) is not None]
+
+
+def _find(tokenizer: Tokenizer, metadata: Mapping[str, Any], kind: str) -> int | None:
+    for key in (f"fim_{kind}_token_id", f"{_METADATA[kind]}_token_id"):
+        if (token_id := metadata.get(f"tokenizer.ggml.{key}")) is not None:
+            return int(token_id)
+    return next((found for name in _NAMES[kind] if (found := tokenizer.token_id(name)) is not None), None)
