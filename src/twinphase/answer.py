@@ -90,8 +90,7 @@ def report_answer(
 ) -> tuple[PhaseReport, Ceilings | None]:
     """Divide the time of an answer, measuring this machine's ceilings where that is due.
 
-    They are measured when they are unknown, were taken on a busy machine, or a phase came out above 100 %. They are
-    those of the cpu backend; another backend's efficiency is unknown.
+    They are measured when they are unknown, were taken on a busy machine, or a phase came out above 100 %.
     """
     from twinphase.engine.ceilings import compute_units, device_of, measured_ceilings
 
@@ -110,7 +109,7 @@ def report_answer(
     result = divide(ceilings)
     if ceilings is not None and result.over_ceiling:
         ceilings = replace(ceilings, provisional=True)
-    if device_of(llm.config).has_ceilings and must_measure(ceilings) and not answer.interrupted:
+    if device_of(llm.config).ceilings and must_measure(ceilings) and not answer.interrupted:
         try:
             ceilings = _measure(llm.config)
         except TwinphaseError as error:

@@ -158,7 +158,8 @@ def _phase_line(row: PhaseRow, share: str) -> str:
     working_set = f" ({describe_bytes(row.working_set)} per step)" if row.metric == "MBU" else ""
     if not row.tokens:
         return f"{paint(f'{row.name:<8}', BOLD)} {line.rstrip()}"
-    return f"{paint(f'{row.name:<8}', BOLD)} {line}{_efficiency(row)}{working_set}, {bound}"
+    host = "" if row.host_share is None else f", host {row.host_share:.0%}".replace("%", " %")
+    return f"{paint(f'{row.name:<8}', BOLD)} {line}{_efficiency(row)}{working_set}, {bound}{host}"
 
 
 def report_lines(report: PhaseReport) -> list[str]:

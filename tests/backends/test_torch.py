@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from steps import Steps
+from steps import Steps, own_cache
 from tiny_gguf import write_tiny_gguf
+from twinphase import LLM, SamplingParams
 from twinphase.backends.device import open_device
+from twinphase.backends.torch import peaks
 from twinphase.backends.torch.backend import TorchBackend
 from twinphase.config import EngineConfig
+from twinphase.engine.ceilings import compute_units, learn_ceilings, measured_ceilings
 from twinphase.errors import InvalidRequestError, OutOfMemoryError
+from twinphase.phases.report import phase_report
+from twinphase.terminal import report_lines
 
 
 @pytest.mark.parametrize(
@@ -78,3 +83,21 @@ except Exception as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'twinphase[torch]'" in done.stdout, done.stderr
+
+
+def test_ceilings_and_the_share_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both phases have their efficiency once the device is measured, and say what passed outside it."""
+    monkeypatch.setattr("twinphase.backends.torch.peaks.LIMIT_SECONDS", 0)
+    monkeypatch.setitem(peaks.WORKING_SETS, "cpu", (1, 2))
+    monkeypatch.setitem(peaks.SIDE, "cpu", 64)
+    with own_cache(tmp_path / "cache"):
+        llm = LLM(write_tiny_gguf(tmp_path / "tiny.gguf"), backend="torch", device="cpu", num_kv_blocks=8)
+        ceilings, problem = learn_ceilings(llm.config)
+        assert problem is None and measured_ceilings(llm.config) == ceilings
+        assert ceilings.isa == "torch on processor" and ceilings.peak("float32") and ceilings.peak("float16")
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
+        units = compute_units(llm.checkpoint, llm.config)
+        report = phase_report(output.metrics, units=units, ceilings=ceilings, wall_seconds=1.0)
+    for row in report.phases:
+        assert row.efficiency and row.bound != "unknown" and 0 < row.host_share < 1
+    assert all(", host " in line for line in report_lines(report)[:2])

@@ -124,6 +124,7 @@ class Drawn:
         token_ids: int64 [rows]; -1 where the largest logit was not finite, before or after the edits.
         logprobs, ranks: float64 and int64 [rows], of the scored tokens: natural log, and how many are as likely.
         top_ids, top_logprobs: int64 and float64 [rows, num_top], by falling likelihood, equal ones by rising id.
+        forward_seconds, draw_seconds: what the device took for the step before, and for this.
     """
 
     token_ids: NDArray[np.int64]
@@ -131,6 +132,8 @@ class Drawn:
     ranks: NDArray[np.int64]
     top_ids: NDArray[np.int64]
     top_logprobs: NDArray[np.float64]
+    forward_seconds: float = 0.0
+    draw_seconds: float = 0.0
 
 
 class Drawer(Protocol):

@@ -21,10 +21,11 @@ class MeasuredRates:
     """
 
     bandwidth: tuple[tuple[int, float], ...]
-    int8_ops: float
+    int8_ops: float | None
     float32_flops: float
     bfloat16_flops: float | None
     provisional: bool
+    float16_flops: float | None = None
 
 
 class Device(Protocol):
@@ -35,14 +36,14 @@ class Device(Protocol):
         threads: compute threads.
         isa: instruction-set path that runs; "" where there is no choice of any.
         best_isa: the one that would run if none were forced; None where there is no choice.
-        has_ceilings: whether its ceilings can be measured. Without them MFU and MBU are unknown.
+        ceilings: what its ceilings are kept as; "" where they cannot be measured, and MFU and MBU are unknown.
     """
 
     name: str
     threads: int
     isa: str
     best_isa: str | None
-    has_ceilings: bool
+    ceilings: str
 
     def units(self, *, dense: bool) -> Units:
         """Which arithmetic unit does what; `dense` says that the weights of the layers are not quantized."""

@@ -262,7 +262,7 @@ def _softcap(x: F32, cap: float) -> F32:
 class ReferenceDevice:
     """See `Device`: all in float32, on however many threads NumPy takes, and without ceilings."""
 
-    name, isa, threads, has_ceilings = "reference", "", 1, False
+    name, isa, threads, ceilings = "reference", "", 1, ""
     best_isa: str | None = None
 
     def units(self, *, dense: bool) -> Units:
@@ -277,5 +277,5 @@ class ReferenceDevice:
         """It has none of its own."""
 
     def measure(self) -> MeasuredRates:
-        """Never: `has_ceilings` says so."""
+        """Never: `ceilings` says so."""
         raise NotImplementedError("the reference backend has no ceilings")

@@ -26,13 +26,13 @@ def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:
 def measured_ceilings(config: EngineConfig) -> Ceilings | None:
     """What this machine was measured to do, if it was."""
     device = device_of(config)
-    return load_ceilings(device.threads, device.isa) if device.has_ceilings else None
+    return load_ceilings(device.threads, device.ceilings) if device.ceilings else None
 
 
 def ceilings_now(config: EngineConfig) -> Ceilings:
     """Measure what this machine can do at best just now (some seconds); nothing is kept."""
     device = device_of(config)
-    return Ceilings(processor_name(), device.threads, device.isa, **vars(device.measure()))
+    return Ceilings(processor_name(), device.threads, device.ceilings, **vars(device.measure()))
 
 
 def learn_ceilings(config: EngineConfig) -> tuple[Ceilings, OSError | None]:

@@ -156,7 +156,7 @@ def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | Loa
         send(Loading("warming up"))
         loaded.embed([1] * min(WARM_UP_TOKENS, loaded.config.max_model_len or 1))
         return loaded
-    if device_of(loaded.config).has_ceilings and must_measure(measured_ceilings(loaded.config)):
+    if device_of(loaded.config).ceilings and must_measure(measured_ceilings(loaded.config)):
         send(Loading("measuring this machine"))
         learn_ceilings(loaded.config)
     send(Loading("warming up"))

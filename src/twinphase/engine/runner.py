@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from time import perf_counter
 
-import numpy as np
-from numpy.typing import NDArray
-
 from twinphase.backends.base import Backend
 from twinphase.batch import Batch, StepOutput
 from twinphase.engine.inputs import build
 from twinphase.models.decoder import Decoder
 from twinphase.sampling.drawn_rows import DrawnRows
-from twinphase.sampling.sampler import Rows
 from twinphase.speculation.drafter import HiddenReader
 from twinphase.speculation.verify import sample
 
@@ -36,16 +32,18 @@ class Runner:
 
     def execute(self, batch: Batch) -> StepOutput:
         inputs, drawer = build(batch, self.block_size), getattr(self.backend, "drawer", None)
-        rows: Rows | NDArray[np.float32]
+        start = perf_counter()
         if drawer is None:
-            rows = self.backend.execute(self.model.forward, inputs)
-            start = perf_counter()
+            logits = self.backend.execute(self.model.forward, inputs)
+            forward_end = perf_counter()
+            output = sample(logits, batch, self.eos_token_ids)
         else:
             drawer.launch(self.model.forward, inputs)
-            start = perf_counter()
             rows = DrawnRows(drawer, batch, self.model.blueprint.vocab_size, self.eos_token_ids)
-        output = sample(rows, batch, self.eos_token_ids)
-        output.sampling_seconds = perf_counter() - start
+            output = sample(rows, batch, self.eos_token_ids)
+            forward_end = start + rows.drawn.forward_seconds
+            output.device_seconds = rows.drawn.forward_seconds + rows.drawn.draw_seconds
+        output.sampling_seconds = perf_counter() - forward_end
         if self.reader is not None:
             self.reader.read(batch, output, self.backend.kept())
         return output

@@ -45,7 +45,7 @@ class Ceilings:
         processor: its name, as `processor_name` gives it.
         bandwidth: ((working set in bytes, bytes read per second), ...), by rising working set.
         int8_ops: operations per second of int8 dot products; None is unknown.
-        float32_flops, bfloat16_flops: the same of multiply-adds and of dot products; None as well.
+        float32_flops, bfloat16_flops, float16_flops: the same of multiply-adds and of products; None as well.
         provisional: too low perhaps, because the machine was busy or a step beat them: a later run measures again.
         measurements: how many these are the best of.
     """
@@ -59,6 +59,7 @@ class Ceilings:
     bfloat16_flops: float | None
     provisional: bool = False
     measurements: int = 1
+    float16_flops: float | None = None
 
     def read_bandwidth(self, working_set: float) -> float | None:
         """Bytes per second when each step goes through `working_set` bytes; None if unknown.
@@ -78,8 +79,9 @@ class Ceilings:
         return 1 / points[-1][1]
 
     def peak(self, unit: str) -> float | None:
-        """Operations per second of "int8", "float32" or "bfloat16"; None if unknown."""
-        return {"int8": self.int8_ops, "float32": self.float32_flops, "bfloat16": self.bfloat16_flops}.get(unit)
+        """Operations per second of "int8", "float32", "bfloat16" or "float16"; None if unknown."""
+        floats = {"float32": self.float32_flops, "bfloat16": self.bfloat16_flops, "float16": self.float16_flops}
+        return {"int8": self.int8_ops, **floats}.get(unit)
 
     def merged(self, other: Ceilings) -> Ceilings:
         """The higher of each rate: a measurement can only be too low. One on a quiet machine makes them final."""
@@ -92,6 +94,7 @@ class Ceilings:
             int8_ops=_higher(self.int8_ops, other.int8_ops),
             float32_flops=_higher(self.float32_flops, other.float32_flops),
             bfloat16_flops=_higher(self.bfloat16_flops, other.bfloat16_flops),
+            float16_flops=_higher(self.float16_flops, other.float16_flops),
             provisional=self.provisional and other.provisional,
             measurements=self.measurements + other.measurements,
         )

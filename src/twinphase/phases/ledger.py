@@ -103,7 +103,8 @@ class Ledger:
         for request_id in batch.preempted:
             if self._running.pop(request_id, None) is not None:
                 self._begins_to_wait(request_id)
-        record = self._record(batch, start, end, executed, sampling, cpu_wait, drafting)
+        inside = executed, sampling, cpu_wait, drafting, output.device_seconds if output else 0.0
+        record = self._record(batch, start, end, *inside)
         self.records.append(record)
         self.num_steps += 1
         if batch.held_back:

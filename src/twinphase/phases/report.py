@@ -40,6 +40,8 @@ class PhaseRow:
         other_efficiency: the value of the other metric.
         working_set: bytes that a step goes through; decides which bandwidth counts.
         bound: as `hardware.bound` gives it.
+        host_share: of the steps' time, that in which a device with a clock of its own had nothing to compute, or waited
+            for Python; None where there is no such device.
     """
 
     name: str
@@ -53,6 +55,7 @@ class PhaseRow:
     other_efficiency: float | None
     working_set: int
     bound: str
+    host_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ def _phase_row(
         other_efficiency=other,
         working_set=working_set,
         bound=bound(compute, memory, seconds, totals.cpu_wait),
+        host_share=max(0.0, 1 - totals.device / totals.seconds) if totals.device and totals.seconds else None,
     )
 
 

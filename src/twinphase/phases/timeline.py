@@ -56,6 +56,7 @@ class StepRecord:
         sampling: seconds of `executed` that choosing tokens took.
         drafting: seconds of it that guessing the next tokens took.
         cpu_wait: seconds of it in which a thread of the engine's could run and had no processor; 0 where not known.
+        device: seconds of it that a device with a clock of its own computed; 0 where there is none.
     """
 
     index: int
@@ -72,6 +73,7 @@ class StepRecord:
     sampling: float = 0.0
     cpu_wait: float = 0.0
     drafting: float = 0.0
+    device: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -114,6 +116,7 @@ class StepTotals:
     executed: float = 0.0
     sampling: float = 0.0
     cpu_wait: float = 0.0
+    device: float = 0.0
 
     @property
     def flops(self) -> int:
@@ -126,6 +129,7 @@ class StepTotals:
         self.executed += record.executed
         self.sampling += record.sampling
         self.cpu_wait += record.cpu_wait
+        self.device += record.device
         for cost in (record.prefill, record.decode):
             self.linear_flops += cost.linear_flops
             self.attention_flops += cost.attention_flops

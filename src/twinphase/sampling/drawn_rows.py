@@ -47,7 +47,7 @@ class DrawnRows(Rows):
             row += share.num_logits
         temperature, min_p, top_k, top_p, uniforms = self._values
         bits = np.array(list(self._masks.values()), np.uint8).reshape(len(self._masks), -(-vocab_size // 8))
-        self._drawn = drawer.draw(
+        self.drawn = drawer.draw(
             Draws(
                 (_joined(self._edits[0]), _joined(self._edits[1]), _joined(self._edits[2])),
                 (np.array(list(self._masks), np.int64), bits),
@@ -66,7 +66,7 @@ class DrawnRows(Rows):
 
     def token(self, row: int, share: ScheduledRequest, accepted: Sequence[int]) -> int:
         """See `Rows`."""
-        token_id = int(self._drawn.token_ids[row])
+        token_id = int(self.drawn.token_ids[row])
         if token_id < 0:
             raise NonFiniteLogitsError(NON_FINITE_LOGITS)
         if row in self._errors:
@@ -75,7 +75,7 @@ class DrawnRows(Rows):
 
     def logprobs(self, row: int, token_id: int, num_top: int) -> TokenLogprobs:
         """See `Rows`; of the token that the row gave, or of the prompt's next."""
-        drawn = self._drawn
+        drawn = self.drawn
         top = zip(drawn.top_ids[row, :num_top].tolist(), drawn.top_logprobs[row, :num_top].tolist(), strict=True)
         return TokenLogprobs(token_id, float(drawn.logprobs[row]), int(drawn.ranks[row]), list(top))
 

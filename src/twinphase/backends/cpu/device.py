@@ -15,11 +15,11 @@ class CpuDevice:
     """See `Device`."""
 
     name = "cpu"
-    has_ceilings = True
 
     def __init__(self, threads: int | None, isa: str | None) -> None:
         self._isa = choose_isa(isa)
         self.threads, self.isa = threads or available_cores(), self._isa.name
+        self.ceilings = self.isa
         self.best_isa: str | None = choose_isa(None).name
 
     def units(self, *, dense: bool) -> Units:

@@ -10,22 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from twinphase.backends.base import Array, Drawn, Draws, Forward, KVCacheSpec, StepInputs
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
-from twinphase.backends.torch.device import find_device, find_dtype
+from twinphase.backends.torch.device import find_device, find_dtype, mark, seconds_between
 from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
-from twinphase.backends.torch.plain_attention import attention, capped
+from twinphase.backends.torch.plain import attention, capped, gated, rotated
 from twinphase.backends.torch.sampling import draw
 from twinphase.blueprint import Blueprint, Experts, Rope
 from twinphase.errors import OutOfMemoryError
@@ -172,7 +172,7 @@ class TorchBackend:
 
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
         """Replay the step where it was captured, else run it operation by operation; logits stay on the device."""
-        self.inputs, self._kept = inputs, list[NDArray[np.float32]]()
+        self.inputs, self._kept, start = inputs, list[NDArray[np.float32]](), mark(self.device)
         with self._step_memory():
             captured = self.graphs.find(inputs) if self.graphs is not None else None
             if captured is None:
@@ -182,6 +182,7 @@ class TorchBackend:
                 captured.buffer.copy_(self._flat(self._arrays(captured.padded(inputs))), non_blocking=True)
                 captured.graph.replay()
                 self.logits = captured.logits[: inputs.num_tokens]
+        self._times = start, mark(self.device)
 
     def capture(
         self, forward: Forward, max_num_seqs: int, max_model_len: int, progress: Callable[[int, int, str], None] | None
@@ -209,8 +210,11 @@ class TorchBackend:
 
     def draw(self, draws: Draws) -> Drawn:
         """See `Drawer`."""
+        start = mark(self.device)
         with self._step_memory():
-            return draw(self.logits.to(self.wide), draws)
+            drawn = draw(self.logits.to(self.wide), draws)
+        seconds = seconds_between(start, mark(self.device))
+        return replace(drawn, forward_seconds=seconds_between(*self._times), draw_seconds=seconds)
 
     @contextmanager
     def _step_memory(self) -> Iterator[None]:
@@ -295,7 +299,8 @@ class TorchBackend:
         if q_norm is not None and k_norm is not None:
             q, k = self._normalize(q, q_norm), self._normalize(k, k_norm)
         if rope is not None:
-            q, k = self._rotate(q, rope), self._rotate(k, rope)
+            cos, sin = (table[self.step["positions"]][:, None, :] for table in rope[:2])
+            q, k = (rotated(x, cos, sin, rope[2]) for x in (q, k))
         slots = self.step["slot_mapping"]
         self.slots[layer, 0, slots] = k.to(self.dtype)
         self.slots[layer, 1, slots] = v.to(self.dtype)
@@ -304,16 +309,6 @@ class TorchBackend:
     def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of each head of x [rows, heads, head_dim], or of all heads together where the weight is as wide."""
         return self._norm(x.reshape(len(x), -1, len(weight)), weight, self.blueprint.norm_eps).view(x.shape)
-
-    def _rotate(self, x: Tensor, rope: RopeTables) -> Tensor:
-        cos, sin = (table[self.step["positions"]][:, None, :] for table in rope[:2])
-        half, interleaved = cos.shape[-1], rope[2]
-        first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
-        second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
-        out = x.clone()
-        out[..., first] = x[..., first] * cos - x[..., second] * sin
-        out[..., second] = x[..., first] * sin + x[..., second] * cos
-        return out
 
     def attention(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         """softmax(scale * q k^T) v, causal and within the window, over gathered keys and values.
@@ -337,15 +332,7 @@ class TorchBackend:
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """activation(gate) * up in float32, given in the element type."""
-        gate, up = gate_up.to(self.wide).chunk(2, -1)
-        if self.blueprint.activation == "gelu":
-            out = F.gelu(gate, approximate="tanh") * up
-        elif self.blueprint.activation == "swiglu_oai":  # clamped, alpha 1.702 (gpt-oss's published code)
-            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-            out = gate * torch.sigmoid(1.702 * gate) * (up + 1)
-        else:
-            out = F.silu(gate) * up
-        return out.to(self.dtype)
+        return gated(gate_up.to(self.wide), self.blueprint.activation).to(self.dtype)
 
     def moe(
         self,

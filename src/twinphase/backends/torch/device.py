@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import torch
 
 from twinphase.backends.base import Units
 from twinphase.backends.device import MeasuredRates
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["TorchDevice", "find_device", "find_dtype"]
+__all__ = ["TorchDevice", "find_device", "find_dtype", "mark", "seconds_between"]
 
 BF16_CAPABILITY = (8, 0)  # the first with bfloat16 in its tensor cores
 
@@ -51,16 +54,35 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= BF16_CAPABILITY else torch.float16
 
 
-class TorchDevice:
-    """See `Device`; its ceilings are not measured yet."""
+def mark(device: torch.device) -> Any:
+    """Now, on the device's own clock: an event behind what was started so far, on a processor seconds."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
-    name, isa, has_ceilings = "torch", "", False
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Of two marks; waits for the later one."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3
+
+
+class TorchDevice:
+    """See `Device`."""
+
+    name, isa = "torch", ""
     best_isa: str | None = None
 
     def __init__(self, device: str | None = None, dtype: str = "auto", threads: int | None = None) -> None:
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, self.device)
         self.threads = threads or torch.get_num_threads()
+        name = "processor" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        self.ceilings = f"torch on {name}"
 
     def units(self, *, dense: bool) -> Units:
         """Weights are dequantized to `dtype`; softmax is in float32."""
@@ -76,5 +98,7 @@ class TorchDevice:
         return None if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0]
 
     def measure(self) -> MeasuredRates:
-        """Never: `has_ceilings` says so."""
-        raise NotImplementedError("the torch backend has no ceilings")
+        """In this process: large products by element type, and memory streamed by working set."""
+        from twinphase.backends.torch.peaks import measure
+
+        return measure(self.device)

@@ -1,11 +1,12 @@
-"""Attention over the paged KV cache in plain torch: keys and values are gathered, all scores made at once."""
+"""The longer operations in plain torch. In attention keys and values are gathered, and all scores made at once."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attention", "capped"]
+__all__ = ["attention", "capped", "gated", "rotated"]
 
 
 def attention(
@@ -46,3 +47,25 @@ def attention(
 def capped(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap)."""
     return cap * torch.tanh(x / cap)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Pairs of x [rows, heads, head_dim] turned by the angles of `cos` and `sin` [rows, 1, pairs]."""
+    half = cos.shape[-1]
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    out = x.clone()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., first] * sin + x[..., second] * cos
+    return out
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of [rows, 2 * width] = (gate, up)."""
+    gate, up = gate_up.chunk(2, -1)
+    if activation == "gelu":
+        return F.gelu(gate, approximate="tanh") * up
+    if activation == "swiglu_oai":  # clamped, alpha 1.702 (gpt-oss's published code)
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return F.silu(gate) * up

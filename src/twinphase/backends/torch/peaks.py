@@ -1,0 +1,92 @@
+"""What a device can do at best through torch: products by element type, and memory by working set.
+
+The loops are torch's own. They are ceilings of our kernels too as far as they reach the device's limits: a rate can
+only be too low.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from twinphase.backends.device import MeasuredRates
+from twinphase.backends.torch.device import mark, seconds_between
+
+__all__ = ["measure"]
+
+MIB = 1 << 20
+WORKING_SETS = {"cpu": (1, 4, 16, 64, 256), "cuda": (4, 16, 32, 64, 256, 1024)}  # MiB
+SIDE = {"cpu": 1024, "cuda": 8192}  # of the matrices
+ROUND_SECONDS, LIMIT_SECONDS = 0.005, 4.0  # of one reading at least, and of all readings about
+AGREEING, AGREEMENT = 3, 0.05  # so many best readings of a settled rate lie so close together
+
+Work = Callable[[], object]
+
+
+class _Rate:
+    """Operations or bytes per second of `work`, which does `amount` of them."""
+
+    def __init__(self, amount: float, work: Work) -> None:
+        self.amount, self.work, self.repeats, self.readings = amount, work, 1, list[float]()
+
+    def read(self, device: torch.device) -> None:
+        while True:
+            start = mark(device)
+            for _ in range(self.repeats):
+                self.work()
+            seconds = seconds_between(start, mark(device))
+            if seconds >= ROUND_SECONDS:
+                break
+            self.repeats *= 2
+        self.readings.append(self.repeats * self.amount / seconds)
+
+    @property
+    def best(self) -> float:
+        return max(self.readings)
+
+    @property
+    def settled(self) -> bool:
+        best = sorted(self.readings)[-AGREEING:]
+        return len(best) == AGREEING and best[0] >= (1 - AGREEMENT) * best[-1]
+
+
+def measure(device: torch.device) -> MeasuredRates:
+    """All rates in turn, round after round, until each is settled or the time is over; some seconds.
+
+    A working set is streamed by copying it, which reads one half and writes the other, and by a product with a vector,
+    which reads all of it; the faster one counts.
+    """
+    peaks = {dtype: _product(device, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    streams = {size * MIB: _streams(device, size * MIB) for size in WORKING_SETS[device.type]}
+    rates = [*peaks.values(), *(rate for both in streams.values() for rate in both)]
+    end = time.perf_counter() + LIMIT_SECONDS
+    with torch.inference_mode():
+        unsettled = rates
+        while unsettled and (unsettled is rates or time.perf_counter() < end):
+            for rate in unsettled:
+                rate.read(device)
+            unsettled = [rate for rate in rates if not rate.settled]
+    return MeasuredRates(
+        tuple((size, max(rate.best for rate in both)) for size, both in streams.items()),
+        int8_ops=None,  # nothing here computes in it
+        float32_flops=peaks[torch.float32].best,
+        bfloat16_flops=peaks[torch.bfloat16].best,
+        float16_flops=peaks[torch.float16].best,
+        provisional=bool(unsettled),
+    )
+
+
+def _product(device: torch.device, dtype: torch.dtype) -> _Rate:
+    side = SIDE[device.type]
+    a, b, out = (torch.zeros(side, side, dtype=dtype, device=device) for _ in range(3))
+    return _Rate(2.0 * side**3, lambda: torch.matmul(a, b, out=out))
+
+
+def _streams(device: torch.device, size: int) -> tuple[_Rate, _Rate]:
+    source, target = torch.ones(2, size // 8, dtype=torch.float32, device=device)
+    matrix, vector = torch.ones(size // 4096, 1024, device=device), torch.ones(1024, device=device)
+    out = torch.empty(len(matrix), device=device)
+    copied = _Rate(float(size), lambda: target.copy_(source))
+    return copied, _Rate(float(size), lambda: torch.mv(matrix, vector, out=out))
