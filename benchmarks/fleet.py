@@ -9,7 +9,8 @@ Workers are this machine's, one thread each, by the cost model of the model on i
 own prompts first. Schedulers, KV bookkeeping and routing are those that serve; tokens are made up. The trace is
 repeated, with other prompts each time, and played at a share of what the fleet can do by that cost model if every
 prefix is read once. Prints one line for each routing policy, then what a decision costs with more workers. With
-`--validate` the requests are also sent to engines of this machine, and the simulation's error is printed.
+`--validate` the requests are also sent to engines of this machine, and the simulation's error is printed: by the
+prices that were learned before, and by those that the workers themselves learned meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -45,6 +46,8 @@ from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.simulation import FleetSpec, Outcome, Simulation, TraceRequest
 from twinphase.errors import TwinphaseError
+from twinphase.phases.cost import CostModel
+from twinphase.scheduler.chunk import StepTimes
 
 POLICIES = ("predicted", "random")
 LAP = 1 << 20  # ids of prefix blocks in one repetition of the trace, at most
@@ -115,7 +118,7 @@ def learn(args: argparse.Namespace, trace: Trace, console: Console | None = None
     return FleetSpec(
         roles, costs, config.num_kv_blocks or 1, config.block_size, config.max_num_batched_tokens, config.max_num_seqs,
         itl_slo_ms=args.itl_slo_ms, block_bytes=config.block_size * llm.engine.shape.kv_token_bytes,
-        bytes_per_second=1e9 * args.gbytes_per_second,
+        bytes_per_second=1e9 * args.gbytes_per_second, between_steps=costs.slo_seconds(0.0),
     )  # fmt: skip
 
 
@@ -150,8 +153,14 @@ def play(spec: FleetSpec, trace: Trace, policy: str, count: int, rate: float, pr
     return simulation
 
 
-async def serve(args: argparse.Namespace, asked: list[TraceRequest], console: Console) -> list[Outcome]:
-    """The requests as the engines of `serve --prefill-workers P --decode-workers D --threads-per-worker 1` do them."""
+async def serve(
+    args: argparse.Namespace, asked: list[TraceRequest], console: Console
+) -> tuple[list[Outcome], dict[Role, StepTimes]]:
+    """The requests as the engines of `serve --prefill-workers P --decode-workers D --threads-per-worker 1` do them.
+
+    And the cost models that the workers of each role had in the second half of that time, the mean of each second's:
+    what a step takes depends on what others of this machine do beside it, and long prompts have to be seen first.
+    """
     cluster = ClusterConfig(prefill_workers=args.prefill, decode_workers=args.decode, threads_per_worker=1)
     config = {"speculative_config": None, "itl_slo_ms": args.itl_slo_ms}
     router = make_host(args.model, config, cluster, stall=60.0)
@@ -174,10 +183,22 @@ async def serve(args: argparse.Namespace, asked: list[TraceRequest], console: Co
             seen.token_times.extend([time.perf_counter() - sent] * new)
         return seen
 
+    seen_prices: dict[Role, list[tuple[float, ...]]] = {"prefill": [], "decode": [], "both": []}
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for view in router.workers_by_name.values():
+                seen_prices[view.role].append(view.prices)
+                seen_prices["both"].append(view.prices)
+
+    watching = asyncio.create_task(watch())
     with console.status(f"{len(asked)} requests in {asked[-1].arrival:.0f} s and more, on this machine"):
         found = await asyncio.gather(*(send(number, one) for number, one in enumerate(asked)))
+    watching.cancel()
     await closed(engines)
-    return found
+    return found, {role: CostModel([mean(column) for column in zip(*rows[len(rows) // 2 :], strict=True)])
+                   for role, rows in seen_prices.items()}  # fmt: skip
 
 
 def validation(args: argparse.Namespace, spec: FleetSpec, trace: Trace, rate: float, console: Console) -> Table:
@@ -187,11 +208,14 @@ def validation(args: argparse.Namespace, spec: FleetSpec, trace: Trace, rate: fl
         TraceRequest(one.arrival, one.num_outputs, partial(list, [token % vocabulary for token in one.prompt()]))
         for one in trace.requests(args.requests, rate)
     ]
-    real = asyncio.run(serve(args, asked, console))
-    simulation = Simulation(spec, Routing(block_size=spec.block_size))
-    simulation.run(asked)
+    real, times = asyncio.run(serve(args, asked, console))
+    runs = []
+    for one in (spec, replace(spec, times=times["both"], own_times=times)):
+        runs.append(Simulation(one, Routing(block_size=spec.block_size)))
+        runs[-1].run(asked)
     title = f"{args.prefill}P{args.decode}D, {len(asked)} requests at {rate:.2f} per second"
-    shown = Table("", "here", "simulated", "error", title=title, title_justify="left")
+    columns = "", "here", "simulated before", "error", "by what the workers learned", "error"
+    shown = Table(*columns, title=title, title_justify="left")
 
     def gaps(one: Outcome) -> list[float]:
         return [after - before for before, after in pairwise(one.token_times)]
@@ -204,10 +228,12 @@ def validation(args: argparse.Namespace, spec: FleetSpec, trace: Trace, rate: fl
     }
     for name, of in kinds.items():
         for q in (50, 99):
-            here, there = (percentile([x for one in run for x in of(one)], q) for run in (real, simulation.outcomes))
-            shown.add_row(f"{name} p{q} (ms)", f"{1e3 * here:,.0f}", f"{1e3 * there:,.0f}", f"{there / here - 1:+.0%}")
-    apart = [mean(one.read_apart for one in run) for run in (real, simulation.outcomes)]
-    shown.add_row("read apart", *(f"{share:.0%}" for share in apart), "")
+            outcomes = real, *(run.outcomes for run in runs)
+            here, *there = (percentile([x for one in run for x in of(one)], q) for run in outcomes)
+            found = [text for one in there for text in (f"{1e3 * one:,.0f}", f"{one / here - 1:+.0%}")]
+            shown.add_row(f"{name} p{q} (ms)", f"{1e3 * here:,.0f}", *found)
+    here, before, after = (f"{mean(one.read_apart for one in run):.0%}" for run in outcomes)
+    shown.add_row("read apart", here, before, "", after, "")
     return shown
 
 
@@ -273,7 +299,7 @@ def main() -> None:
     parser.add_argument("--routing", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--goodput", nargs="+", default=["ttft:5000", "tpot:100"], metavar="NAME:MS")
     parser.add_argument("--itl-slo-ms", type=float, default=100.0, help="of the workers' chunks")
-    parser.add_argument("--gbytes-per-second", type=float, default=1.0, help="of KV between two workers")
+    parser.add_argument("--gbytes-per-second", type=float, default=0.4, help="of KV between two workers")
     parser.add_argument("--validate", action="store_true", help="send the requests to engines of this machine too")
     parser.add_argument("--learn", type=int, default=8, help="groups of four prompts to learn step times from")
     args = parser.parse_args()

@@ -38,9 +38,9 @@ def test_what_one_pool_reads_the_other_decodes_and_computes_only_what_fills_no_b
     outcome = simulation.outcomes[1]
     assert outcome.read_apart
     assert outcome.ttft == pytest.approx(1.0 + 2 * 0.005)
-    # One block is waited for and the step that the stream is in; then eight tokens of the prompt are computed for the
-    # first token, which is compared, and ten steps of two streams follow.
-    waited = FRAME_SECONDS + 1e-3
+    # The thirty blocks of the last chunk are waited for and the step that the stream is in; then eight tokens of the
+    # prompt are computed for the first token, which is compared, and ten steps of two streams follow.
+    waited = 30 * (FRAME_SECONDS + 1e-3)
     rest = 10 * outcome.tpot - waited - (1 + 8) * 1e-3 - 5e-3 - 10 * 7e-3
     assert 0 <= rest <= 6e-3
     assert simulation.busy_seconds["prefill-0"] == pytest.approx(1.0 + 2 * 0.005)

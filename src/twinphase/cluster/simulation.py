@@ -1,15 +1,14 @@
 """A fleet of any size on one machine: real schedulers, KV bookkeeping and routing; made-up tokens, predicted times.
 
 Each simulated worker takes the steps that its scheduler decides, and a step lasts as long as the cost model says. No
-time passes otherwise, so that an hour of 128 workers takes minutes. Not for what a step computes, and not for the time
-that Python takes between steps.
+time passes otherwise, so that an hour of 128 workers takes minutes. Not for what a step computes.
 """
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from time import thread_time
@@ -36,10 +35,12 @@ class FleetSpec:
 
     Attributes:
         roles: of each worker.
-        times: the cost model of all.
+        times: the cost model of all, by which the router chooses.
+        own_times: cost models of workers of a role, where they differ from that.
         num_blocks: of each worker's KV cache, of `block_size` tokens each.
         max_num_batched_tokens, max_num_seqs, itl_slo_ms: as in `EngineConfig`.
-        block_bytes, bytes_per_second: of KV between workers.
+        between_steps: what Python does there, seconds.
+        block_bytes, bytes_per_second: of KV between workers, from being copied out to being stored.
     """
 
     roles: Sequence[Role]
@@ -51,7 +52,13 @@ class FleetSpec:
     itl_slo_ms: float | None = None
     max_model_len: int = 1 << 20
     block_bytes: int = 0
-    bytes_per_second: float = 1e9
+    bytes_per_second: float = 4e8
+    between_steps: float = 0.0
+    own_times: Mapping[Role, StepTimes] = field(default_factory=dict)
+
+    def times_of(self, role: Role) -> StepTimes:
+        """What a worker of a role knows of its own steps, and what they take."""
+        return self.own_times.get(role, self.times)
 
     def names(self) -> list[str]:
         """A name for each worker, by its role: `prefill-0`, `decode-0`, `worker-0`."""
@@ -101,18 +108,25 @@ class SimulatedExecutor:
 
 @dataclass
 class _Live:
-    """A request that has not ended; `compares`: who goes on with it computes its first token once more."""
+    """A request that has not ended.
+
+    Attributes:
+        compares: who goes on with it computes its first token once more.
+        last_chunk: tokens of its prompt that were read in one step, lately.
+    """
 
     asked: TraceRequest
     decision: Decision
     outcome: Outcome
     compares: bool = False
+    last_chunk: int = 0
 
 
 @dataclass
 class _Worker:
     name: str
     scheduler: Scheduler
+    times: StepTimes
     executor: Executor = field(default_factory=SimulatedExecutor)
     batch: Batch | None = None  # what it computes now
 
@@ -139,7 +153,7 @@ class Simulation:
         self._workers: dict[str, _Worker] = {}
         for name, role in zip(spec.names(), spec.roles, strict=True):
             self.fleet.join(name, role, spec.times)
-            self._workers[name] = _Worker(name, self._scheduler(role))
+            self._workers[name] = _Worker(name, self._scheduler(role), spec.times_of(role))
             self._workers[name].prefix_cache.watch()
         self.busy_seconds = dict.fromkeys(self._workers, 0.0)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -161,7 +175,7 @@ class Simulation:
             KVCacheManager(spec.num_blocks, spec.block_size),
             max_model_len=spec.max_model_len,
             eos_token_ids=(),
-            times=spec.times,
+            times=spec.times_of(role),
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_num_seqs=spec.max_num_seqs,
             itl_slo_ms=spec.itl_slo_ms,
@@ -218,7 +232,7 @@ class Simulation:
         if not worker.scheduler.has_work:
             return
         worker.batch = batch = worker.scheduler.schedule()
-        seconds = self.spec.times.seconds(batch.work)
+        seconds = worker.times.seconds(batch.work) + self.spec.between_steps
         self.busy_seconds[worker.name] += seconds
         self._at(self.now + seconds, lambda: self._end(worker, batch))
 
@@ -229,7 +243,8 @@ class Simulation:
             self.fleet.index.apply(worker.name, *changes.take())
         for share in batch.prefills:
             self.fleet.read(share.request_id, share.num_prefilled)
-            outcome = self._live[share.request_id].outcome
+            live = self._live[share.request_id]
+            live.last_chunk, outcome = share.num_scheduled_tokens, live.outcome
             if share.samples and not outcome.token_times:
                 outcome.num_cached = share.num_cached_tokens
         for share in batch.scheduled:
@@ -247,7 +262,7 @@ class Simulation:
         self._begin(worker)
 
     def _hand_over(self, reader: _Worker, request: Request, live: _Live) -> None:
-        """The blocks but for the last have come while the rest was read."""
+        """The blocks of the last chunk are still to come; the others came while it was read."""
         worker, asked = self._workers[live.decision.worker], live.asked
         decoding = self._request(request.request_id, asked, request.prompt_token_ids, asked.num_outputs)
         decoding.block_hashes, live.compares = request.block_hashes, True
@@ -259,8 +274,9 @@ class Simulation:
             worker.scheduler.kv_cache.accept(blocks, lambda block_ids, numbers: None)
             self._add(worker.name, decoding)
 
-        last = FRAME_SECONDS + self.spec.block_bytes / self.spec.bytes_per_second
-        self._at(self.now + last * bool(blocks), arrive)
+        before = (len(request.prompt_token_ids) - live.last_chunk) // self.spec.block_size
+        left = min(len(blocks), len(chain) - before)
+        self._at(self.now + left * (FRAME_SECONDS + self.spec.block_bytes / self.spec.bytes_per_second), arrive)
 
     def _finish(self, request: Request) -> None:
         del self._live[request.request_id]
