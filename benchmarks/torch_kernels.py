@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from twinphase.backends.torch.kernels import attention, elementwise, linear, rope
+from twinphase.backends.torch.kernels import attention, elementwise, linear, rope, tiles
 from twinphase.estimate.datasheets import find_datasheet
 
 HIDDEN, FFN, HEADS, KV_HEADS, DIM, BLOCK = 4096, 14336, 32, 8, 128, 16
@@ -100,7 +100,7 @@ def assembled(ptx: str, capability: int) -> tuple[int, int]:
 def linears(capability: int) -> list[Compiled]:
     found = []
     for (phase, rows), (kind, (bits, offset, minimum, width)) in product(ROWS.items(), FORMATS.items()):
-        tile = linear.tile_of(linear.TILES[rows <= linear.FEW], capability)
+        tile = tiles.tile_of(tiles.TILES[rows <= tiles.FEW], capability)
         scale = None if bits == 0 else "*fp16"
         types = [
             "*bf16",

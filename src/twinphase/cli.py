@@ -26,6 +26,7 @@ from twinphase.commands.lab import lab
 from twinphase.commands.roofline import roofline
 from twinphase.commands.show import show
 from twinphase.commands.status import status
+from twinphase.commands.tune import tune
 from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.request import SamplingParams
@@ -218,7 +219,7 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
     raise typer.Exit(1)
 
 
-for command in (show, roofline, lab, bench, estimate, status):
+for command in (show, roofline, lab, bench, estimate, status, tune):
     app.command()(command)
 app.command("explain")(explain_command)
 

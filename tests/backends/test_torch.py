@@ -15,6 +15,7 @@ from twinphase import LLM, SamplingParams
 from twinphase.backends.device import open_device
 from twinphase.backends.torch import peaks
 from twinphase.backends.torch.backend import TorchBackend
+from twinphase.cli import run_app
 from twinphase.config import EngineConfig
 from twinphase.engine.ceilings import compute_units, learn_ceilings, measured_ceilings
 from twinphase.errors import InvalidRequestError, OutOfMemoryError
@@ -101,3 +102,8 @@ def test_ceilings_and_the_share_of_the_host(tmp_path: Path, monkeypatch: pytest.
     for row in report.phases:
         assert row.efficiency and row.bound != "unknown" and 0 < row.host_share < 1
     assert all(", host " in line for line in report_lines(report)[:2])
+
+
+def test_tuning_without_a_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["tune", "nothing.gguf", "--device", "cpu"]) == 2
+    assert "There is nothing to tune" in capsys.readouterr().err

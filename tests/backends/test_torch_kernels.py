@@ -26,6 +26,7 @@ from tiny_families import make_model
 from steps import Piece, Steps
 from tiny_gguf import random_raw, write_tiny_gguf
 from twinphase.backends.reference import ReferenceBackend
+from twinphase.errors import StorageError
 from twinphase.weights.quant import FORMATS, dequantize
 
 pytest.importorskip("triton")
@@ -33,12 +34,16 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 has to be set before Triton is imported", allow_module_level=True)
 
 from triton.runtime import interpreter  # noqa: E402
+from triton.runtime.errors import OutOfResources  # noqa: E402
 
 from twinphase.backends.torch.kernel_backend import KernelBackend  # noqa: E402
 from twinphase.backends.torch.kernels import attention as attention_kernels  # noqa: E402
+from twinphase.backends.torch.kernels import tiles  # noqa: E402
 from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile  # noqa: E402
-from twinphase.backends.torch.kernels.linear import FEW, linear  # noqa: E402
-from twinphase.backends.torch.weights import pack  # noqa: E402
+from twinphase.backends.torch.kernels.linear import linear  # noqa: E402
+from twinphase.backends.torch.kernels.tiles import FEW, Tile  # noqa: E402
+from twinphase.backends.torch.tune import tune  # noqa: E402
+from twinphase.backends.torch.weights import Matrix, pack  # noqa: E402
 
 F32 = NDArray[np.float32]
 CPU = torch.device("cpu")
@@ -253,6 +258,33 @@ def test_what_the_compiler_makes_of_them() -> None:
         assert one["spilled"] == 0 and one["shared"] <= one["shared_limit"] and one["blocks"] >= 1, one
         if one["phase"] == "prefill":
             assert one["tensor_cores"] == ("wgmma" if one["capability"] == 90 else "mma.sync"), one
+
+
+def test_tuned_tiles_are_kept_used_and_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times that are made up: of few rows 32 outputs per program are fastest, of many no candidate is."""
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path))
+    monkeypatch.setattr(tiles, "tuned", {})
+    fastest, raw = Tile(16, 32, 4, 2), random_raw(np.random.default_rng(0), (70, 64), "Q4_0").reshape(-1)
+    weight = pack(raw, (70, 64), "Q4_0", torch.float32, CPU)
+    x, told = torch.randn(3, 64), []
+    before = linear(x, weight).numpy()
+
+    def made_up(x: torch.Tensor, weight: Any, tile: Tile) -> float:
+        if tile.num_stages == 5:
+            raise OutOfResources(1, 0, "shared memory")
+        return 0.5 if tile == fastest else 0.99
+
+    monkeypatch.setattr("twinphase.backends.torch.tune._seconds", made_up)
+    found = tune([Matrix([weight, weight])], torch.float32, 0, lambda *step: told.append(step))
+    assert found == {"few 4 140x64": fastest} and told == [(0, 2), (1, 2), (2, 2)]
+    path = tiles.keep_tuned("NVIDIA A100-SXM", {**found, "few 4 70x64": fastest})
+    assert tiles.keep_tuned("NVIDIA A100-SXM", {}) == path and tiles.read_tuned("another") == {}
+    tiles.tuned = tiles.read_tuned("NVIDIA A100-SXM")
+    assert tiles.tile_for(True, 4, 70, 64, 90) == fastest != tiles.tile_for(False, 4, 70, 64, 90)
+    same_bits(linear(x, weight).numpy(), before)
+    path.write_text('{"few 4 70x64": 3}')
+    with pytest.raises(StorageError, match="not readable. Delete it, or run `twinphase tune` again"):
+        tiles.read_tuned("NVIDIA A100-SXM")
 
 
 def errors_of(found: F32, expected: F32) -> F32:

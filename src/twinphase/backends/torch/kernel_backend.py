@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,9 +13,10 @@ from torch import Tensor
 
 from twinphase.backends.base import Forward, StepInputs
 from twinphase.backends.torch.backend import ALIGNED, RopeTables, TorchBackend
-from twinphase.backends.torch.kernels import elementwise, rope
+from twinphase.backends.torch.kernels import elementwise, rope, tiles
 from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile
 from twinphase.backends.torch.kernels.linear import linear
+from twinphase.backends.torch.tune import tune
 from twinphase.backends.torch.weights import Matrix, Packed, pack
 from twinphase.weights.checkpoint import Checkpoint
 
@@ -29,6 +32,28 @@ class KernelBackend(TorchBackend):
         super().__init__(device, dtype, enforce_eager=enforce_eager)
         major, minor = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
         self.capability = 10 * major + minor
+        self.matrices: list[Matrix] = []
+        if self.device.type == "cuda":
+            self._use(tiles.read_tuned(torch.cuda.get_device_name(self.device)))
+
+    def _use(self, tuned: dict[str, tiles.Tile]) -> None:
+        """Kernels cut so; which unit multiplies depends on it, and with that, perhaps, how it rounds."""
+        tiles.tuned = tuned
+        self.kernels = f"triton {hashlib.sha256(repr(sorted(tuned.items())).encode()).hexdigest()[:12]}"
+
+    def tune(self, progress: Callable[[int, int], None]) -> Path:
+        """Time the candidates for every shape of the weights that were loaded, and keep the fastest; the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        found, name = (
+            tune(self.matrices, self.dtype, self.capability, progress),
+            torch.cuda.get_device_name(self.device),
+        )
+        path = tiles.keep_tuned(name, found)
+        self._use(tiles.read_tuned(name))
+        return path
 
     # Weights.
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
@@ -37,7 +62,8 @@ class KernelBackend(TorchBackend):
             table: Matrix = self._embedding[1]
             return table
         with self._weight_memory(checkpoint):
-            return Matrix([self._packed(checkpoint, name) for name in names])
+            self.matrices.append(Matrix([self._packed(checkpoint, name) for name in names]))
+        return self.matrices[-1]
 
     experts = matrix
 

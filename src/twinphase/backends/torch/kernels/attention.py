@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twinphase.backends.torch.kernels.linear import tile_of
+from twinphase.backends.torch.kernels.tiles import tile_of
 
 __all__ = ["KEYS", "SPAN", "Shape", "Tiles", "attention", "columns_of", "rows_of_tile"]
 

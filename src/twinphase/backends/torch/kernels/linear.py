@@ -5,34 +5,16 @@ Few rows stream the weights, many rows share them; both add a row's products in 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import TritonError
 
+from twinphase.backends.torch.kernels.tiles import FEW, Tile, tile_for
 from twinphase.backends.torch.weights import PAIR, Packed
 
-__all__ = ["FEW", "TILES", "Tile", "linear"]
-
-FEW = 16  # rows: up to here the time is that of reading the weights
-
-
-class Tile(NamedTuple):
-    """Rows and outputs of one program, and how the compiler shares them out."""
-
-    rows: int
-    outputs: int
-    num_warps: int
-    num_stages: int
-
-
-# By whether there are few rows, and by compute capability: the last entry that is not above the device's.
-TILES: dict[bool, dict[int, Tile]] = {
-    True: {0: Tile(16, 64, 4, 4)},
-    False: {0: Tile(64, 64, 4, 3), 80: Tile(64, 128, 4, 3), 90: Tile(128, 128, 8, 3), 120: Tile(64, 128, 4, 3)},
-}
+__all__ = ["TritonError", "linear"]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -95,20 +77,23 @@ def linear_kernel(
     tl.store(out_ptr + m * num_outputs + n, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def tile_of(table: dict[int, Any], capability: int) -> Any:
-    """The entry for a compute capability, such as 90."""
-    return table[max(known for known in table if known <= capability)]
-
-
 def linear(
-    x: Tensor, weight: Packed, bias: Tensor | None = None, residual: Tensor | None = None, capability: int = 0
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    capability: int = 0,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias + residual, [rows, outputs]; float32 where something is added, else of x's type."""
+    """x @ weight.T + bias + residual, [rows, outputs]; float32 where something is added, else of x's type.
+
+    Without a `tile` that of the tables is taken.
+    """
     x = x.contiguous()
     rows, outputs = len(x), weight.codes.shape[0]
     added = bias is not None or residual is not None
     out = torch.empty(rows, outputs, dtype=torch.float32 if added else x.dtype, device=x.device)
-    tile = tile_of(TILES[rows <= FEW], capability)
+    tile = tile or tile_for(rows <= FEW, weight.bits, outputs, weight.padded, capability)
     grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows))
     if rows:
         linear_kernel[grid](

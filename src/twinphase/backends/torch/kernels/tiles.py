@@ -1,0 +1,83 @@
+"""How the programs of the linear kernel are cut: a table that ships, and what `twinphase tune` found for a device.
+
+No sum depends on it: a row's products are added 32 inputs after 32, however many rows and outputs a program has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from twinphase.errors import StorageError
+from twinphase.weights.storage import cache_root, write_atomically
+
+__all__ = ["FEW", "TILES", "Tile", "key_of", "keep_tuned", "read_tuned", "tile_for", "tile_of", "tuned_path"]
+
+FEW = 16  # rows: up to here the time is that of reading the weights
+
+
+class Tile(NamedTuple):
+    """Rows and outputs of one program, and how the compiler shares them out."""
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+# By whether there are few rows, and by compute capability: the last entry that is not above the device's.
+_SHIPPED = json.loads(Path(__file__).with_name("tiles.json").read_text())
+TILES: dict[bool, dict[int, Tile]] = {
+    few: {int(capability): Tile(*values) for capability, values in _SHIPPED[name].items()}
+    for few, name in ((True, "few"), (False, "many"))
+}
+tuned: Mapping[str, Tile] = {}  # of this process's device, by `key_of`; a backend sets it before its first step
+
+
+def tile_of(table: dict[int, Any], capability: int) -> Any:
+    """The entry for a compute capability, such as 90."""
+    return table[max(known for known in table if known <= capability)]
+
+
+def key_of(few: bool, bits: int, outputs: int, inputs: int) -> str:
+    """The name of a shape in the tuned table."""
+    return f"{'few' if few else 'many'} {bits} {outputs}x{inputs}"
+
+
+def tile_for(few: bool, bits: int, outputs: int, inputs: int, capability: int) -> Tile:
+    """The tuned tile of a shape, else the shipped one of the capability."""
+    found: Tile = tuned.get(key_of(few, bits, outputs, inputs)) or tile_of(TILES[few], capability)
+    return found
+
+
+def tuned_path(device: str) -> Path:
+    """Where what was found for a device of this name is kept."""
+    return cache_root() / "tuned" / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+
+
+def read_tuned(device: str) -> dict[str, Tile]:
+    """What was found for a device, nothing where it was never tuned.
+
+    Raises:
+        StorageError: the file is not as `keep_tuned` wrote it.
+    """
+    path = tuned_path(device)
+    try:
+        return {key: Tile(*map(int, values)) for key, values in json.loads(path.read_bytes()).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError):
+        raise StorageError(f"{path} is not readable.", "Delete it, or run `twinphase tune` again.") from None
+
+
+def keep_tuned(device: str, found: Mapping[str, Tile]) -> Path:
+    """Add to what is kept for a device; the file."""
+    path, known = tuned_path(device), dict[str, Tile]()
+    with suppress(StorageError):  # replaced
+        known = read_tuned(device)
+    write_atomically(path, json.dumps({**known, **found}, indent=0).encode())
+    return path

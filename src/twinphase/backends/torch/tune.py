@@ -1,0 +1,64 @@
+"""Which tile is fastest for each shape of a model's matrices on the device that is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import product
+
+import torch
+
+from twinphase.backends.torch.device import mark, seconds_between
+from twinphase.backends.torch.kernels.linear import TritonError, linear
+from twinphase.backends.torch.kernels.tiles import Tile, key_of, tile_for
+from twinphase.backends.torch.weights import Matrix, Packed
+
+__all__ = ["tune"]
+
+ROWS = {True: 1, False: 512}  # that stand for few and for many
+CANDIDATES = {
+    True: [Tile(16, *rest) for rest in product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5))],
+    False: [Tile(*one) for one in product((64, 128), (64, 128), (4, 8), (2, 3, 4))],
+}
+READINGS, REPEATS = 5, 10
+WORTH = 0.97  # of the time that the table's own tile takes: a gain below 3 % may be noise
+
+
+def tune(
+    matrices: Sequence[Matrix], dtype: torch.dtype, capability: int, progress: Callable[[int, int], None]
+) -> dict[str, Tile]:
+    """By shape, the tile that beats the one in use; one that the device has no room for is passed over."""
+    shapes = {(few, w.bits, w.codes.shape[-2], w.padded): w for w in _parts(matrices) for few in ROWS}
+    found: dict[str, Tile] = {}
+    for done, (shape, weight) in enumerate(shapes.items()):
+        progress(done, len(shapes))
+        few, used = shape[0], tile_for(*shape, capability)
+        x = torch.ones(ROWS[few], weight.inputs, dtype=dtype, device=weight.codes.device)
+        best, least = used, WORTH * _seconds(x, weight, used)
+        for tile in CANDIDATES[few]:
+            with suppress(TritonError):  # out of shared memory or registers
+                seconds = _seconds(x, weight, tile)
+                if seconds < least:
+                    best, least = tile, seconds
+        if best != used:
+            found[key_of(*shape)] = best
+    progress(len(shapes), len(shapes))
+    return found
+
+
+def _parts(matrices: Sequence[Matrix]) -> Iterator[Packed]:
+    for matrix in matrices:
+        for part in matrix.parts:
+            yield part if part.codes.dim() == 2 else part[0]  # of experts the first
+
+
+def _seconds(x: torch.Tensor, weight: Packed, tile: Tile) -> float:
+    """The best reading, once the kernel is compiled."""
+    linear(x, weight, tile=tile)
+    readings = []
+    for _ in range(READINGS):
+        start = mark(x.device)
+        for _ in range(REPEATS):
+            linear(x, weight, tile=tile)
+        readings.append(seconds_between(start, mark(x.device)) / REPEATS)
+    return min(readings)
