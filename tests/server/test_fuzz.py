@@ -108,6 +108,26 @@ REQUESTS = [
         {"structural_tag": {"type": "structural_tag", "triggers": ["<f"],
                             "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}},
     )),
+    ("/v1/completions", {
+        "prompt": "a", "max_tokens": 5, "suffix": "b", "n": 1, "best_of": 2, "bad_words": ["a b"], "logprobs": 1,
+        "allowed_token_ids": [5, 6, 7], "truncate_prompt_tokens": 3, "return_tokens_as_token_ids": True,
+        "include_stop_str_in_output": True, "stop": ["a"],
+    }),
+    ("/apply-template", {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        "continue_final_message": True, "add_generation_prompt": False, "reasoning_effort": "low", "store": True,
+    }),
+    *(("/v1/responses", {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+                  {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+                  {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+                  {"type": "function_call_output", "call_id": "c", "output": "2"}],
+        "instructions": "s", "max_output_tokens": 9, "stream": stream, "include": ["message.output_text.logprobs"],
+        "reasoning": {"effort": "low"}, "metadata": {"a": "b"}, **more,
+    }) for stream, more in (
+        (False, {"tools": [{"type": "function", "name": "add", "parameters": SCHEMA}], "tool_choice": "required"}),
+        (True, {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, "top_logprobs": 2}),
+    )),
     ("/v1/messages", {
         "model": "tiny", "max_tokens": 9, "temperature": 1, "top_k": 9, "top_p": 0.9, "stop_sequences": ["a"],
         "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}], "metadata": {"user_id": "u"},

@@ -24,6 +24,7 @@ from twinphase.server import problems
 from twinphase.server.dialects import shape_of
 from twinphase.server.dialects.anthropic import add_messages
 from twinphase.server.dialects.ollama import add_ollama
+from twinphase.server.dialects.responses import add_responses
 from twinphase.server.embeddings import Embeddings, embedding_inputs
 from twinphase.server.exchange import Receive, Scope, Send
 from twinphase.server.generation import answer_chat, answer_completion
@@ -78,6 +79,7 @@ def make_app(service: Service, *, when_ready: bool = False) -> Gate:
     bearer = Depends(HTTPBearer(auto_error=False, description="One of the server's API keys."))
     api = APIRouter(dependencies=[bearer] if service.config.keys else None)
     _add_generation(api, service)
+    add_responses(api, service)
     add_messages(api, service)
     add_ollama(api, service)
     _add_embeddings(api, service)

@@ -71,6 +71,9 @@ class ServerConfig:
     kept_timelines: int = setting(
         1024, "Finished requests whose timelines are kept, for `twinphase explain`.", minimum=1
     )
+    kept_responses: int = setting(
+        1024, "Responses of /v1/responses that are kept in memory, 64 MiB of them at most.", minimum=1
+    )
     per_request_spec_decode_metrics: str = setting(
         "none",
         "What an answer tells of its drafted tokens under `metrics.speculative_decoding`: none, summary or detailed.",

@@ -48,8 +48,8 @@ class _Strict(BaseModel):
             raise ValueError(f"an object has {len(given)} fields; {MAX_FIELDS} are allowed")
         if None not in given.values():
             return given
-        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
-        return {name: value for name, value in given.items() if value is not None or name not in optional}
+        required = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name in required}
 
 
 class TextPart(_Strict):

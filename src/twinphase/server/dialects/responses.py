@@ -1,0 +1,364 @@
+"""OpenAI's Responses API: what its requests mean as chats, and its events and bodies."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+
+from twinphase.errors import TwinphaseError
+from twinphase.server.answers import Choice, Delta
+from twinphase.server.dialects.kept_responses import Kept, Responses
+from twinphase.server.dialects.responses_types import (
+    CallItem,
+    CallOutputItem,
+    MessageItem,
+    ReasoningItem,
+    RefusalContent,
+    ResponsesRequest,
+    TextContent,
+)
+from twinphase.server.generation import answer_chat
+from twinphase.server.jobs import Job
+from twinphase.server.observe import timings
+from twinphase.server.openai_types import ChatCompletionRequest, ErrorResponse
+from twinphase.server.problems import refuse_fields
+from twinphase.server.replies import ChatReplies, encode, usage
+from twinphase.server.service import Service
+
+__all__ = ["add_responses"]
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+OBJECT = {"application/json": {"schema": {"type": "object"}}}
+ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
+LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponseCancelledError(TwinphaseError):
+    """Somebody with the same key cancelled the response."""
+
+    http_status = 409
+
+
+# What a request is in the server's own words.
+
+
+def _chat(body: ResponsesRequest, before: Sequence[dict[str, Any]]) -> ChatCompletionRequest:
+    """The same as a chat; `before` are the messages of the response that it follows."""
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    names = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
+             "seed", "stop", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs", "user",
+             "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
+    fields = {name: getattr(body, name) for name in names}
+    fields |= {"messages": [*instructions, *before, *_messages(body)], "max_tokens": body.max_output_tokens}
+    if body.tools:
+        fields["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in body.tools
+        ]
+    choice = body.tool_choice
+    named = choice is not None and not isinstance(choice, str)
+    fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
+    if not body.tools and choice == "auto":  # clients send it all the same
+        fields["tool_choice"] = None
+    form = body.text.format if body.text is not None else None
+    if form is not None:
+        given = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        schema = {"json_schema": {"name": "answer", **given}} if form.type == "json_schema" else {}
+        fields["response_format"] = {"type": form.type, **schema}
+    fields["verbosity"] = body.text.verbosity if body.text is not None else None
+    fields["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
+    if LOGPROBS in body.include or body.top_logprobs is not None:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    try:
+        return ChatCompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        refuse_fields(error)
+
+
+def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
+    """The input as messages; what the assistant thought, said and called in a row is one."""
+    turn: dict[str, Any] = {}
+    for item in body.input:
+        theirs = isinstance(item, CallOutputItem) or (isinstance(item, MessageItem) and item.role != "assistant")
+        if turn and (theirs or (turn.keys() & {"content", "tool_calls"} and not isinstance(item, CallItem))):
+            yield _turn(turn)
+            turn = {}
+        if isinstance(item, CallOutputItem):
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+        elif isinstance(item, CallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, ReasoningItem):
+            thought = "\n".join(part.text for part in item.content or item.summary)
+            turn["reasoning_content"] = "\n".join(filter(None, [turn.get("reasoning_content"), thought]))
+        elif theirs:
+            yield {"role": item.role, "content": _content(item.content)}
+        else:
+            turn["content"] = _content(item.content)
+    if turn:
+        yield _turn(turn)
+
+
+def _turn(said: dict[str, Any]) -> dict[str, Any]:
+    """A message of the assistant's; one that only thought said nothing."""
+    return {"role": "assistant", **({} if "tool_calls" in said else {"content": ""}), **said}
+
+
+def _content(parts: Sequence[TextContent | RefusalContent]) -> str | list[dict[str, Any]]:
+    if len(parts) < 2:
+        return "".join(part.text for part in parts)
+    return [{"type": "text", "text": part.text} for part in parts]
+
+
+# How answers are written.
+
+
+class ResponseReplies(ChatReplies):
+    """Replies of /v1/responses: an answer is a list of items, of thoughts, a message and calls, in the text's order."""
+
+    def __init__(self, body: ResponsesRequest, tenant: str, known: Responses, chat: Any, *others: Any) -> None:
+        """`known` are the kept responses, `chat` the messages that are answered; `others` as in `Replies`."""
+        super().__init__(*others)
+        self._body, self._tenant, self._known, self._messages = body, tenant, known, chat
+        self._choice = self.choices[0]
+        self._number = 0  # of the next event
+        self._items: list[dict[str, Any]] = []  # the last of them grows while `_open`
+        self._open = False
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+
+    def chunk(self, delta: Delta) -> bytes:
+        events = b""
+        if not self._number:
+            begun = self._response("in_progress", [])
+            events += self._event("response.created", response=begun)
+            events += self._event("response.in_progress", response=begun)
+        self._logprobs += [self._logprob(entry) for entry in delta.logprobs]
+        if delta.reasoning:
+            events += self._text("reasoning", delta.reasoning)
+        if delta.content:
+            events += self._text("message", delta.content)
+        for call in delta.tool_calls:
+            if call.id is not None:
+                events += self._close() + self._begin(_call_item(call.id, call.name or "", ""))
+            item = self._items[-1]
+            item["arguments"] += call.arguments
+            where = {"item_id": item["id"], "output_index": len(self._items) - 1}
+            events += self._event("response.function_call_arguments.delta", **where, delta=call.arguments)
+        if delta.finished:
+            if not self._items:
+                events += self._text("message", "")
+            events += self._close(short=self._choice.finish_reason == "length")
+            response = self._finished(self._items)
+            events += self._event(f"response.{response['status']}", response=response)
+        return events
+
+    def end(self) -> bytes:
+        return b""
+
+    def failure(self, problem: bytes) -> bytes:
+        error = msgspec.json.decode(problem)["error"]
+        told = {name: error[name] for name in ("code", "message", "param")}
+        failed = self._response("failed", self._items)
+        failed["error"] = {"code": "server_error", "message": error["message"]}
+        return self._event("error", **told) + self._event("response.failed", response=failed)
+
+    def body(self) -> dict[str, Any]:
+        choice, items = self._choice, []
+        if choice.reasoning and self.job.reader.keep_reasoning:
+            items.append({**self._item("reasoning"), "content": [{"type": "reasoning_text", "text": choice.reasoning}]})
+        calls = choice.tool_calls
+        if choice.content or not (items or calls):
+            logprobs = [self._logprob(entry) for entry in choice.logprobs]
+            items.append({**self._item("message"), "content": [_output_text(choice.content, logprobs)]})
+        items += [_call_item(call.id, call.name, call.arguments) for call in calls]
+        for item in items:
+            item["status"] = "completed"
+        if items and choice.finish_reason == "length":
+            items[-1]["status"] = "incomplete"
+        return self._finished(items)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = encode({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+    def _item(self, kind: str) -> dict[str, Any]:
+        """A new one, not yet finished."""
+        if kind == "reasoning":
+            return {"id": f"rs_{secrets.token_hex(16)}", "type": kind, "summary": [], "content": []}
+        said = {"role": "assistant", "content": []}
+        return {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **said}
+
+    def _begin(self, item: dict[str, Any]) -> bytes:
+        self._items.append(item)
+        self._open = True
+        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+
+    def _text(self, kind: str, text: str) -> bytes:
+        """A piece of the thoughts, or of the message."""
+        events = b""
+        if not self._open or self._items[-1]["type"] != kind:
+            events = self._close() + self._begin(self._item(kind))
+            item = self._items[-1]
+            part = _output_text("", []) if kind == "message" else {"type": "reasoning_text", "text": ""}
+            events += self._event("response.content_part.added", **self._where(), part=part)
+            item["content"].append(part)
+        part = self._items[-1]["content"][0]
+        part["text"] += text
+        if kind == "reasoning":
+            self._logprobs.clear()
+            return events + self._event("response.reasoning_text.delta", **self._where(), delta=text)
+        news, self._logprobs = self._logprobs, []
+        part["logprobs"] += news
+        return events + self._event("response.output_text.delta", **self._where(), delta=text, logprobs=news)
+
+    def _close(self, *, short: bool = False) -> bytes:
+        if not self._open:
+            return b""
+        self._open = False
+        item, events = self._items[-1], b""
+        item["status"] = "incomplete" if short else "completed"
+        if item["type"] == "function_call":
+            where = {"item_id": item["id"], "output_index": len(self._items) - 1}
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            events += self._event("response.function_call_arguments.done", **where, **told)
+        else:
+            part = item["content"][0]
+            kind = "output_text" if item["type"] == "message" else "reasoning_text"
+            told = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+            events += self._event(f"response.{kind}.done", **self._where(), text=part["text"], **told)
+            events += self._event("response.content_part.done", **self._where(), part=part)
+        return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _where(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+
+    def _finished(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """The whole response, which is kept unless the client said not to."""
+        short = self._choice.finish_reason == "length"
+        response = self._response("incomplete" if short else "completed", items)
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if short else None
+        response["usage"] = _usage(self.job, self.choices)
+        response["timings"] = timings(self.job, self._choice, self.shape)
+        if self._body.store:
+            kept = Kept(encode(response), encode([*self._messages, _said(self._choice)]))
+            self._known.put(self._tenant, self.job.id, kept)
+        return response
+
+    def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+        body, params = self._body, self.job.params
+        form = body.text.format if body.text is not None else None
+        shown = form.model_dump(by_alias=True, exclude_none=True) if form is not None else {"type": "text"}
+        choice = body.tool_choice
+        return {
+            "id": self.job.id,
+            "object": "response",
+            "created_at": self.job.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self.job.model,
+            "output": items,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "store": body.store,
+            "temperature": params.temperature,
+            "text": {"format": shown},
+            "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [
+                {"strict": None, "parameters": None, **tool.model_dump(exclude_none=True)} for tool in body.tools
+            ],
+            "top_p": params.top_p,
+            "truncation": body.truncation,
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+
+def _call_item(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "status": "in_progress"}
+    return {**item, "call_id": call_id, "name": name, "arguments": arguments}
+
+
+def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _said(choice: Choice) -> dict[str, Any]:
+    """The answer as a message of a chat."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.content}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.tool_calls
+        ]
+    return message
+
+
+def _usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    told = usage(job, choices)
+    thought = told["completion_tokens_details"]["reasoning_tokens"]
+    return {
+        "input_tokens": told["prompt_tokens"],
+        "input_tokens_details": told["prompt_tokens_details"],
+        "output_tokens": told["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": told["total_tokens"],
+    }
+
+
+# Routes.
+
+
+def add_responses(api: APIRouter, service: Service) -> None:
+    known = Responses(service.config.kept_responses)
+
+    @api.post("/v1/responses", responses=ANSWER, response_class=Response)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation, as OpenAI's Responses API does."""
+        tenant, before = request.state.tenant, []
+        if body.previous_response_id is not None:
+            before = msgspec.json.decode(known.get(tenant, body.previous_response_id).messages)
+        chat = _chat(body, before)
+        response_id = f"resp_{secrets.token_hex(24)}"
+        messages = [*before, *_messages(body)]
+        replies = partial(ResponseReplies, body, tenant, known, messages)
+        generation = answer_chat(service, chat, replies, lambda job: replace(job, id=response_id))
+        known.running[tenant, response_id] = generation
+        return generation
+
+    @api.get("/v1/responses/{response_id}", responses=ERRORS, response_class=Response)
+    async def get_response(response_id: str, request: Request) -> Response:
+        """A response that was kept."""
+        return Response(known.get(request.state.tenant, response_id).body, media_type="application/json")
+
+    @api.delete("/v1/responses/{response_id}", responses=ERRORS, response_class=Response)
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Forget a response; those that follow it keep what they need of it."""
+        known.delete(request.state.tenant, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @api.post("/v1/responses/{response_id}/cancel", responses=ERRORS, response_class=Response)
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """End a response that is being written; its stream, or its request, ends with an error."""
+        tenant = request.state.tenant
+        generation = known.running.get((tenant, response_id))
+        if generation is None or generation not in service.in_flight:
+            return Response(known.get(tenant, response_id).body, media_type="application/json")
+        generation.expire(ResponseCancelledError("The response was cancelled."))
+        return JSONResponse({"id": response_id, "object": "response", "status": "cancelled", "output": []})

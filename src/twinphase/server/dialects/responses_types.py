@@ -1,0 +1,205 @@
+"""What clients may send to OpenAI's Responses API. A field that is not here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from twinphase.server.openai_types import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Name, Seed, Stop, Unread
+from twinphase.server.openai_types import _Strict as Strict
+
+
+def _as_parts(given: Any) -> Any:
+    """A text is short for one part of it."""
+    if isinstance(given, str):
+        return [{"type": "input_text", "text": given}]
+    for part in given[:MAX_PARTS] if isinstance(given, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("input_image", "input_file", "input_audio"):
+            raise ValueError(f"a part of the type {kind} is not read here: send text")
+    return given
+
+
+def _as_items(given: Any) -> Any:
+    """A text is short for one message of the user's, and what has a role is a message."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list):
+        return given
+    return [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in given]
+
+
+class _Item(Strict):
+    id: Unread = None
+    status: Unread = None
+
+
+class TextContent(Strict):
+    """Text of a message, or of what a tool gave."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Unread = None
+    logprobs: Unread = None
+
+
+class RefusalContent(Strict):
+    """What an assistant said when it refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Contents = Annotated[
+    list[Annotated[TextContent | RefusalContent, Field(discriminator="type")]],
+    Field(fail_fast=True, max_length=MAX_PARTS),
+    BeforeValidator(_as_parts),
+]
+
+
+class MessageItem(_Item):
+    """A message of anybody's."""
+
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Contents
+    phase: Unread = None
+
+
+class CallItem(_Item):
+    """A call of a function that the model made; `arguments` is JSON text."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: str
+    parsed_arguments: Unread = None
+
+
+class CallOutputItem(_Item):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Contents
+
+
+class Thought(Strict):
+    """Text of what the model thought."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """What the model thought before an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Thought], Field(fail_fast=True, max_length=MAX_PARTS)] = Field(default_factory=list)
+    content: Annotated[list[Thought], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    encrypted_content: None = None  # nothing here can read another server's
+
+
+Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
+
+
+class FunctionTool(Strict):
+    """A function the model may call; tools that OpenAI's servers would run are refused."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Strict):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: Name
+
+
+class TextFormat(Strict):
+    """What form the answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Strict):
+    """How the answer's text is to be."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Strict):
+    """How much the model is to think; its thoughts are told whole, so there is no summary of them."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """There is nothing to pad here, so whether to is not read."""
+
+    include_obfuscation: Unread = None
+
+
+class ResponsesRequest(Strict):
+    """POST /v1/responses."""
+
+    input: Annotated[
+        list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_as_items)
+    ]
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    store: bool = True
+    stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+        Field(fail_fast=True, max_length=MAX_STOPS),
+    ] = Field(default_factory=list)
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    max_tool_calls: int | None = None  # of tools that OpenAI's servers would run
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    # Beyond OpenAI's, as in its chats here.
+    top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: Seed | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool = False
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # OpenAI's others are not supported.
+    conversation: None = None
+    prompt: None = None

@@ -1,0 +1,197 @@
+"""OpenAI's Responses API, by its official client: the answers of chats in items and events; what is kept, and whose."""
+
+import json
+from typing import Literal
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from raw_client import events, send
+
+CHAT, PATH = "/v1/chat/completions", "/v1/responses"
+GREEDY = {"temperature": 0, "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
+PICK = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
+
+
+class Pick(BaseModel):
+    a: Literal["b", "c"]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as client:
+        yield client
+
+
+def chat(server, messages, **fields):
+    """What the chat of these messages says, and its tokens."""
+    asked = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, **fields, "messages": messages}
+    status, body = server.post(CHAT, asked)
+    assert status == 200, body
+    return body["choices"][0], body["usage"]
+
+
+def output(response):
+    """Of a response, without what is its own: ids and times."""
+    return [{key: value for key, value in item.items() if key not in ("id", "call_id")}
+            for item in json.loads(response.model_dump_json())["output"]]  # fmt: skip
+
+
+def streamed(client, **fields):
+    """The response at a stream's end, once its events have been found to say the same."""
+    seen, text, arguments, done = [], {}, {}, []
+    for event in client.responses.create(**fields, stream=True):
+        seen.append(event.type)
+        assert event.sequence_number == len(seen) - 1
+        if event.type.endswith(("text.delta", "arguments.delta")):
+            into = arguments if "arguments" in event.type else text
+            into[event.output_index] = into.get(event.output_index, "") + event.delta
+        elif event.type.endswith("text.done"):
+            assert text.get(event.output_index, "") == event.text
+        elif event.type.endswith("arguments.done"):
+            assert arguments[event.output_index] == event.arguments
+        elif event.type == "response.output_item.done":
+            assert event.output_index == len(done)
+            done.append(event.item)
+    assert seen[:2] == ["response.created", "response.in_progress"] and seen.count("response.output_item.added") == len(
+        done
+    )
+    assert event.response.output == done
+    return event.response
+
+
+def both(client, **fields):
+    """The whole response, which is the streamed one."""
+    whole, stream = client.responses.create(**fields), streamed(client, **fields)
+    assert output(whole) == output(stream) and whole.status == stream.status
+    assert whole.usage.output_tokens == stream.usage.output_tokens
+    return whole
+
+
+def test_answers_are_those_of_chats(server, client):
+    user, model = {"role": "user", "content": "hello"}, server.model
+    said = both(client, model=model, input="hello", **GREEDY)
+    expected, usage = chat(server, [user])
+    assert said.output_text == expected["message"]["content"] and said.id.startswith("resp_")
+    assert (said.status, said.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert said.usage.input_tokens == usage["prompt_tokens"] and said.usage.output_tokens == 12
+    parts = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
+    said = both(client, model=model, instructions="Be brief.", input=[{"role": "user", "content": parts}], **GREEDY)
+    texts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    expected, _ = chat(server, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": texts}])
+    assert said.output_text == expected["message"]["content"]
+    more = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    said = both(client, model=model, input="hello", **GREEDY, **more)
+    expected, _ = chat(server, [user], logprobs=True, top_logprobs=2)
+    found = said.output[0].content[0].logprobs
+    assert [one.logprob for one in found] == [one["logprob"] for one in expected["logprobs"]["content"]]
+    assert len(found) == 12 and all(len(one.top_logprobs) == 2 for one in found)
+    stop = said.output_text[4:6]
+    said = both(client, model=model, input="hello", **GREEDY | {"extra_body": {"stop": stop}})
+    assert said.status == "completed" and stop not in said.output_text
+
+
+def test_tools_and_forms(server, client):
+    tool = {"type": "function", "name": "pick", "description": "Picks.", "parameters": PICK, "strict": True}
+    fields = {"model": server.model, "input": "hello", "temperature": 0, "tools": [tool]}
+    fields["tool_choice"] = {"type": "function", "name": "pick"}
+    said = both(client, **fields)
+    assert said.status == "completed" and [item.type for item in said.output] == ["function_call"]
+    call = said.output[0]
+    assert call.name == "pick" and Pick.model_validate_json(call.arguments)
+    past = [{"role": "user", "content": "hello"}, call.model_dump(),
+            {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
+            {"role": "assistant", "content": "so"}, {"role": "user", "content": "go on"}]  # fmt: skip
+    function = {"name": "pick", "arguments": call.arguments}
+    calls = [{"id": call.call_id, "type": "function", "function": function}]
+    messages = [past[0], {"role": "assistant", "tool_calls": calls},
+                {"role": "tool", "tool_call_id": call.call_id, "content": "3"}, *past[3:]]  # fmt: skip
+    offered = [{"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}]
+    said = both(client, **{**fields, "input": past, "tool_choice": "none", "max_output_tokens": 9})
+    expected, usage = chat(server, messages, tools=offered, tool_choice="none", max_tokens=9, ignore_eos=False)
+    assert said.output_text == expected["message"]["content"]
+    assert said.usage.input_tokens == usage["prompt_tokens"]
+    parsed = client.responses.parse(model=server.model, input="hello", temperature=0, text_format=Pick)
+    assert parsed.output_parsed.a in ("b", "c")
+    with client.responses.stream(model=server.model, input="hello", temperature=0, text_format=Pick) as stream:
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
+
+
+def test_a_response_is_followed_kept_and_forgotten(server, client):
+    model = server.model
+    first = client.responses.create(model=model, input="hello", instructions="Be brief.", metadata={"a": "b"}, **GREEDY)
+    second = both(client, model=model, input="and", previous_response_id=first.id, **GREEDY)
+    said = {"role": "assistant", "content": first.output_text}
+    expected, _ = chat(server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "and"}])
+    assert second.output_text == expected["message"]["content"] and second.previous_response_id == first.id
+    kept = client.responses.retrieve(first.id)
+    assert kept.output == first.output and kept.metadata == {"a": "b"} and kept.instructions == "Be brief."
+    assert client.responses.cancel(first.id).output == first.output  # it was over
+    client.responses.delete(first.id)
+    third = client.responses.create(model=model, input="on", previous_response_id=second.id, **GREEDY)
+    more = [{"role": "assistant", "content": second.output_text}, {"role": "user", "content": "on"}]
+    expected, _ = chat(server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "and"}, *more])
+    assert third.output_text == expected["message"]["content"]
+    unkept = client.responses.create(model=model, input="hello", store=False, **GREEDY)
+    for gone in (first.id, unkept.id, "resp_x"):
+        for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+            with pytest.raises(openai.NotFoundError, match="No response"):
+                ask(gone)
+        with pytest.raises(openai.NotFoundError, match="No response"):
+            client.responses.create(model=model, input="a", previous_response_id=gone)
+
+
+def test_each_key_has_its_own_and_a_running_one_is_cancelled_by_it_alone(shared):
+    long = {"input": "hello", "temperature": 0, "ignore_eos": True, "stream": True}
+    alice, bob = ({"Authorization": f"Bearer {name}"} for name in ("alice", "bob"))
+    with send(shared, PATH, long, **alice) as stream:
+        coming = events(stream)
+        name = next(coming)["response"]["id"]
+        while next(coming)["type"] != "response.output_text.delta":
+            pass
+        for headers, status in ((bob, 404), (alice, 200)):
+            assert shared.post(f"{PATH}/{name}/cancel", b"", **headers)[0] == status
+        *_, error, failed = coming
+    assert error["type"] == "error" and "cancelled" in error["message"]
+    assert failed["type"] == "response.failed" and failed["response"]["id"] == name and failed["response"]["output"]
+    shared.wait_until_idle()
+    _, done = shared.post(PATH, {**long, "stream": False, "max_output_tokens": 2}, **alice)
+    assert (
+        shared.get(f"{PATH}/{done['id']}", **alice)[1] == done and shared.get(f"{PATH}/{done['id']}", **bob)[0] == 404
+    )
+    assert shared.post(PATH, {**long, "previous_response_id": done["id"]}, **bob)[0] == 404
+    assert httpx.delete(f"{shared.url}{PATH}/{done['id']}", headers=bob).status_code == 404
+
+
+def test_the_oldest_are_forgotten_first(start):
+    with start("--kept-responses", "2") as server, server.client() as client:
+        ids = [client.responses.create(model=server.model, input="a", **GREEDY).id for _ in range(3)]
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(ids[0])
+        assert [client.responses.retrieve(name).id for name in ids[1:]] == ids[1:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"input": []}, "`input`: List should have at least 1 item"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "send text"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "`input.0`"),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+            "encrypted_content` is not supported",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "`tools.0.type`: only this is supported: 'function'"),
+        ({"background": True}, "`background`"),
+        ({"truncation": "auto"}, "`truncation`"),
+        ({"conversation": "x"}, "`conversation` is not supported"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "schema"),
+        ({"max_output_tokens": 10**6}, "the context holds"),
+        ({"nonsense": 1}, "`nonsense` is not supported"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(server, fields, part):
+    status, body = server.post(PATH, {"input": "hello", "max_output_tokens": 2, **fields})
+    assert status == 400 and part in body["error"]["message"], body
