@@ -122,12 +122,16 @@ class Sent:
         """The request's life, of which the worker tells its part."""
         return joined(self.timeline, timeline, perf_counter(), self.reason)
 
-    def is_doubted_by(self, news: News) -> Said | None:
-        """Compare the first token that a reader said, where a second worker now has; what was said, if it differs."""
+    def is_doubted_by(self, news: News, *, digits: bool) -> Said | None:
+        """Compare the first token that a reader said, where a second worker now has; what was said, if it differs.
+
+        Without `digits` its log probabilities may.
+        """
         if self.said is None or self.waits:
             return None
         if news.token_ids and not self.differs:
-            self.differs = (news.token_ids[:1], news.logprobs[:1]) != (self.said.token_ids, self.said.logprobs)
+            logprobs = news.logprobs[:1] if digits else self.said.logprobs
+            self.differs = (news.token_ids[:1], logprobs) != (self.said.token_ids, self.said.logprobs)
         elif news.finished is not None and news.finished.reason is FinishReason.ERROR:  # by what came, or by itself
             self.differs = self.differs or not self.fresh
         return self.said if self.differs and self.ending is None else None

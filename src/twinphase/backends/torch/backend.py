@@ -148,15 +148,17 @@ class TorchBackend:
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """[layers, 2, block_size, kv_heads, head_dim] in the element type each."""
-        blocks = self.kv[:, :, list(block_ids)].movedim(2, 0).contiguous()
-        return pack_frames(self.kv_fingerprint, blocks.view(torch.uint8).cpu().numpy().reshape(len(blocks), -1))
+        blocks = self.kv[:, :, list(block_ids)].movedim(2, 0).contiguous().view(torch.uint8)
+        # One copy, to memory whose pages stay where they are: the device writes there by itself.
+        host = torch.empty(blocks.shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda").copy_(blocks)
+        return pack_frames(self.kv_fingerprint, host.numpy().reshape(len(blocks), -1))
 
     def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
         """See `Backend`."""
         nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
         rows = unpack_frames(self.kv_fingerprint, frames, nbytes)
         layers, both, _, *block = self.kv.shape
-        blocks = torch.from_numpy(rows).to(self.device).view(self.dtype).view(len(rows), layers, both, *block)
+        blocks = self._pinned(rows).to(self.device).view(self.dtype).view(len(rows), layers, both, *block)
         self.kv[:, :, list(block_ids)] = blocks.movedim(0, 2)
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
@@ -244,8 +246,11 @@ class TorchBackend:
     def _flat(self, arrays: dict[str, NDArray[np.signedinteger]]) -> Tensor:
         """One array behind the other, so that one copy takes them to the device."""
         parts = [np.pad(array.ravel(), (0, -array.size % ALIGNED)) for array in arrays.values()]
-        flat = torch.from_numpy(np.concatenate(parts, dtype=np.int64))
-        return flat.pin_memory() if self.device.type == "cuda" else flat
+        return self._pinned(np.concatenate(parts, dtype=np.int64))
+
+    def _pinned(self, array: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
     def kept(self) -> list[NDArray[np.float32]]:
         """See `Backend`."""
