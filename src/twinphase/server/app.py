@@ -14,6 +14,7 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -191,7 +192,12 @@ def _add_problems(app: FastAPI, service: Service) -> None:
         message = UNREADABLE if error.detail == "There was an error parsing the body" else str(error.detail)
         if status == 404:
             message = problems.not_found(request.method, request.url.path)
-        return refuse(request, Problem(message, status), status, "HTTPException", error.headers)
+        headers = error.headers
+        if status == 405:
+            routes = [route for route in app.routes if isinstance(route, APIRoute)]
+            known = [route.methods or set() for route in routes if route.path_regex.match(request.url.path)]
+            headers = {"Allow": ", ".join(sorted(set().union(*known)))}
+        return refuse(request, Problem(message, status), status, "HTTPException", headers)
 
     @app.exception_handler(TwinphaseError)
     async def refused(request: Request, error: TwinphaseError) -> Response:

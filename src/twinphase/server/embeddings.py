@@ -15,9 +15,10 @@ from twinphase.engine.async_engine import EncodedPrompt
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.server.access import Ticket
 from twinphase.server.exchange import Exchange
-from twinphase.server.openai_types import EmbeddingRequest, unread_fields
+from twinphase.server.openai_types import EmbeddingRequest
 from twinphase.server.replies import ignored
 from twinphase.server.service import Service
+from twinphase.server.strict import unread_fields
 
 __all__ = ["Embeddings", "embedding_inputs"]
 

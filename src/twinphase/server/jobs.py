@@ -24,9 +24,9 @@ from twinphase.server.openai_types import (
     GenerationRequest,
     NamedToolChoice,
     TokenizeRequest,
-    unread_fields,
 )
 from twinphase.server.reasoning import ReasoningSplitter
+from twinphase.server.strict import unread_fields
 from twinphase.server.tool_calls import ToolCallParser
 from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
 from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_grammar

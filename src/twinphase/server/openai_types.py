@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_STOPS, MAX_BIASES = 128, 4096, 4096, 128, 16, 1024
+from twinphase.server.strict import UNREAD, Strict, Unread
+
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_STOPS, MAX_BIASES = 4096, 4096, 128, 16, 1024
 MAX_PREDICTION = 1 << 20  # characters
 MAX_TEXTS = 65536
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -21,8 +23,6 @@ TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON's keys ar
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-UNREAD = Field(exclude=True)  # what changes no answer here
-Unread = Annotated[Any, UNREAD]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
 
@@ -36,23 +36,7 @@ def _check_biases(given: Any) -> Any:
 LogitBias = Annotated[dict[TokenKey, float], Field(max_length=MAX_BIASES), BeforeValidator(_check_biases)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # strict: "1" and true are not numbers
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_fields(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if len(given) > MAX_FIELDS:
-            raise ValueError(f"an object has {len(given)} fields; {MAX_FIELDS} are allowed")
-        if None not in given.values():
-            return given
-        required = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
-        return {name: value for name, value in given.items() if value is not None or name in required}
-
-
-class TextPart(_Strict):
+class TextPart(Strict):
     """A piece of a message; `part` names it in the report of prompt parts (a retrieved chunk, for instance)."""
 
     type: Literal["text"]
@@ -61,7 +45,7 @@ class TextPart(_Strict):
     cache_control: Unread = None  # caching is automatic
 
 
-class FunctionCall(_Strict):
+class FunctionCall(Strict):
     """A call that the assistant made: `arguments` is JSON text."""
 
     name: Name
@@ -69,7 +53,7 @@ class FunctionCall(_Strict):
     parsed_arguments: Unread = None
 
 
-class PastToolCall(_Strict):
+class PastToolCall(Strict):
     """A tool call in an earlier message of the assistant."""
 
     id: Name | None = None
@@ -78,7 +62,7 @@ class PastToolCall(_Strict):
     index: Unread = None
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -104,7 +88,7 @@ class Message(_Strict):
         return self
 
 
-class Function(_Strict):
+class Function(Strict):
     """A function the model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -113,27 +97,27 @@ class Function(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     """A tool definition."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Strict):
+class NamedFunction(Strict):
     """The function's name in a tool choice."""
 
     name: Name
 
 
-class NamedToolChoice(_Strict):
+class NamedToolChoice(Strict):
     """The tool that has to be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """The schema of a structured answer."""
 
     name: Name
@@ -142,7 +126,7 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """What form the answer must have."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -159,7 +143,7 @@ class ResponseFormat(_Strict):
         return self
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """vLLM's `structured_outputs`: exactly one form."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -172,7 +156,7 @@ class StructuredOutputs(_Strict):
     whitespace_pattern: str | None = None
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Of a streamed answer."""
 
     include_usage: bool = False
@@ -180,7 +164,7 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None  # OpenAI pads its chunks against eavesdroppers; there is nothing to pad
 
 
-class Prediction(_Strict):
+class Prediction(Strict):
     """What the answer is expected to be, such as a file of which a line changes: guesses, which change no answer."""
 
     type: Literal["content"]
@@ -200,7 +184,7 @@ class Prediction(_Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """What chats and completions have in common."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
@@ -260,7 +244,7 @@ class GenerationRequest(_Strict):
         return self
 
 
-class _Templated(_Strict):
+class _Templated(Strict):
     """How a conversation ends: with the beginning of the assistant's turn, or within its last message."""
 
     add_generation_prompt: bool = True
@@ -335,7 +319,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class EmbeddingRequest(_Strict):
+class EmbeddingRequest(Strict):
     """POST /v1/embeddings."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
@@ -363,24 +347,11 @@ class TokenizeRequest(_Templated):
         return self
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     tokens: Annotated[TokenIds, Field(max_length=65536)]
-
-
-def unread_fields(body: BaseModel) -> list[str]:
-    """The fields of a request that were given and that nothing reads, such as `metadata` or `messages.annotations`."""
-    found: dict[str, None] = {}
-    for name in body.model_fields_set:
-        value = getattr(body, name)
-        if type(body).model_fields[name].exclude:
-            if value not in (None, False, [], {}):
-                found[name] = None
-        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-            found |= {f"{name}.{inner}": None for each in value for inner in unread_fields(each)}
-    return sorted(found)
 
 
 class Error(BaseModel):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 
 from twinphase.server.openai_types import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Name, Stop
-from twinphase.server.openai_types import _Strict as Strict
+from twinphase.server.strict import Strict
 
 
 def _as_blocks(given: Any) -> Any:

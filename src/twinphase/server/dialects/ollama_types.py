@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from twinphase.server.openai_types import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Name, Seed, Stop, Texts
-from twinphase.server.openai_types import _Strict as Strict
+from twinphase.server.strict import Strict
 
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 One = Annotated[float, Field(ge=1, le=1)] | None

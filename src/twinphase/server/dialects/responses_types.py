@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from twinphase.server.openai_types import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Name, Seed, Stop, Unread
-from twinphase.server.openai_types import _Strict as Strict
+from twinphase.server.openai_types import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Name, Seed, Stop
+from twinphase.server.strict import Strict, Unread
 
 
 def _as_parts(given: Any) -> Any:

@@ -1,0 +1,60 @@
+"""What the objects of all requests have in common: unknown fields are refused, null is a default, some are unread."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+__all__ = ["UNREAD", "Strict", "Unread", "unread_fields"]
+
+MAX_FIELDS = 128
+UNREAD = Field(exclude=True)  # what changes no answer here
+Unread = Annotated[Any, UNREAD]
+
+
+class Strict(BaseModel):
+    """An object in a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # strict: "1" and true are not numbers
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MAX_FIELDS:
+            raise ValueError(f"an object has {len(given)} fields; {MAX_FIELDS} are allowed")
+        if None not in given.values():
+            return given
+        required = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name in required}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        found = handler.resolve_ref_schema(schema)
+        found["additionalProperties"] = {"type": "null"}
+        for name, given in found.get("properties", {}).items():
+            forms = given.get("anyOf", [given])
+            if name not in found.get("required", ()) and {"type": "null"} not in forms and given.get("type") != "null":
+                kept = {key: given.pop(key) for key in ("default", "title") if key in given}
+                forms = given.pop("anyOf", None) or [dict(given)]
+                given.clear()
+                given |= {"anyOf": [*forms, {"type": "null"}], **kept}
+        return schema
+
+
+def unread_fields(body: BaseModel) -> list[str]:
+    """The fields of a request that were given and that nothing reads, such as `metadata` or `messages.annotations`."""
+    found: dict[str, None] = {}
+    for name in body.model_fields_set:
+        value = getattr(body, name)
+        if type(body).model_fields[name].exclude:
+            if value not in (None, False, [], {}):
+                found[name] = None
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            found |= {f"{name}.{inner}": None for each in value for inner in unread_fields(each)}
+    return sorted(found)
