@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,9 +58,39 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch, cuda: str |
         assert open_device("torch").units(dense=False).linear == "float32"
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "match"),
+    (
+        (
+            RuntimeError("The NVIDIA driver is too old.\nUpdate it."),
+            "auto",
+            "cuda:0: The NVIDIA driver is too old. Upd",
+        ),
+        ((6, 1), "auto", r"cuda:0 \(An old one\) has compute capability 6.1; 7.5 is needed. Use a GPU of the Turing"),
+        (
+            (7, 5),
+            "bfloat16",
+            r"dtype is 'bfloat16', which cuda:0 \(An old one\) does not compute in. Use --dtype float16",
+        ),
+    ),
+)
+def test_gpus_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, capability: Exception | tuple[int, int], dtype: str, match: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    answers = {"side_effect" if isinstance(capability, Exception) else "return_value": capability}
+    fakes = {"device_count": Mock(return_value=1), "get_device_name": Mock(return_value="An old one")}
+    for name, fake in {**fakes, "get_device_capability": Mock(**answers)}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with pytest.raises(InvalidRequestError, match=match):
+        open_device("torch", device="cuda", dtype=dtype)
+
+
 def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    with pytest.raises(OutOfMemoryError, match=r"KV cache: [\d.]+ GB in bfloat16 on cpu. Lower --num-kv-blocks"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"KV cache: [\d.]+ GB in bfloat16 on cpu, beside the weights \(0.0 GB\)."
+    ):
         Steps(path, TorchBackend("cpu", "bfloat16"), num_blocks=1 << 40)
 
     def full(*_: object) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from twinphase.backends.base import Array, Drawn, Draws, Forward, KVCacheSpec, StepInputs
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
-from twinphase.backends.torch.device import find_device, find_dtype, mark, seconds_between
+from twinphase.backends.torch.device import bind, find_device, find_dtype, mark, seconds_between
 from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
 from twinphase.backends.torch.plain import attention, capped, gated, rotated
 from twinphase.backends.torch.sampling import draw
@@ -62,6 +62,7 @@ class TorchBackend:
         self.make_graph: Callable[[], Graph] | None = cuda_graphs() if cuda else None
         self.graphs: Graphs | None = None
         self._longest: int | None = None  # context of the step that is captured
+        self._wanted: dict[str, int] = {}  # bytes, by what for
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -107,13 +108,16 @@ class TorchBackend:
     @contextmanager
     def _memory(self, purpose: str, nbytes: int, fix: str) -> Iterator[None]:
         """What torch says of memory that it does not get, in our words; `nbytes` is what all of `purpose` takes."""
+        self._wanted[purpose] = nbytes
         try:
             yield
         except RuntimeError as error:  # torch.OutOfMemoryError is one, and on a processor there is no other
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
             dtype = str(self.dtype).removeprefix("torch.")
-            size = f"{nbytes / 1e9:.1f} GB in {dtype} on {self.device}"
+            others = [f"the {name} ({size / 1e9:.1f} GB)" for name, size in self._wanted.items() if name != purpose]
+            beside = f", beside {' and '.join(others)}" if others else ""
+            size = f"{nbytes / 1e9:.1f} GB in {dtype} on {self.device}{beside}"
             raise OutOfMemoryError(f"No memory for the {purpose}: {size}.", fix) from None
 
     def rope(self, rope: Rope, max_positions: int) -> RopeTables:
@@ -174,6 +178,7 @@ class TorchBackend:
 
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
         """Replay the step where it was captured, else run it operation by operation; logits stay on the device."""
+        bind(self.device)
         self.inputs, self._kept, start = inputs, list[NDArray[np.float32]](), mark(self.device)
         with self._step_memory():
             captured = self.graphs.find(inputs) if self.graphs is not None else None
@@ -190,6 +195,7 @@ class TorchBackend:
         self, forward: Forward, max_num_seqs: int, max_model_len: int, progress: Callable[[int, int, str], None] | None
     ) -> None:
         """See `Drawer`; not where something in `forward` needs the host."""
+        bind(self.device)
         if self.make_graph is None or self.blueprint.experts is not None:  # whose rows are counted by expert
             return
         graphs = Graphs(self.kv_spec, max_num_seqs, max_model_len)

@@ -11,8 +11,9 @@ from twinphase.backends.base import Units
 from twinphase.backends.device import MeasuredRates
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["TorchDevice", "find_device", "find_dtype", "mark", "seconds_between"]
+__all__ = ["TorchDevice", "bind", "find_device", "find_dtype", "mark", "seconds_between"]
 
+LEAST_CAPABILITY = (7, 5)  # of the CUDA that torch is built with today
 BF16_CAPABILITY = (8, 0)  # the first with bfloat16 in its tensor cores
 
 
@@ -20,7 +21,7 @@ def find_device(name: str | None) -> torch.device:
     """The device of that name; None is the first CUDA device, or the processor where there is none.
 
     Raises:
-        InvalidRequestError: a CUDA device that does not exist, or that torch cannot reach.
+        InvalidRequestError: a CUDA device that does not exist, that torch cannot reach, or that is too old.
     """
     count = torch.cuda.device_count()
     device = torch.device(name or ("cuda" if count else "cpu"))
@@ -41,17 +42,46 @@ def find_device(name: str | None) -> torch.device:
         raise InvalidRequestError(
             f"device is {name!r}, but there are {count} CUDA devices.", f"Use cuda:0 to cuda:{count - 1}."
         )
-    return torch.device("cuda", index)
+    return _usable(torch.device("cuda", index))
+
+
+def _usable(device: torch.device) -> torch.device:
+    try:
+        found = torch.cuda.get_device_capability(device)
+    except RuntimeError as error:  # such as a driver that is older than this torch
+        why = str(error).strip().splitlines()[0].rstrip(".")
+        raise InvalidRequestError(
+            f"torch {torch.__version__} cannot use {device}: {why}.", "Update the NVIDIA driver, or use --device cpu."
+        ) from None
+    if found < LEAST_CAPABILITY:
+        name, wanted = torch.cuda.get_device_name(device), "{}.{}".format(*LEAST_CAPABILITY)
+        raise InvalidRequestError(
+            "{} ({}) has compute capability {}.{}; {} is needed.".format(device, name, *found, wanted),
+            "Use a GPU of the Turing generation or later, or --device cpu.",
+        )
+    return device
 
 
 def find_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The element type; "auto" is float32 on a processor, bfloat16 on a GPU that has it, else float16."""
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    if device.type == "cpu":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= BF16_CAPABILITY else torch.float16
+    """The element type; "auto" is float32 on a processor, bfloat16 on a GPU that has it, else float16.
+
+    Raises:
+        InvalidRequestError: bfloat16 on a GPU that has it not.
+    """
+    has_bfloat16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+    if name == "bfloat16" and not has_bfloat16:
+        gpu = f"{device} ({torch.cuda.get_device_name(device)})"
+        raise InvalidRequestError(f"dtype is 'bfloat16', which {gpu} does not compute in.", "Use --dtype float16.")
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16" if has_bfloat16 else "float16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def bind(device: torch.device) -> None:
+    """Make it the current one of this thread: graphs and Triton's kernels start there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def mark(device: torch.device) -> Any:

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinphase.backends.base import Forward, StepInputs
+from twinphase.backends.base import StepInputs
 from twinphase.backends.torch.backend import ALIGNED, RopeTables, TorchBackend
+from twinphase.backends.torch.device import bind
 from twinphase.backends.torch.kernels import elementwise, rope, tiles
 from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile
 from twinphase.backends.torch.kernels.linear import linear
@@ -47,10 +48,8 @@ class KernelBackend(TorchBackend):
         Raises:
             OSError: it cannot be written.
         """
-        found, name = (
-            tune(self.matrices, self.dtype, self.capability, progress),
-            torch.cuda.get_device_name(self.device),
-        )
+        bind(self.device)
+        found, name = tune(self.matrices, self.dtype, self.capability, progress), torch.cuda.get_device_name()
         path = tiles.keep_tuned(name, found)
         self._use(tiles.read_tuned(name))
         return path
@@ -79,12 +78,6 @@ class KernelBackend(TorchBackend):
         return pack(checkpoint.raw(name), info.shape, info.type, self.dtype, self.device)
 
     # One step.
-    def launch(self, forward: Forward, inputs: StepInputs) -> None:
-        """See `TorchBackend`; Triton starts kernels on the current device of the thread that calls."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        super().launch(forward, inputs)
-
     def _arrays(self, inputs: StepInputs) -> dict[str, NDArray[np.signedinteger]]:
         """See `TorchBackend`; also which rows each program of attention has."""
         arrays, count = super()._arrays(inputs), inputs.num_decodes
