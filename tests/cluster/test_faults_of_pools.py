@@ -12,6 +12,7 @@ import pytest
 
 from kv_workers import FAULTS, through
 from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
+from twinphase.cluster.elastic import Balance
 from twinphase.engine.messages import StepNews
 from twinphase.errors import EngineDeadError
 
@@ -139,6 +140,32 @@ def test_a_client_who_leaves_at_any_point(serve_pools, lone):
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
+@pytest.mark.parametrize("dead", ["writer", "other"])
+def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_pools, lone, dead):
+    """That one, or the only other one of its pool: then it stays, or comes back."""
+    prompts, point = prompts_of(0, 8), Point()
+
+    async def body(engine):
+        router, views = engine.host, engine.host.workers_by_name
+
+        def act():
+            router._drains.begin(views["writer"], router.fleet, "prefill")
+            os.kill(views[dead].host.pid, signal.SIGKILL)
+
+        point.arm("before hand-over", act)
+        streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
+        await point.reach(router, streams[0])
+        outputs = await asyncio.gather(*map(read, streams))
+        assert all(map(same, outputs, lone.generate(prompts, PARAMS))) and router.num_continued
+        await until(lambda: all(view.state == "ready" for view in views.values()))
+        assert {view.role for view in views.values()} == {"prefill", "decode"}  # it may have gone over before it died
+        await whole(engine)
+
+    serve_pools(body, ROLES, point.heard, balance=Balance())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
     """Each frame by a fault of its own, or by none."""
     choices = [*FAULTS.values(), *[lambda choose, data: data] * 7]
@@ -192,3 +219,22 @@ def test_without_a_decode_worker_answers_end_at_once(serve_pools, lone):
         await whole(engine)
 
     serve_pools(body, {"reader": "prefill", "writer": "decode"}, point.heard, SMALL_STEPS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_with_elastic_roles_answers_go_on_without_the_only_decode_worker(serve_pools, lone):
+    point, prompts = Point(), prompts_of(0)
+
+    async def body(engine):
+        views = engine.host.workers_by_name
+        point.arm("before hand-over", lambda: os.kill(views["writer"].host.pid, signal.SIGKILL))
+        streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
+        await point.reach(engine.host, streams[0])
+        assert all(map(same, await asyncio.gather(*map(read, streams)), lone.generate(prompts, PARAMS)))
+        await until(lambda: all(view.state == "ready" for view in views.values()))
+        assert {view.role for view in views.values()} == {"prefill", "decode"}
+        assert "nobody else was there" in views["reader"].role_reason
+        await whole(engine)
+
+    serve_pools(body, {"reader": "prefill", "writer": "decode"}, point.heard, SMALL_STEPS, balance=Balance())

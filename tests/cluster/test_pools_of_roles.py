@@ -18,7 +18,7 @@ from twinphase.cluster.launch import make_host
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.routing import WorkerLoad
 from twinphase.engine.messages import StepNews
-from twinphase.errors import EngineUnavailableError
+from twinphase.errors import ContextLengthError, EngineUnavailableError
 from twinphase.phases.timeline import IntervalKind
 from twinphase.request import FinishReason
 
@@ -58,6 +58,8 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone, t
         prompt, params = LONG_PROMPTS[1], dataclasses.replace(LONG, prompt_logprobs=1)
         (found,) = await all_of(engine, [(prompt, params)])
         assert same(found, lone.generate([prompt], params)[0]) and found.num_cached_tokens == 176
+        with pytest.raises(ContextLengthError):  # before the first token, although its reader has room for that
+            await engine.submit(list(range(10, 300)), LONG)
         await whole(engine)
 
     serve_pools(body, TOPOLOGIES[topology], seconds=800)

@@ -153,6 +153,31 @@ class Drains:
             LOG.info("%s has left.", view.name)
         return left
 
+    def keep_pools(self, fleet: Fleet | None) -> None:
+        """A worker has died, or has come: no pool is to be without one that another could do without.
+
+        Who was about to go over stays where there is nobody else. Where roles are elastic, a prefill worker answers
+        when nobody else does, and a second decode worker reads when nobody else does: at once, whatever it has to do.
+        """
+        if fleet is None or not all(view.is_settled for view in self._views.values()):
+            return
+
+        def pool(half: str) -> list[WorkerLoad]:
+            return [load for load in fleet.workers.values() if load.accepts and load.role in (half, "both")]
+
+        for name, drain in list(self._drains.items()):
+            if drain.role is not None and not pool(drain.view.role):
+                del self._drains[name]
+                self._give(drain.view, fleet, "prefill" if drain.role == "decode" else "decode")
+        spare: tuple[tuple[Half, Half, int], ...] = (("decode", "prefill", 1), ("prefill", "decode", 2))
+        for half, other, least in spare if self._balance is not None else ():
+            others = pool(other)
+            if not pool(half) and len(others) >= least:
+                load = min(others, key=lambda load: (load.num_decodes, load.prefill_seconds))
+                view = self._views[load.name]
+                view.role_reason = f"to {half}: nobody else was there"
+                self._give(view, fleet, half)
+
     def _heir(self, view: WorkerView, index: BlockIndex) -> WorkerView | None:
         """Who can use the blocks: one of the same role if there is one, and of those the one with the fewest."""
         if view.facts is None or not view.facts.kv_addresses:
@@ -169,10 +194,13 @@ class Drains:
             view.host.put(Stop())
             return
         del self._drains[view.name]
+        self._give(view, fleet, drain.role)
+
+    def _give(self, view: WorkerView, fleet: Fleet, role: Half) -> None:
         load = fleet.workers[view.name]
-        load.role, load.accepts, view.state = drain.role, True, "ready"
-        view.take_role(drain.role)
-        LOG.info("%s is in the %s pool.", view.name, drain.role)
+        load.role, load.accepts, view.state = role, True, "ready"
+        view.take_role(role)
+        LOG.info("%s is in the %s pool.", view.name, role)
         self._changed()
 
 

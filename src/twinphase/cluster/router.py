@@ -250,6 +250,7 @@ class Router:
         view.learn(view.prices, self.workers_by_name.values(), self.fleet.workers)
         view.watch_blocks()
         self._tell_facts()
+        self._drains.keep_pools(self.fleet)
 
     def _tell_facts(self) -> None:
         """Those that answer, together, as one engine: their seats are what is let in. Or why there will be none."""
@@ -352,6 +353,7 @@ class Router:
             self.last_death = EngineDeadError(f"{view.name}: {'It has left.' if left else error.cause}", error.fix)
             if self.fleet is not None:
                 self.fleet.leave(view.name)
+            self._drains.keep_pools(self.fleet)
             lost = [sent for sent in self._sent.values() if sent.worker == view.name]
             if not can_answer(self.workers_by_name.values()):
                 for name, sent in self._sent.items():

@@ -72,9 +72,18 @@ class Sent:
         return cls(add, timeline, token_ids=list(add.output_token_ids))
 
     def goes_on(self, here: EngineFacts, there: EngineFacts) -> bool:
-        """Whether blocks computed here are of use there, or no second token is to come."""
+        """Whether blocks computed here are of use there, or no second token is to come.
+
+        What is too long for that worker goes to it at once, to be refused before a token is told.
+        """
         same = here.kv_fingerprint == there.kv_fingerprint and bool(there.kv_addresses)
-        return not self.token_ids and (same or self._only_one(there))
+        return not self.token_ids and (self._only_one(there) or (same and self._fits(there)))
+
+    def _fits(self, there: EngineFacts) -> bool:
+        config = there.config
+        length = len(self.add.prompt_token_ids) + (self.add.sampling_params.max_tokens or 1)
+        room = (config.num_kv_blocks or length) * config.block_size  # the last token is never computed
+        return length <= (config.max_model_len or length) and length - 1 <= room
 
     def _only_one(self, there: EngineFacts) -> bool:
         """Whether the answer has one token at most: who reads the prompt says all of it."""
