@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 
 import pytest
@@ -107,6 +108,59 @@ def test_a_worker_that_stands_still_is_left_and_taken_again_when_it_goes_on(serv
             await whole(engine)
 
         serve(body, hosts=hosts_of(workers, tiny_path, silence=1.0))
+
+
+class BadLine:
+    """Connections through here come in pieces, and late."""
+
+    def __init__(self, address):
+        self._target, self._draw, self._server = address.rpartition(":"), random.Random(1), None
+
+    def address(self):
+        if self._server is None:
+            raise ConnectionError("the line is not laid yet")
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def lay(self):
+        self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
+
+    async def cut(self):
+        self._server.close()
+
+    async def _join(self, reader, writer):
+        there = await asyncio.open_connection(self._target[0], int(self._target[2]))
+        await asyncio.gather(self._pass(reader, there[1]), self._pass(there[0], writer))
+
+    async def _pass(self, reader, writer):
+        with suppress(OSError):
+            while data := await reader.read(self._draw.randint(1, 2000)):
+                await asyncio.sleep(self._draw.choice([0.0, 0.002, 0.02]))
+                writer.write(data)
+        writer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_lines_that_are_slow_and_cut_messages_anywhere(serve, lone, tiny_path):
+    asked = list(mix(5))
+    expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+
+    with started("127.0.0.1:0", "127.0.0.1:0", roles=("prefill", "decode")) as workers:
+        lines = {role: BadLine(one.address) for role, one in zip(("reader", "writer"), workers, strict=True)}
+
+        async def body(engine):
+            for line in lines.values():
+                await line.lay()
+            await until(lambda: all(one.state == "ready" for one in engine.host.workers()))
+            engine.host.fleet._routing.policy = "random"  # all prompts go to the one that reads
+            assert all(map(same, await all_of(engine, asked), expected))
+            assert not engine.host.num_restarts
+            for line in lines.values():
+                await line.cut()
+
+        serve(body, hosts=lambda: {
+            name: RemoteHost(line.address, KEY.encode(), tiny_path, CONFIG, 5.0) for name, line in lines.items()
+        })  # fmt: skip
 
 
 @pytest.mark.timeout(300)
