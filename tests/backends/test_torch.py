@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,28 @@ def test_ceilings_and_the_share_of_the_host(tmp_path: Path, monkeypatch: pytest.
     for row in report.phases:
         assert row.efficiency and row.bound != "unknown" and 0 < row.host_share < 1
     assert all(", host " in line for line in report_lines(report)[:2])
+
+
+def test_roofline_and_estimate_of_this_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("twinphase.backends.torch.peaks.LIMIT_SECONDS", 0)
+    monkeypatch.setitem(peaks.WORKING_SETS, "cpu", (1, 2))
+    monkeypatch.setitem(peaks.SIDE, "cpu", 64)
+    path, threads = str(write_tiny_gguf(tmp_path / "tiny.gguf")), torch.get_num_threads()
+    form = f"--backend torch --threads {threads} --json"
+    points = "--prompt-lengths 16 --batches 2 --contexts 9 --batch-context 8 --repetitions 1 --steps 2"
+    with own_cache(tmp_path / "cache"):
+        here = ["estimate", path, "--hardware", "this", "--backend", "torch", "--json"]
+        assert run_app(here) == 2 and "Run `twinphase roofline --backend torch` first" in capsys.readouterr().err
+        assert run_app(["roofline", path, *form.split(), *points.split(), "--ceiling-repetitions", "1"]) == 0
+        data = json.loads(capsys.readouterr().out)["data"]
+        assert {one["isa"] for one in data["ceilings"]["runs"]} == {"torch on processor"}
+        for samples in data["samples"].values():
+            parts = samples[0]["parts"]
+            assert parts.keys() == {"linear", "attention", "other"} and all(seconds > 0 for seconds in parts.values())
+        assert run_app(here) == 0
+        assert json.loads(capsys.readouterr().out)["decode"]["seconds"] > 0
 
 
 def test_tuning_without_a_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

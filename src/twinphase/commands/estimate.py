@@ -25,6 +25,7 @@ def estimate(
     ),
     model: str = typer.Option(None, help="The same as MODEL, given as an option."),
     hardware: str = typer.Option(None, help="Name of a datasheet, or `this`: what `twinphase roofline` measured here."),
+    backend: str = typer.Option("cpu", help="With --hardware this, whose: cpu or torch.", rich_help_panel=HARDWARE),
     prompt_tokens: int = typer.Option(
         1000, "--prompt-tokens", "--input-len", help="Prompt tokens per request.", rich_help_panel=REQUEST
     ),
@@ -160,7 +161,7 @@ def _hardware(given: dict[str, Any]) -> Hardware:
         return Hardware(title, "given", peaks, figures["bandwidth"], figures["memory"], devices)
     if name == "this" and devices > 1:
         raise InvalidRequestError(f"--devices is {devices} with --hardware this.", "This machine is one device.")
-    found = this_machine() if name == "this" else datasheet_hardware(name)
+    found = this_machine(given["backend"]) if name == "this" else datasheet_hardware(name)
     notes = (*([f"Given instead of its own figures: {', '.join(named)}."] if named else []), *found.notes)
     return replace(
         found,
@@ -172,24 +173,34 @@ def _hardware(given: dict[str, Any]) -> Hardware:
     )
 
 
-def this_machine() -> Hardware:
-    """What was measured here.
+def this_machine(backend: str = "cpu") -> Hardware:
+    """What was measured here with a backend.
 
     Raises:
         InvalidRequestError: nothing was.
     """
     from twinphase.config import EngineConfig, free_memory
-    from twinphase.engine.ceilings import measured_ceilings
+    from twinphase.engine.ceilings import device_of, measured_ceilings
     from twinphase.estimate.inputs import Hardware
 
-    ceilings = measured_ceilings(EngineConfig())
+    config = EngineConfig(backend=backend)
+    ceilings = measured_ceilings(config)
     if ceilings is None:
-        raise InvalidRequestError("This machine has not been measured yet.", "Run `twinphase roofline` first.")
+        command = "twinphase roofline" + ("" if backend == "cpu" else f" --backend {backend}")
+        raise InvalidRequestError("This machine has not been measured yet.", f"Run `{command}` first.")
     title = f"{ceilings.processor}, {ceilings.threads} threads, {ceilings.isa}"
     notes = ["Measured here at its best; memory is what is free now."]
     if ceilings.provisional:
         notes += ["The measurement was disturbed: peaks may be too low. `twinphase roofline` measures again."]
-    return Hardware(title, "measured here", {}, None, free_memory(), ceilings=ceilings, notes=tuple(notes))
+    return Hardware(
+        title,
+        "measured here",
+        {},
+        None,
+        device_of(config).free_memory() or free_memory(),
+        ceilings=ceilings,
+        notes=tuple(notes),
+    )
 
 
 def scenario_of(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
@@ -204,14 +215,14 @@ def scenario_of(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
     if here and kv_dtype in ("auto", "int8"):
         from twinphase.backends.device import open_device
 
-        kv_head_bytes = open_device("cpu").kv_head_bytes(shape.blueprint.head_dim, kv_dtype)
+        kv_head_bytes = open_device(given["backend"]).kv_head_bytes(shape.blueprint.head_dim, kv_dtype)
     else:
         kv_head_bytes = 2 * shape.blueprint.head_dim * (2 if kv_dtype == "auto" else DTYPES[kv_dtype])
     return Scenario(
         prompt_tokens=given["prompt_tokens"],
         output_tokens=given["output_tokens"],
         batch_size=given["batch_size"],
-        units=_units(dtype or shape.dtype, given["compute_dtype"], here),
+        units=_units(dtype or shape.dtype, given["compute_dtype"], given["backend"] if here else None),
         dtype=dtype,
         kv_head_bytes=kv_head_bytes,
         mfu=given["mfu"],
@@ -220,7 +231,7 @@ def scenario_of(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
     )
 
 
-def _units(dtype: str, compute_dtype: str | None, here: bool) -> Units:
+def _units(dtype: str, compute_dtype: str | None, backend: str | None) -> Units:
     from twinphase.backends.base import Units
     from twinphase.estimate.datasheets import PRECISIONS
     from twinphase.estimate.inputs import units_for
@@ -229,10 +240,10 @@ def _units(dtype: str, compute_dtype: str | None, here: bool) -> Units:
         if compute_dtype not in PRECISIONS:
             raise InvalidRequestError(f"--compute-dtype is {compute_dtype!r}.", f"Use one of: {', '.join(PRECISIONS)}.")
         return Units(compute_dtype, compute_dtype, compute_dtype)
-    if not here:
+    if backend is None:
         return units_for(dtype)
     from twinphase.backends.device import open_device
 
-    units = open_device("cpu").units(dense=dtype.lower() in ("fp32", "fp16", "bf16", "f32", "f16"))
-    names = {"float32": "fp32", "bfloat16": "bf16"}  # as datasheets have them
+    units = open_device(backend).units(dense=dtype.lower() in ("fp32", "fp16", "bf16", "f32", "f16"))
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as datasheets have them
     return Units(*(names.get(unit, unit) for unit in (units.linear, units.scores, units.values)))

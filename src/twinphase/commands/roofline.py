@@ -38,6 +38,9 @@ def roofline(
         None, min=1, help="Threads of the model. [default: one per core]", rich_help_panel=MEASURE
     ),
     isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=MEASURE),
+    backend: str = typer.Option(None, help="cpu or torch. [default: cpu]", rich_help_panel=MEASURE),
+    device: str = typer.Option(None, help="Device of the torch backend: cpu, cuda or cuda:N.", rich_help_panel=MEASURE),
+    dtype: str = typer.Option(None, help="Element type of the torch backend.", rich_help_panel=MEASURE),
     kv_cache_dtype: str = typer.Option(None, help="Precision of the KV cache: auto or int8.", rich_help_panel=MEASURE),
     max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk, in tokens.", rich_help_panel=MEASURE),
     out: Path = typer.Option(None, help="Write the report (HTML, PNG, JSON, Markdown) to this folder."),

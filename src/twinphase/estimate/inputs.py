@@ -17,7 +17,7 @@ __all__ = ["DTYPES", "Hardware", "Scenario", "bytes_per_weight", "datasheet_hard
 
 # Bytes per value. Real 4-bit formats keep scales too: GGUF's types count them, "int4" does not.
 DTYPES: Mapping[str, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
-_MEASURED_UNITS = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}  # as Ceilings names them
+_MEASURED_UNITS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}  # as Ceilings names them
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames,
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.backends.torch.device import bind, find_device, find_dtype, mark, seconds_between
 from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
+from twinphase.backends.torch.parts import execute_in_parts
 from twinphase.backends.torch.plain import attention, capped, gated, rotated
 from twinphase.backends.torch.sampling import draw
 from twinphase.blueprint import Blueprint, Experts, Rope
@@ -147,8 +148,7 @@ class TorchBackend:
         cuda = self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if cuda else torch.backends.cpu.get_cpu_capability()
         facts = {"backend": self.name, "torch": torch.__version__, "device": device, "dtype": str(self.dtype)}
-        facts["kernels"] = self.kernels
-        return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
+        return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts, kernels=self.kernels)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """[layers, 2, block_size, kv_heads, head_dim] in the element type each."""
@@ -175,6 +175,8 @@ class TorchBackend:
         self.launch(forward, inputs)
         logits: NDArray[np.float32] = self.logits.float().cpu().numpy()
         return logits
+
+    execute_in_parts = execute_in_parts  # for measuring
 
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
         """Replay the step where it was captured, else run it operation by operation; logits stay on the device."""

@@ -131,4 +131,6 @@ class TorchDevice:
         """In this process: large products by element type, and memory streamed by working set."""
         from twinphase.backends.torch.peaks import measure
 
+        if self.device.type == "cpu":
+            torch.set_num_threads(self.threads)
         return measure(self.device)

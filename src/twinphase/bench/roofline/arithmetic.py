@@ -34,7 +34,7 @@ __all__ = [
     "place",
 ]
 
-UNITS = ("int8", "bfloat16", "float32")
+UNITS = ("int8", "bfloat16", "float16", "float32")
 MIB = 1 << 20
 MOST_BATCH = 1 << 14  # a break-even that lies beyond is none
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from twinphase.backends.cpu.ceilings import measure_sweep
-from twinphase.backends.device import open_device
+from twinphase.backends.device import Device, open_device
 from twinphase.bench.progress import Progress
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
 
@@ -70,14 +70,25 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 
 
 def measure_ceilings(
-    counts: Sequence[int], isa: str | None, repetitions: int, progress: Progress = lambda what, done, total: None
+    counts: Sequence[int],
+    isa: str | None,
+    repetitions: int,
+    progress: Progress = lambda what, done, total: None,
+    device: Device | None = None,
 ) -> CeilingSweep:
-    """Measure the ceilings of each number of threads; nothing is kept.
+    """Measure the ceilings of each number of threads, or of a `device` of another backend; nothing is kept.
 
     Raises:
         InvalidRequestError: this processor cannot run `isa`.
         CeilingsError: the measuring process failed.
     """
+    if device is not None:
+        runs = {device.threads: list[Ceilings]()}
+        for done in range(repetitions):
+            progress("ceilings", done, repetitions)
+            rates = vars(device.measure())
+            runs[device.threads].append(Ceilings(processor_name(), device.threads, device.ceilings, **rates))
+        return CeilingSweep(runs, {device.threads: load_ceilings(device.threads, device.ceilings)})
     name = open_device("cpu", isa=isa).isa
     progress("ceilings: compiling the loops", 0, len(counts) * repetitions)
     found = measure_sweep(counts, isa, repetitions, lambda done, total: progress("ceilings", done, total))

@@ -44,7 +44,7 @@ class Settings:
         repetitions: of everything; one value each.
         steps: decode steps of one repetition, so many whole and as many in parts.
         threads: of the model; None is one per core.
-        isa, kv_cache_dtype, max_num_batched_tokens: as for `EngineConfig`.
+        isa, kv_cache_dtype, max_num_batched_tokens, backend, device, dtype: as for `EngineConfig`.
     """
 
     prompt_lengths: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048, 4096)
@@ -57,6 +57,9 @@ class Settings:
     isa: str | None = None
     kv_cache_dtype: str = "auto"
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens
+    backend: str = "cpu"
+    device: str | None = None
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("prompt_lengths", "batches", "contexts"):
@@ -282,7 +285,7 @@ def planned(settings: Settings, max_model_len: int, capacity: int | None) -> tup
 
 
 def measure_model(model: str, settings: Settings, progress: Progress = lambda what, done, total: None) -> ModelPoints:
-    """Load a model on the cpu backend and measure its points; after Ctrl-C those repetitions that are complete.
+    """Load a model and measure its points; after Ctrl-C those repetitions that are complete.
 
     Raises:
         TwinphaseError: the model cannot be found, read or run.
@@ -299,6 +302,9 @@ def measure_model(model: str, settings: Settings, progress: Progress = lambda wh
         model,
         compile_progress=lambda done, total, kernel: progress(f"compiling {kernel}", done, total),
         threads=settings.threads or available_cores(),
+        backend=settings.backend,
+        device=settings.device,
+        dtype=settings.dtype,
         isa=settings.isa,
         kv_cache_dtype=settings.kv_cache_dtype,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -81,7 +81,8 @@ def ceilings_table(sweep: CeilingSweep) -> Table:
         return f"{rate / 1e9:,.0f} ({statistics.median(_rates(run)[name] for run in sweep.runs[threads]) / 1e9:,.0f})"
 
     sizes = [f"{size // MIB} MiB, GB/s" for size, _ in sweep.kept[counts[-1]].bandwidth]
-    names = [*(f"{unit}, GFLOP/s" for unit in UNITS), *sizes]
+    units = [unit for unit in UNITS if unit != "float16" or sweep.kept[counts[-1]].float16_flops]  # torch's alone
+    names = [*(f"{unit}, GFLOP/s" for unit in units), *sizes]
     rows = tuple((name, *(cell(threads, name) for threads in counts)) for name in names)
     return Table("Ceilings by number of threads: kept (median of this run)", tuple(columns), rows)
 

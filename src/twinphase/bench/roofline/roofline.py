@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from twinphase.backends.device import open_device
 from twinphase.bench.conditions import Bystanders, conditions
 from twinphase.bench.progress import Progress
 from twinphase.bench.report.plots import bars, lines
@@ -62,22 +63,27 @@ def roofline(
     Raises:
         TwinphaseError: the model cannot be found, read or run, or the ceilings could not be measured.
     """
-    threads = settings.threads or available_cores()
+    threads, device = settings.threads or available_cores(), None
     counts = sorted({*thread_counts(available_cores()), threads})
+    if settings.backend == "torch":
+        device = open_device("torch", settings.threads, settings.isa, settings.device, settings.dtype)
+        threads, counts = device.threads, [device.threads]
+    repetitions = ceiling_repetitions, progress, device
     points, found = None, []
     with Bystanders() as others:
-        sweep = measure_ceilings(counts, settings.isa, ceiling_repetitions, progress)
+        sweep = measure_ceilings(counts, settings.isa, *repetitions)
         if model is not None:
             points = measure_model(model, replace(settings, threads=threads), progress)
             # What memory gives changes, so that ceilings are measured on both sides of the model; and once more where
             # a step beat them, before the counts are doubted.
             for _ in range(2):
-                sweep = sweep.with_more(measure_ceilings([threads], settings.isa, ceiling_repetitions, progress))
+                sweep = sweep.with_more(measure_ceilings([threads], settings.isa, *repetitions))
                 found = [find(point, samples, sweep.now(threads)) for point, samples in points.samples.items()]
                 if not any(placed.over_ceiling for one in found for _, placed in one.placed):
                     break
     sweep, ceilings = sweep.save(), sweep.now(threads)
-    line = measured_roofline(ceilings, cache_levels(threads))
+    on_gpu = device is not None and device.free_memory() is not None
+    line = measured_roofline(ceilings, () if on_gpu else cache_levels(threads))
     turns = break_evens(points, found, ceilings) if points else []
     marks = _marks(found)
     sections = [_machine_section(sweep, line, marks)]
