@@ -390,7 +390,7 @@ def given_ceilings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], li
     counts: list[list[int]] = []
     kept: list[Ceilings] = []
 
-    def ceilings(threads: list[int], isa: str | None, repetitions: int, progress: object) -> CeilingSweep:
+    def ceilings(threads: list[int], isa: str | None, repetitions: int, *_: object) -> CeilingSweep:
         counts.append(list(threads))
         # The second measurement, which is the first after the model, is too low.
         rate = 1.0 if len(counts) < 3 and repetitions == 1 else 400e9
