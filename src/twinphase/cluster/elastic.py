@@ -148,6 +148,8 @@ class Drains:
     def gone(self, view: WorkerView) -> bool:
         """Its connection has ended; whether that was to be, and costs nothing."""
         drain = self._drains.pop(view.name, None)
+        if drain is not None and drain.role is not None:
+            view.role_reason = ""
         left = drain is not None and drain.role is None and not view.requests
         if left:
             LOG.info("%s has left.", view.name)
@@ -168,6 +170,7 @@ class Drains:
         for name, drain in list(self._drains.items()):
             if drain.role is not None and not pool(drain.view.role):
                 del self._drains[name]
+                drain.view.role_reason = ""
                 self._give(drain.view, fleet, "prefill" if drain.role == "decode" else "decode")
         spare: tuple[tuple[Half, Half, int], ...] = (("decode", "prefill", 1), ("prefill", "decode", 2))
         for half, other, least in spare if self._balance is not None else ():

@@ -72,6 +72,7 @@ class WorkerView:
     def join(self, facts: EngineFacts) -> None:
         self.facts, self.is_up, self.state = facts, True, "ready"
         self.prices = facts.prices or NO_PRICES
+        self.role_reason = "" if facts.role else self.role_reason
         self.take_role(facts.role or self.role)
 
     def take_role(self, role: Role) -> None:
