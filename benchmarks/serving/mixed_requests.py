@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dialects import ANTHROPIC, OLLAMA, PATHS, form, joined, whole
 from serving.processes import COMPLETIONS, events, random_prompt
 from twinphase import LLM, SamplingParams
 from twinphase.bench.client.client import Reply
@@ -25,7 +27,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CHAT = "/v1/chat/completions"
-Answer = tuple[list[int], str, str]  # token ids, text, finish_reason
+NAME = "served"  # of the model, which the other APIs' requests have to name
+DIALECTS = {path: dialect for dialect, path in PATHS.items() if dialect in (ANTHROPIC, OLLAMA)}
+REASONS = {ANTHROPIC: {"stop": "end_turn", "length": "max_tokens"}, OLLAMA: {}}
+Answer = tuple[list[int], str, str]  # token ids, or in other APIs than OpenAI's how many there are; text, finish_reason
 
 
 @dataclass
@@ -35,6 +40,7 @@ class Sample:
     kind: str
     path: str
     body: dict[str, Any]  # without `stream`
+    alone: dict[str, Any] | None = None  # the same chat in OpenAI's words, if `body` is in others
     answers: list[Answer] = field(default_factory=list)
     prompt_tokens: int = 0
 
@@ -70,10 +76,31 @@ def make_samples() -> list[Sample]:
     return samples
 
 
+def make_other_samples() -> list[Sample]:
+    """Chats in Anthropic's and Ollama's words, plain ones and with a schema."""
+    samples = []
+    for index, topic in enumerate(TOPICS):
+        chat = {"messages": [{"role": "user", "content": f"What about {topic}?"}], "temperature": 0.0, "max_tokens": 48}
+        alone = dict(chat)
+        fields: dict[str, dict[str, Any]] = {ANTHROPIC: {}, OLLAMA: {}}
+        if index % 2:
+            named = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+            alone |= {"response_format": named, "max_tokens": 96}
+            fields = {dialect: form(dialect, SCHEMA) for dialect in fields}
+        options = {"temperature": 0.0, "num_predict": alone["max_tokens"]}
+        told = {"model": NAME, "messages": chat["messages"]}
+        claude = {**told, "temperature": 0.0, "max_tokens": alone["max_tokens"], **fields[ANTHROPIC]}
+        samples += [
+            Sample("Anthropic", PATHS[ANTHROPIC], claude, alone),
+            Sample("Ollama", PATHS[OLLAMA], {**told, "options": options, **fields[OLLAMA]}, alone),
+        ]
+    return samples
+
+
 def answer_alone(samples: Sequence[Sample], llm: LLM) -> None:
     """Have the engine answer each request by itself."""
     for sample in samples:
-        body = dict(sample.body)
+        body = dict(sample.alone or sample.body)
         n, format = body.pop("n", 1), body.pop("response_format", None)
         prompt, messages = body.pop("prompt", None), body.pop("messages", None)
         if format:
@@ -85,12 +112,21 @@ def answer_alone(samples: Sequence[Sample], llm: LLM) -> None:
             else:
                 (output,) = llm.generate([prompt], params, use_tqdm=False)
             found = output.outputs[0]
-            sample.answers.append((found.token_ids, found.text, found.finish_reason))
+            if sample.alone:
+                reason = REASONS[DIALECTS[sample.path]].get(found.finish_reason, found.finish_reason)
+                sample.answers.append(([len(found.token_ids)], found.text, reason))
+            else:
+                sample.answers.append((found.token_ids, found.text, found.finish_reason))
             sample.prompt_tokens = len(output.prompt_token_ids)
 
 
 def answers_of(reply: Reply, sample: Sample, stream: bool) -> list[Answer]:
     """What a whole reply says, however it came; token ids were asked for."""
+    dialect = DIALECTS.get(sample.path)
+    if dialect:
+        found = joined(dialect, parts_of(reply, sample)) if stream else reply.json()
+        said = whole(dialect, found)
+        return [([said.num_output], said.text, said.reason)]
     token_ids: list[list[int]] = [[] for _ in sample.answers]
     texts, reasons = [""] * len(sample.answers), [""] * len(sample.answers)
     for message in events(reply) if stream else [reply.json()]:
@@ -100,3 +136,10 @@ def answers_of(reply: Reply, sample: Sample, stream: bool) -> list[Answer]:
             texts[index] += (part.get("content") or "") if sample.path == CHAT else choice["text"]
             reasons[index] = choice["finish_reason"] or reasons[index]
     return list(zip(token_ids, texts, reasons, strict=True))
+
+
+def parts_of(reply: Reply, sample: Sample) -> list[dict[str, Any]]:
+    """JSON of a stream's events, or lines, as far as they came."""
+    if DIALECTS.get(sample.path) == OLLAMA:
+        return [json.loads(line) for line in reply.body.splitlines(keepends=True) if line.endswith(b"\n")]
+    return events(reply)

@@ -1,9 +1,10 @@
 """Minutes of mixed load in which a fifth of the clients leave, in either phase: what leaks, and is every answer right?
 
 Chats and completions, streams and whole replies, short and long prompts, shared prefixes, greedy and seeded, n = 2,
-stop strings, schemas; on a KV cache so small that requests lose their blocks to others. Every answer that came to its
-end must have the tokens, the text and the reason that the engine alone gave before. In rounds: after each the server
-must hold nothing. What the server keeps of the past is bounded; it is filled first, so that what grows later is a leak.
+stop strings, schemas, in OpenAI's, Anthropic's and Ollama's APIs, of several tenants; on a KV cache so small that
+requests lose their blocks to others. Every answer that came to its end must have the tokens, the text and the reason
+that the engine alone gave before. In rounds: after each the server must hold nothing. What the server keeps of the past
+is bounded; it is filled first, so that what grows later is a leak.
 """
 
 from __future__ import annotations
@@ -22,8 +23,16 @@ from typing import Any
 from scipy.stats import theilslopes
 
 from running import RunningServer
-from serving.mixed_requests import Sample, answer_alone, answers_of, make_samples
-from serving.processes import COMPLETIONS, ProcessState, ask, events, process_state, serving
+from serving.mixed_requests import (
+    NAME,
+    Sample,
+    answer_alone,
+    answers_of,
+    make_other_samples,
+    make_samples,
+    parts_of,
+)
+from serving.processes import COMPLETIONS, ProcessState, ask, process_state, serving
 from twinphase import LLM
 from twinphase.bench.client.client import LEFT, Reply
 from twinphase.bench.client.client import run as run_client
@@ -36,6 +45,7 @@ OPTIONS = {
     "minutes": (10.0, "of load"),
     "rounds": (5, "after each the server must hold nothing"),
     "clients": (20, "at once"),
+    "tenants": (3, "keys that the clients share"),
     "seats": (16, "max_num_seqs"),
     "queued": (8, "max_queued_requests"),
     "blocks": (160, "num_kv_blocks"),
@@ -75,23 +85,32 @@ def at_event(number: int) -> Callable[[Reply], bool]:
 
     def leave(reply: Reply) -> bool:
         nonlocal seen
-        seen += reply.pieces[-1][1].count(b"data: ")
+        piece = reply.pieces[-1][1]
+        seen += piece.count(b"data: ") or piece.count(b'"done":false')
         return seen >= number
 
     return leave
 
 
 async def client(
-    server: RunningServer, rng: random.Random, samples: list[Sample], until: float, tally: Tally, leavers: float
+    server: RunningServer,
+    rng: random.Random,
+    samples: list[Sample],
+    until: float,
+    tally: Tally,
+    leavers: float,
+    key: str | None = None,
 ) -> None:
     """One request after the other."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     while time.perf_counter() < until:
         sample = rng.choice(samples)
         stream, fields, going = rng.random() < 0.6, {}, {}
         if rng.random() < leavers:
             stream, fields, going = departure(rng, sample)
-        body = {**sample.body, "stream": stream, "return_token_ids": True, **fields}
-        reply = await ask(server, sample.path, body, **going)
+        told = {} if sample.alone else {"return_token_ids": True}
+        body = {**sample.body, "stream": stream, **told, **fields}
+        reply = await ask(server, sample.path, body, headers, **going)
         outcome = judged(reply, sample, stream)
         tally.counts[outcome] += 1
         if outcome in ("completed", "wrong"):
@@ -106,7 +125,9 @@ async def client(
 def judged(reply: Reply, sample: Sample, stream: bool) -> str:
     """One of `OUTCOMES`."""
     if failure_kind(reply.error) == LEFT:
-        decoding = stream and any(data.get("choices") for data in events(reply))
+        decoding = stream and any(
+            data.get("choices") or data.get("done") is False or data.get("delta") for data in parts_of(reply, sample)
+        )
         return "left in decode" if decoding else "left before the first token"
     if reply.status == 429:
         return "429"
@@ -115,18 +136,20 @@ def judged(reply: Reply, sample: Sample, stream: bool) -> str:
     return "completed" if answers_of(reply, sample, stream) == sample.answers else "wrong"
 
 
-async def fill_histories(server: RunningServer) -> None:
+async def fill_histories(server: RunningServer, key: str | None = None) -> None:
     """Make so many steps, and finish so many requests, that the server forgets the first ones."""
     body = {"prompt": [100] * 8, "temperature": 0.0, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     for _ in range(-(-KEPT_RECORDS // FILL_TOKENS)):
-        await ask(server, COMPLETIONS, {**body, "max_tokens": FILL_TOKENS})
+        await ask(server, COMPLETIONS, {**body, "max_tokens": FILL_TOKENS}, headers)
     for _ in range(ServerConfig.kept_timelines // 16 + 1):
-        await asyncio.gather(*(ask(server, COMPLETIONS, {**body, "max_tokens": 1}) for _ in range(16)))
+        await asyncio.gather(*(ask(server, COMPLETIONS, {**body, "max_tokens": 1}, headers) for _ in range(16)))
 
 
 async def soak(server: RunningServer, samples: list[Sample], args: argparse.Namespace) -> Tally:
     """All rounds."""
-    await fill_histories(server)
+    keys = tenant_keys(args)
+    await fill_histories(server, keys[0])
     tally, begin = Tally(), time.perf_counter()
 
     def look() -> Look:
@@ -142,7 +165,8 @@ async def soak(server: RunningServer, samples: list[Sample], args: argparse.Name
     for number in range(args.rounds):
         until = time.perf_counter() + 60 * args.minutes / args.rounds
         rngs = [random.Random(f"{number}-{index}") for index in range(args.clients)]
-        await asyncio.gather(*(client(server, rng, samples, until, tally, args.leavers) for rng in rngs))
+        asking = [(rng, keys[index % len(keys)]) for index, rng in enumerate(rngs)]
+        await asyncio.gather(*(client(server, rng, samples, until, tally, args.leavers, key) for rng, key in asking))
         late = time.perf_counter() + IDLE_SECONDS
         while not server.is_idle() and time.perf_counter() < late:
             await asyncio.sleep(0.1)
@@ -153,15 +177,20 @@ async def soak(server: RunningServer, samples: list[Sample], args: argparse.Name
     return tally
 
 
+def tenant_keys(args: argparse.Namespace) -> list[str]:
+    return [f"key-of-{number}" for number in range(args.tenants)]
+
+
 def run(args: argparse.Namespace) -> tuple[Section, Any]:
     """The engine's own answers first, then the load; `--reps` has no meaning here."""
-    samples = make_samples()
+    samples = make_samples() + make_other_samples()
     llm = LLM(args.model, threads=args.threads, max_num_seqs=1, enable_prefix_caching=False)
     answer_alone(samples, llm)
     del llm
     gc.collect()
     flags = {"max_num_seqs": args.seats, "max_queued_requests": args.queued, "num_kv_blocks": args.blocks}
-    with serving(args, **flags) as server:
+    named = [f"--api-key={key}" for key in tenant_keys(args)]
+    with serving(args, f"--served-model-name={NAME}", *named, **flags) as server:
         tally = run_client(soak(server, samples, args))
         metrics = {name: server.metric(name) for name in METRICS}
         code = server.stop()
@@ -202,7 +231,8 @@ def section(args: argparse.Namespace, tally: Tally, metrics: dict[str, float], c
     counts, compared = tally.counts, sum(tally.kinds.values())
     hits, asked = metrics["prefix_cache_hits_total"], metrics["prefix_cache_queries_total"]
     notes = (
-        f"{args.minutes:g} minutes, {args.clients} clients on {args.seats} seats and {args.blocks} blocks: "
+        f"{args.minutes:g} minutes, {args.clients} clients of {args.tenants} tenants on {args.seats} seats and "
+        f"{args.blocks} blocks: "
         f"{', '.join(f'{counts[name]:,} {name}' for name in OUTCOMES)}.",
         f"Answers unlike the engine's own (token ids, text, finish_reason): {counts['wrong']} of {compared:,} "
         f"({', '.join(f'{number:,} {kind}' for kind, number in sorted(tally.kinds.items()))}).",

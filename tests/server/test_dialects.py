@@ -89,6 +89,14 @@ def test_anthropic_tells_what_was_cached_and_counts_tokens(server):
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == total
 
 
+def test_an_answers_beginning_is_gone_on_with(server):
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "So"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    expected = answers(server, OPENAI, max_tokens=8, messages=turns, **more)[0]
+    for said in answers(server, ANTHROPIC, max_tokens=8, messages=turns):
+        assert (said.text, said.num_prompt) == (expected.text, expected.num_prompt)
+
+
 def test_ollama_tells_the_two_phases_and_their_sum(server):
     body = server.post("/api/chat", ask(OLLAMA, server.model, max_tokens=8))[1]
     timings, phases = body["timings"], ("prompt_eval_duration", "eval_duration", "load_duration")

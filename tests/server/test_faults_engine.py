@@ -58,12 +58,17 @@ def test_logits_that_are_not_finite_fail_one_request(poisoned):
             error, last = events(client)
             assert "not finite" in error["error"]["message"] and last == "[DONE]"
         text = poisoned.post("/detokenize", {"tokens": [POISON]})[1]["prompt"]
-        body = {"model": poisoned.model, "prompt": text, "raw": True, "stream": False}
-        status, reply = poisoned.post("/api/generate", body)
-        assert status == 500 and "not finite" in message(OLLAMA, reply)
-        with send(poisoned, "/api/generate", {**body, "stream": True}) as client:
-            (error,) = parts(client)
-            assert "not finite" in message(OLLAMA, error)
+        begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": text}]
+        for dialect, path, body in (
+            (OLLAMA, "/api/generate", {"prompt": text, "raw": True}),
+            (ANTHROPIC, PATHS[ANTHROPIC], {"messages": begun, "max_tokens": 9}),
+        ):
+            body |= {"model": poisoned.model, "stream": False}
+            status, reply = poisoned.post(path, body)
+            assert status == 500 and "not finite" in message(dialect, reply)
+            with send(poisoned, path, {**body, "stream": True}) as client:
+                *_, error = parts(client)
+                assert "not finite" in message(dialect, error)
         # In the blocks that held what is not finite, as anywhere.
         for salt in "abc":
             assert tokens(poisoned.post(PATH, {**sound, "cache_salt": salt})[1]) == alone
