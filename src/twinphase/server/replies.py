@@ -176,8 +176,8 @@ class ChatReplies(Replies):
 
     def body(self) -> dict[str, Any]:
         """See `Replies`; log probabilities of the prompt, which all answers share, stand beside them, as vLLM's do."""
-        scored = self.choices[0].prompt_logprobs
-        return super().body() | ({} if scored is None else {"prompt_logprobs": scored})
+        prompt = {"prompt_token_ids": self.job.prompts[0].token_ids} if self.job.return_token_ids else {}
+        return super().body() | {"prompt_logprobs": self.choices[0].prompt_logprobs, **prompt}
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
@@ -251,7 +251,7 @@ class CompletionReplies(Replies):
         logprobs = self._logprobs(choice, choice.logprobs) or (_ToldTokens.EMPTY if self._asked else None)
         reason = choice.finish_reason
         shown = {"index": choice.index, "text": choice.content, "logprobs": logprobs, "finish_reason": reason}
-        return shown | ({"prompt_logprobs": found} if (found := choice.prompt_logprobs) is not None else {})
+        return shown | {"prompt_logprobs": choice.prompt_logprobs}
 
     def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]] | None:
         """Those of the next tokens, behind the prompt's where it is echoed; None where there are none."""

@@ -70,9 +70,9 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
                 special = body.add_special_tokens is not False
                 token_ids = text.tokenizer.encode(body.prompt or "", add_special_tokens=special, max_tokens=limit)
             found: dict[str, Any] = {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids}
+            found["token_strs"] = None
             if body.return_token_strs:
-                decode = text.tokenizer.decode
-                found["token_strs"] = [decode([i], skip_special_tokens=False, continuation=True) for i in token_ids]
+                found["token_strs"] = [text.tokenizer.name(i) for i in token_ids]
             return found
 
         return Response(await asyncio.to_thread(lambda: msgspec.json.encode(read())), media_type="application/json")

@@ -209,6 +209,10 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
+    def name(self, token_id: int) -> str:
+        """A token as its vocabulary spells it; empty for an id that is not in it."""
+        return self._backend.id_to_token(token_id) or ""
+
     def names(self) -> dict[int, str]:
         """Every token as its vocabulary spells it, by its id."""
         return {token_id: name for name, token_id in self._backend.get_vocab(with_added_tokens=True).items()}

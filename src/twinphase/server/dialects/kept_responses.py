@@ -46,7 +46,8 @@ class Responses:
             found = self._kept.get((tenant, response_id))
         if found is None:
             raise RequestNotFoundError(
-                f"No response {response_id[:80]!r} is kept.", "It never was, it was too long ago, or `store` was false."
+                f"Response with id {response_id[:80]!r} not found.",
+                "It was not stored here, or too many were since.",
             )
         return found
 

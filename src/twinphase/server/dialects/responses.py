@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
-from twinphase.errors import TwinphaseError
+from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server.answers import Choice, Delta
 from twinphase.server.dialects.kept_responses import Kept, Responses
 from twinphase.server.dialects.responses_types import (
@@ -359,6 +359,7 @@ def add_responses(api: APIRouter, service: Service) -> None:
         tenant = request.state.tenant
         generation = known.running.get((tenant, response_id))
         if generation is None or generation not in service.in_flight:
-            return Response(known.get(tenant, response_id).body, media_type="application/json")
+            known.get(tenant, response_id)
+            raise InvalidRequestError("Cannot cancel a synchronous response.", "It is over: GET it, or DELETE it.")
         generation.expire(ResponseCancelledError("The response was cancelled."))
         return JSONResponse({"id": response_id, "object": "response", "status": "cancelled", "output": []})
