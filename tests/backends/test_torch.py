@@ -136,6 +136,7 @@ def test_ceilings_and_the_share_of_the_host(tmp_path: Path, monkeypatch: pytest.
     assert all(", host " in line for line in report_lines(report)[:2])
 
 
+@pytest.mark.slow
 def test_roofline_and_estimate_of_this_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
