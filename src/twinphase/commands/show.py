@@ -176,7 +176,7 @@ def _both_phases(shape: DecoderShape) -> dict[str, Any] | None:
 
     prompt = max(1, min(PROMPT_TOKENS, shape.blueprint.context_length - 1))
     options = dict.fromkeys(("dtype", "compute_dtype", "price_per_hour"))
-    options |= {"hardware": "this", "kv_cache_dtype": "auto", "mfu": 1.0, "mbu": 1.0}
+    options |= {"hardware": "this", "backend": "cpu", "kv_cache_dtype": "auto", "mfu": 1.0, "mbu": 1.0}
     options |= {"prompt_tokens": prompt, "output_tokens": 2, "batch_size": 1}
     try:
         hardware = this_machine()
