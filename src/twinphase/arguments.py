@@ -77,8 +77,9 @@ def _parameters(group: Options) -> Iterator[inspect.Parameter]:
             continue
         default = group.defaults.get(name, default)
         option = declared.option or name.replace("_", "-")
-        names = f"--{option}/--no-{option}" if kind == "bool" else f"--{option}"
-        info = typer.Option(None, names, help=_help(declared, default), envvar=declared.environment, show_default=False)
+        named = f"--{option}/--no-{option}" if kind == "bool" else f"--{option}"
+        names, text = [named, *filter(None, [declared.short])], _help(declared, default)
+        info = typer.Option(None, *names, help=text, envvar=declared.environment, show_default=False)
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=OPTION_TYPES.get(kind, str)
         )

@@ -6,10 +6,10 @@ prepare for it, and every count of parameters, FLOP and bytes is derived from it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Activation", "Blueprint", "Experts", "QkNorm", "Rope"]
+__all__ = ["Activation", "Blueprint", "Experts", "QkNorm", "Rope", "Share", "Span"]
 
 QkNorm = Literal["none", "head", "width"]
 Activation = Literal["silu", "gelu", "swiglu_oai"]
@@ -55,6 +55,44 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Span:
+    """The columns that one rank computes of `total`: `size` of them from `first` on.
+
+    `firsts` are the first columns of all ranks, each a multiple of `multiple`.
+    """
+
+    first: int
+    size: int
+    total: int
+    multiple: int
+    firsts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank of several (tensor parallelism) computes of a model.
+
+    Attributes:
+        rank, ranks: which of how many.
+        whole: the blueprint of the model.
+        kv_heads: the KV heads whose cache this rank has; some ranks have the same one where there are few.
+        heads: columns of attention's result, those of this rank's query heads.
+        ffn: columns between the two halves of the feed-forward layer; of every expert, where there are experts.
+        hidden: columns of what each half of a layer adds.
+        vocab: columns of the logits.
+    """
+
+    rank: int
+    ranks: int
+    whole: Blueprint = field(repr=False)
+    kv_heads: Span
+    heads: Span
+    ffn: Span
+    hidden: Span
+    vocab: Span
+
+
+@dataclass(frozen=True)
 class Blueprint:
     """A decoder. The defaults are Llama's (Touvron et al., 2023).
 
@@ -77,6 +115,7 @@ class Blueprint:
         attention_softcap, logit_softcap: c in c * tanh(x / c), of scores and of logits; None is none.
         sinks: whether each head has a learned logit that takes part in the softmax and has no value.
         experts: None for a dense model.
+        share: what this rank computes of the model, where there are several; heads are then those of this rank.
     """
 
     architecture: str
@@ -109,11 +148,17 @@ class Blueprint:
     logit_softcap: float | None = None
     sinks: bool = False
     experts: Experts | None = None
+    share: Share | None = None
 
     @property
     def scale(self) -> float:
         """What the products of queries and keys are multiplied by."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def whole(self) -> Blueprint:
+        """The model's blueprint, of which this may be the share of one rank."""
+        return self.share.whole if self.share else self
 
     @property
     def group(self) -> int:

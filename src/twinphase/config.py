@@ -121,7 +121,15 @@ class EngineConfig:
     trace_file: str | None = setting(
         None, "Log every request, decision and step time to this file, for `twinphase replay`.", default_text="no log"
     )
-    threads: int | None = setting(None, "Compute threads.", minimum=1, default_text="all cores")
+    threads: int | None = setting(
+        None, "Compute threads, of each rank where there are several.", minimum=1, default_text="all cores"
+    )
+    tensor_parallel_size: int = setting(
+        1, "Processes that each compute a share of every layer; the answers have the same bits.", minimum=1, short="-tp"
+    )
+    tensor_parallel_timeout: float = setting(
+        30.0, "Seconds after which a rank of --tensor-parallel-size that comes no further counts as dead.", above=0
+    )
     isa: str | None = setting(
         None, "Instruction-set path of the cpu backend, such as avx2.", default_text="the best that this processor has"
     )
@@ -177,6 +185,13 @@ class EngineConfig:
     def slo_number(self) -> float | None:
         """The SLO in milliseconds, where it is a number."""
         return None if isinstance(self.itl_slo_ms, str) else self.itl_slo_ms
+
+    @property
+    def rank_threads(self) -> int | None:
+        """Threads of one rank; None leaves them to the backend, where there is but one."""
+        if self.threads is not None or self.tensor_parallel_size == 1:
+            return self.threads
+        return max(1, available_cores() // self.tensor_parallel_size)
 
     def resolve(self, context_length: int, kv_token_bytes: float = 0, memory: int | None = None) -> EngineConfig:
         """The same configuration with `max_model_len` and `num_kv_blocks` filled in for a model; no SLO is None.

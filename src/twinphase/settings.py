@@ -27,6 +27,7 @@ class ConfigField:
         words: allowed beside numbers.
         default_text: what a default of None means, for the help.
         option: the option's name, where it is not the field's.
+        short: another name of the option, dashes included.
         environment: variable that gives the option's value, too.
     """
 
@@ -38,6 +39,7 @@ class ConfigField:
     words: tuple[str, ...] = ()
     default_text: str = ""
     option: str | None = None
+    short: str | None = None
     environment: str | None = None
 
     def allowed(self, kind: str) -> str:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.blueprint import Blueprint, Experts, Rope
+from twinphase.backends.group import Group
+from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 
 __all__ = [
@@ -169,6 +170,7 @@ class Backend(Protocol):
     """
 
     name: str
+    group: Group | None  # of the ranks that compute a model together; set before `prepare`
     block_multiple: int  # the block size of the KV cache is a multiple of this
     kv_cache_dtypes: tuple[str, ...]  # what `EngineConfig.kv_cache_dtype` may be
 
@@ -223,6 +225,9 @@ class Backend(Protocol):
             KVFrameError: a frame of another fingerprint, or of another length.
         """
 
+    def frame_parts(self) -> list[tuple[int, int]]:
+        """How the bits of a frame lie, for ranks that each have some KV heads: (rows, bytes of a head in a row)."""
+
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """Whether a frame of this fingerprint and length holds no NaN and no infinity; from any thread.
 
@@ -246,8 +251,13 @@ class Backend(Protocol):
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019), same shape."""
 
-    def linear(self, x: Array, weight: Array, *, residual: Array | None = None, bias: Array | None = None) -> Array:
-        """x @ weight.T, plus `residual` (which it may overwrite) or `bias` when given; [rows, outputs]."""
+    def linear(
+        self, x: Array, weight: Array, *, residual: Array | None = None, first: int = 0, bias: Array | None = None
+    ) -> Array:
+        """x @ weight.T, plus columns of `residual` from `first` on, or `bias`, when given; [rows, outputs]."""
+
+    def gather(self, x: Array, span: Span) -> Array:
+        """What every rank has of some rows, side by side: x [rows, span.size] of this one; [rows, span.total]."""
 
     def add(self, x: Array, h: Array, scale: float = 1.0) -> Array:
         """x + scale * h; may overwrite x."""

@@ -34,7 +34,7 @@ def kv_fingerprint(checkpoint: Checkpoint, blueprint: Blueprint, spec: KVCacheSp
     """
     known = {
         "model": checkpoint.fingerprint,
-        "blueprint": hashlib.sha256(repr(blueprint).encode()).hexdigest()[:16],
+        "blueprint": hashlib.sha256(repr(blueprint.whole).encode()).hexdigest()[:16],
         "block_size": str(spec.block_size),
         **facts,
     }

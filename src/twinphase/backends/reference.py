@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, Units
 from twinphase.backends.device import MeasuredRates
+from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
-from twinphase.blueprint import Blueprint, Experts, Rope
+from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
@@ -32,6 +33,8 @@ class ReferenceBackend:
     block_multiple = 1
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     drawer = None
+    group: Group | None = None  # of ranks, where there are several
+    _shared: F32 | None = None
 
     def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Nothing but to remember what the model is made of."""
@@ -91,6 +94,11 @@ class ReferenceBackend:
             view = self._blocks(array)
             view[:, list(block_ids)] = np.moveaxis(part.reshape(-1, len(view), *view.shape[2:]), 0, 1)
 
+    def frame_parts(self) -> list[tuple[int, int]]:
+        """See `Backend`."""
+        spec = self.kv_spec
+        return [(2 * spec.num_layers * spec.block_size, 4 * spec.head_dim)]
+
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """See `Backend`."""
         return is_finite(frame, "float32")
@@ -123,13 +131,26 @@ class ReferenceBackend:
         root: F32 = np.sqrt(mean + np.float32(eps), dtype=np.float32)
         return x / root * weight
 
-    def linear(self, x: F32, weight: F32, *, residual: F32 | None = None, bias: F32 | None = None) -> F32:
+    def linear(
+        self, x: F32, weight: F32, *, residual: F32 | None = None, first: int = 0, bias: F32 | None = None
+    ) -> F32:
         """x @ weight.T + residual + bias."""
-        out: F32 = x @ weight.T
-        for term in (residual, bias):
-            if term is not None:
-                out = out + term
-        return out
+        out = _product(x, weight)
+        if residual is not None:
+            out = out + residual[:, first : first + len(weight)]
+        return out if bias is None else out + bias
+
+    def gather(self, x: F32, span: Span) -> F32:
+        """Every rank's columns, copied out of the shared memory before anybody writes to it again."""
+        assert self.group is not None
+        if self._shared is None:
+            self._shared = self.group.take().view(np.float32)
+        whole = self._shared[: len(x) * span.total].reshape(len(x), span.total)
+        whole[:, span.first : span.first + span.size] = x
+        self.group.meet()
+        whole = whole.copy()
+        self.group.meet()
+        return whole
 
     def add(self, x: F32, h: F32, scale: float = 1.0) -> F32:
         """x + scale * h."""
@@ -233,13 +254,14 @@ class ReferenceBackend:
         p = np.take_along_axis(p / p.sum(axis=1, keepdims=True), order, axis=1)
         if experts.renormalize:
             p = p / p.sum(axis=1, keepdims=True)
-        results = np.empty((*order.shape, x.shape[1]), np.float32)
+        results = np.empty((*order.shape, down.shape[1]), np.float32)
         for expert in np.unique(order).tolist():
             rows, rank = np.nonzero(order == expert)
             biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
             h = self.gate_mul(self.linear(x[rows], gate_up[expert], bias=biases[0]))
+            h = h if self.blueprint.share is None else self.gather(h, self.blueprint.share.ffn)
             results[rows, rank] = self.linear(h, down[expert], bias=biases[1])
-        out = np.zeros_like(x)
+        out = np.zeros_like(results[:, 0])
         for k in range(experts.used):
             out += p[:, k, None] * results[:, k]
         return out
@@ -252,6 +274,15 @@ class ReferenceBackend:
         """Scaled, then capped."""
         logits = logits * np.float32(scale)
         return logits if softcap is None else _softcap(logits, softcap)
+
+
+def _product(x: F32, weight: F32) -> F32:
+    """x @ weight.T, 32 outputs after 32: BLAS orders sums by the product's shape, which ranks change."""
+    missing = -len(weight) % 32
+    if missing:
+        weight = np.concatenate([weight, np.zeros((missing, weight.shape[1]), np.float32)])
+    blocks: F32 = x @ weight.reshape(-1, 32, weight.shape[1]).transpose(0, 2, 1)
+    return np.moveaxis(blocks, 0, 1).reshape(len(x), len(weight))[:, : len(weight) - missing]
 
 
 def _softcap(x: F32, cap: float) -> F32:

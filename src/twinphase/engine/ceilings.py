@@ -14,7 +14,8 @@ DENSE_TYPES = {"F32", "F16", "BF16"}
 
 
 def device_of(config: EngineConfig) -> Device:
-    return open_device(config.backend, config.threads, config.isa, config.device, config.dtype)
+    threads = config.rank_threads and config.rank_threads * config.tensor_parallel_size
+    return open_device(config.backend, threads, config.isa, config.device, config.dtype)
 
 
 def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from twinphase.engine.messages import FromEngine, Load, Loading, Ping, Pong, Stop, ToEngine
 from twinphase.engine.wire import SEND_BUFFER, Decoder, encode
-from twinphase.errors import TwinphaseError
+from twinphase.errors import EngineDeadError, TwinphaseError
 
 if TYPE_CHECKING:
     from twinphase.engine.embedding import LoadedEmbedder
@@ -97,7 +97,11 @@ def main(descriptor: int, open_port: OpenPort | None = None) -> int:
     except TwinphaseError as error:
         link.send(refusal(None, error))
         return error.exit_code
-    serve(loaded, link, lambda: os._exit(0), open_port)
+    try:
+        serve(loaded, link, lambda: os._exit(0), open_port)
+    except EngineDeadError as error:  # a rank of it is missing
+        link.send(refusal(None, error))
+        return error.exit_code
     return 0
 
 

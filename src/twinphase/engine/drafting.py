@@ -59,6 +59,7 @@ def load_draft_model(model: Checkpoint, num_speculative_tokens: int, target: Loa
     context, eos_token_ids = read_blueprint(model).context_length, target.text.tokenizer.eos_token_ids
     length = min(target.config.max_model_len or context, context)
     config = replace(target.config, max_model_len=length, trace_file=None, speculative_config=None, itl_slo_ms=None)
+    config = replace(config, tensor_parallel_size=1)
     engine = LoadedEngine(model, **asdict(config)).engine
     if isinstance(engine.executor, Runner):
         engine.executor.eos_token_ids = tuple(eos_token_ids)  # what ends an output, the target says

@@ -141,6 +141,11 @@ class _HiddenStates:
         load_progress: Callable[[int, int], None],
     ) -> None:
         """`config` is resolved; its KV cache holds one sequence of the longest length."""
+        if config.tensor_parallel_size > 1:
+            raise InvalidRequestError(
+                f"tensor_parallel_size is {config.tensor_parallel_size}, but models that embed run in one process.",
+                "Leave --tensor-parallel-size out.",
+            )
         assert config.max_model_len is not None, "the configuration is resolved"
         self._backend = make_backend(replace(config, max_num_seqs=1), compile_progress)
         self._model = load_model(checkpoint, self._backend, config.max_model_len, load_progress, blueprint)

@@ -14,7 +14,7 @@ from twinphase.cache.prefix_cache import Acceptance, CachedBlock
 from twinphase.engine.checks import check_id, unknown_request
 from twinphase.engine.executor import Executor
 from twinphase.engine.recorder import StepRecorder
-from twinphase.errors import ContextLengthError, InvalidRequestError
+from twinphase.errors import ContextLengthError, EngineDeadError, InvalidRequestError
 from twinphase.phases.cost import CostModel
 from twinphase.phases.ledger import Ledger
 from twinphase.phases.timeline import RequestTimeline, StepRecord
@@ -186,6 +186,8 @@ class Engine:
         """
         try:
             return self.executor.execute(batch)
+        except EngineDeadError:
+            raise  # nothing can be computed any more
         except Exception as error:
             if len(batch.scheduled) == 1:
                 return StepOutput(errors={batch.scheduled[0].request_id: _one_line(error)}, computed_singly=True)

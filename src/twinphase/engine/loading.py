@@ -17,6 +17,7 @@ from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.ceilings import compute_units, device_of, measured_ceilings
 from twinphase.engine.checks import Prompt, embeds, engine_config
 from twinphase.engine.engine import Engine
+from twinphase.engine.ranked_backend import load_on_ranks
 from twinphase.engine.recorder import StepRecorder
 from twinphase.engine.runner import Runner
 from twinphase.engine.text import ModelText
@@ -24,7 +25,7 @@ from twinphase.engine.trace import TraceWriter, trace_header
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.explain.explanation import Explanation, Machine, explain
 from twinphase.models.decoder import Decoder
-from twinphase.models.loader import load_model, open_model, read_blueprint
+from twinphase.models.loader import open_model, read_blueprint
 from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.hardware import Ceilings, save_ceilings
 from twinphase.phases.report import phase_report
@@ -83,7 +84,7 @@ class LoadedEngine:
         kv_bytes = b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, wanted.kv_cache_dtype)
         self.config = wanted.resolve(b.context_length, kv_bytes, device.free_memory())
         self.text = ModelText(self.checkpoint)
-        self.backend = backend = make_backend(self.config, compile_progress)
+        backend = make_backend(self.config, compile_progress)
         speculation = speculative_config(self.config.speculative_config)
         heads = None
         if speculation.method in HEADS:
@@ -94,7 +95,8 @@ class LoadedEngine:
             from twinphase.engine.drafting import add_draft_model, open_draft_model
 
             drafts = open_draft_model(speculation.model, self)
-        loaded = load_model(self.checkpoint, backend, self.config.max_model_len, load_progress, b)
+        loaded, backend = load_on_ranks(self.checkpoint, b, self.config, backend, load_progress)
+        self.backend = backend
         costs, eos = model_shape(self.checkpoint, b), self.text.tokenizer.eos_token_ids
         self.engine = make_engine(self.config, loaded, backend, costs, eos, heads)
         if drafts is not None:
@@ -209,11 +211,12 @@ def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str
         require_torch()
         from twinphase.backends.torch.backend import open_backend
 
-        return open_backend(config.device, config.dtype, config.threads, config.enforce_eager)
+        eager = config.enforce_eager or config.tensor_parallel_size > 1  # collectives have not been captured yet
+        return open_backend(config.device, config.dtype, config.rank_threads, eager)
     from twinphase.backends.cpu.backend import CpuBackend
 
     backend: Backend = CpuBackend(
-        threads=config.threads,
+        threads=config.rank_threads,
         isa=config.isa,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,

@@ -74,10 +74,10 @@ class Decoder:
     def forward(self, backend: Backend) -> Array:
         """Logits [num_logits, vocab_size] of the backend's current step."""
         blueprint = self.blueprint
-        logits = backend.linear(self.hidden(backend), self.head)
+        logits = backend.linear(self.hidden(backend), self.head)  # of a rank, its share of the vocabulary
         if blueprint.logit_scale != 1.0 or blueprint.logit_softcap:
             logits = backend.cap_logits(logits, blueprint.logit_scale, blueprint.logit_softcap)
-        return logits
+        return logits if blueprint.share is None else backend.gather(logits, blueprint.share.vocab)
 
     def hidden(self, backend: Backend) -> Array:
         """What the head reads, behind the final norm, [num_logits, hidden_size]: embeddings are made of it."""
@@ -90,6 +90,7 @@ class Decoder:
             if index == blueprint.num_layers - 1:
                 # Behind the last attention no row looks at another: only those whose logits are wanted go on.
                 h, x = backend.logit_rows(h), backend.logit_rows(x)
+            h = h if blueprint.share is None else backend.gather(h, blueprint.share.heads)
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
             x = self._feed_forward(backend, x, layer)
         x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
@@ -109,6 +110,7 @@ class Decoder:
         h = backend.rms_norm(x, layer.ffn_norm, blueprint.norm_eps) if layer.ffn_norm is not None else x
         if blueprint.experts is None:
             h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
+            h = h if blueprint.share is None else backend.gather(h, blueprint.share.ffn)
             return self._add(backend, x, h, layer.down, layer.down_bias, layer.ffn_post_norm)
         h = backend.moe(
             h,
@@ -120,18 +122,25 @@ class Decoder:
             gate_up_bias=layer.gate_up_bias,
             down_bias=layer.down_bias,
         )
-        return backend.add(x, h, blueprint.residual_scale)
+        return backend.add(x, self._hidden(backend, h), blueprint.residual_scale)
 
     def _add(
         self, backend: Backend, x: Array, h: Array, weight: Array, bias: Array | None, post_norm: Array | None
     ) -> Array:
         """x plus the last linear layer of a half; in one operation where nothing is between them."""
-        scale = self.blueprint.residual_scale
+        scale, share = self.blueprint.residual_scale, self.blueprint.share
+        if post_norm is None and bias is None and scale == 1.0:
+            first = 0 if share is None else share.hidden.first
+            return self._hidden(backend, backend.linear(h, weight, residual=x, first=first))
+        h = self._hidden(backend, backend.linear(h, weight, bias=bias))
         if post_norm is not None:
-            return backend.add_norm(x, backend.linear(h, weight, bias=bias), post_norm, self.blueprint.norm_eps, scale)
-        if bias is not None or scale != 1.0:
-            return backend.add(x, backend.linear(h, weight, bias=bias), scale)
-        return backend.linear(h, weight, residual=x)
+            return backend.add_norm(x, h, post_norm, self.blueprint.norm_eps, scale)
+        return backend.add(x, h, scale)
+
+    def _hidden(self, backend: Backend, h: Array) -> Array:
+        """Whole rows of what the ranks have computed a share of each."""
+        share = self.blueprint.share
+        return h if share is None else backend.gather(h, share.hidden)
 
 
 def _load_layer(checkpoint: Checkpoint, blueprint: Blueprint, backend: Backend, prefix: str) -> Layer:

@@ -29,6 +29,7 @@ from twinphase.backends.cpu.weights import (
     load_matrix,
     vector_of,
 )
+from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.blueprint import Blueprint, Rope
@@ -54,6 +55,7 @@ class CpuBackend(ExpertOperations):
     block_multiple = kv_layout.CELL
     kv_cache_dtypes: tuple[str, ...] = kv_layout.KV_CACHE_DTYPES
     drawer = None
+    group: Group | None = None
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class CpuBackend(ExpertOperations):
         folder = cache_root() / "kernels"
         compile_kernels(folder, self.isa, specs, self._progress)
         self._kernels, self._engine = load_kernels(folder, self.isa, specs)
-        self._program = Program(self._kernels, self.max_rows)
+        self._program = Program(self._kernels, self.max_rows, self.group)
         self._arena = Arena(arena_bytes(checkpoint, blueprint.tied), "weights")
         self._keep: list[NDArray[np.generic]] = [aligned(64, np.float32)]  # arrays that kernels know by address
 
@@ -239,10 +241,15 @@ class CpuBackend(ExpertOperations):
             view[at[0], :, :, at[1]] = blocks[:, start:end].reshape(shape)
             start = end
 
+    def frame_parts(self) -> list[tuple[int, int]]:
+        """See `Backend`: keys, scales and values."""
+        rows = self.kv_spec.block_size // kv_layout.CELL * self.kv_spec.num_layers
+        return [(rows, size) for size in self._cell_sizes()]
+
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """See `Backend`; of int8, only the scales can be something else."""
-        cells = self.kv_spec.num_layers * self.kv_spec.num_kv_heads * self.kv_spec.block_size // kv_layout.CELL
-        keys, scales, _ = (cells * size for size in self._cell_sizes())
+        heads = self.blueprint.whole.num_kv_heads
+        keys, scales, _ = (rows * heads * size for rows, size in self.frame_parts())
         wide = "bfloat16" if self.isa.bf16_dot else "float16"
         return is_finite(frame, "float32", keys, scales) and (
             self.kv_cache_dtype == "int8" or is_finite(frame, wide, keys + scales)

@@ -52,6 +52,8 @@ KERNELS = {
     "rope_kv_write": ("rope", "rope_kv_write"),
     "pack": ("packing", "pack"),
     "run_program": ("program", "run_program"),
+    "copy_columns": ("ranks", "copy_columns"),
+    "meet": ("ranks", "meet"),
 }
 
 WRITE_FAILED = 100  # exit code of a compiling process that could not write, plus the errno

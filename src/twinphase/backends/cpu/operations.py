@@ -10,20 +10,22 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import KVCacheSpec
 from twinphase.backends.cpu import kv_layout, tiling
-from twinphase.backends.cpu.formats import FORMATS, STRIP
+from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program import Buffer, Memory, Program
 from twinphase.backends.cpu.specs import attention_spec, linear_spec, merge_spec, rope_spec
 from twinphase.backends.cpu.step import StepMemory
-from twinphase.backends.cpu.threads import aligned
+from twinphase.backends.cpu.threads import aligned, libc_address
 from twinphase.backends.cpu.weights import Embedding, Matrix, Part, Vector, padded
-from twinphase.blueprint import Blueprint, Rope
+from twinphase.backends.group import Group
+from twinphase.blueprint import Blueprint, Rope, Span
 
 __all__ = ["MAX_TILES", "Operations", "RopeTables"]
 
 GATE_PARTS, LOGIT_PARTS, ROWS_PER_TILE = tiling.GATE_PARTS, tiling.LOGIT_PARTS, tiling.ROWS_PER_TILE
 FEW_ROWS = 16
 TILES_PER_THREAD = 8
+COPY_ARGS = 21  # of copy_columns, whatever it copies
 MAX_TILES = 1 << 17  # of a linear layer; a claim word holds numbers below 2^18
 LOG2_E = 1.4426950408889634
 
@@ -50,6 +52,7 @@ class Operations:
     blueprint: Blueprint
     kv_spec: KVCacheSpec
     kv_cache_dtype: str
+    group: Group | None
     _program: Program
     _step: StepMemory
     _layers: list[list[int]]  # addresses of each layer's keys, scales and values
@@ -100,7 +103,7 @@ class Operations:
         return Buffer(program, x.rows, x.width, make=make)
 
     def linear(
-        self, x: Buffer, weight: Matrix, *, residual: Buffer | None = None, bias: Vector | None = None
+        self, x: Buffer, weight: Matrix, *, residual: Buffer | None = None, first: int = 0, bias: Vector | None = None
     ) -> Buffer:
         """x @ weight.T + residual or bias, into new memory: a kernel may compute a row twice."""
         if residual is not None and bias is not None:
@@ -119,7 +122,7 @@ class Operations:
             if bias is not None:
                 args += [bias.values.ctypes.data + column, 0]  # one row for all
             else:
-                args += [self.zeros(part.strips), 0] if base is None else [base.data + column, base.stride]
+                args += [self.zeros(part.strips), 0] if base is None else [base.data + 4 * first + column, base.stride]
             args += [program.count(x.rows), strips_per_tile, chunk]
             reads = [source.data] if base is None else [source.data, base.data]
             program.add(linear_spec(part.type), tiles, args, reads, [(out.floats.data, part.column)])
@@ -231,6 +234,31 @@ class Operations:
             return out
 
         return Buffer(program, gate_up.rows, padded(width), make=make)
+
+    def gather(self, x: Buffer, span: Span) -> Buffer:
+        """Every rank copies its columns to where all see them, in the kind that its reader wants, and waits."""
+        program, width, group = self._program, padded(span.total), self.group
+        assert group is not None
+
+        def make(quantized: bool) -> Memory:
+            if quantized and (span.multiple % GROUP or out.has(quantized=False)):
+                return program.quantize(out.floats)
+            source, whole = x.memory(quantized), Memory(program, x.rows, width, quantized, shared=True)
+            units = (GROUP, 4, 4, 8) if quantized else (4,)  # bytes of a group, or of a column
+            first, size = (span.first // GROUP, -(-span.size // GROUP)) if quantized else (span.first, span.size)
+            args = [program.count(x.rows)]
+            for unit, mine, all_ranks in zip(units, source.arrays, whole.arrays, strict=True):
+                strides = [unit * (memory.groups if quantized else memory.width) for memory in (source, whole)]
+                args += [mine.ctypes.data, strides[0], all_ranks.ctypes.data + unit * first, strides[1], unit * size]
+            tiles, written = program.tiles(x.rows, ROWS_PER_TILE), [(whole.data, 0)]
+            program.add("copy_columns", tiles, args + [0] * (COPY_ARGS - len(args)), [source.data], written)
+            args = [group.address, group.rank, group.ranks, libc_address("usleep")]
+            program.add("meet", program.cells.constant(1), args, [whole.data], written)
+            program.met()
+            return whole
+
+        out = Buffer(program, x.rows, width, outputs=span.total, make=make)
+        return out
 
     def cap_logits(self, logits: Buffer, scale: float, softcap: float | None) -> Buffer:
         """The logits times `scale`, then softcap * tanh(logits / softcap) when there is one."""

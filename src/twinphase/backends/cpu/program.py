@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 
 from twinphase.backends.cpu.threads import Command, aligned
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
+from twinphase.backends.group import Group
 
 __all__ = ["Buffer", "Memory", "Program", "StepCells", "rows_in"]
+
+Key = tuple[str, int, bool, bool]  # of arrays: rows, width, whether quantized, whether shared
 
 
 class StepCells:
@@ -90,6 +93,10 @@ class Buffer:
             self._made[quantized] = made
         return self._made[quantized]
 
+    def has(self, *, quantized: bool) -> bool:
+        """Whether some command has written that kind already."""
+        return quantized in self._made
+
     @property
     def floats(self) -> Memory:
         """The rows as float32."""
@@ -99,11 +106,12 @@ class Buffer:
 class Memory:
     """Arrays of a buffer; they go back to the program when the last handle is dropped during capture."""
 
-    def __init__(self, program: Program, rows: str, width: int, quantized: bool) -> None:
+    def __init__(self, program: Program, rows: str, width: int, quantized: bool, shared: bool = False) -> None:
+        """`shared` rows lie where all ranks see them."""
         self.rows, self.width, self.quantized = rows, width, quantized
         self.groups = width // 32
-        self._program, self._key = program, (rows, width, quantized)
-        self.arrays = program.take(rows, width, quantized)
+        self._program, self._key = program, (rows, width, quantized, shared)
+        self.arrays = program.take(*self._key)
 
     @property
     def addresses(self) -> list[int]:
@@ -128,34 +136,49 @@ class Memory:
 class Program:
     """Commands in order, and the memory they work on."""
 
-    def __init__(self, kernels: dict[str, int], max_rows: dict[str, int]) -> None:
-        """Args: addresses of kernels by spec; the most rows of each kind ("tokens", "logits")."""
-        self.kernels, self.max_rows = kernels, max_rows
+    def __init__(self, kernels: dict[str, int], max_rows: dict[str, int], group: Group | None = None) -> None:
+        """Args: addresses of kernels by spec; the most rows of each kind ("tokens", "logits"); of ranks."""
+        self.kernels, self.max_rows, self.group = kernels, max_rows, group
         self.cells = StepCells()
         self.commands: list[Command] = []
-        self._free: dict[tuple[str, int, bool], list[list[NDArray[np.generic]]]] = {}
+        self._free: dict[Key, list[list[NDArray[np.generic]]]] = {}
+        self._read_since: list[tuple[Key, list[NDArray[np.generic]]]] = []  # shared arrays, free after the next meeting
         self._all: list[list[NDArray[np.generic]]] = []
         self._reads: set[int] = set()
         self._writes: set[tuple[int, int]] = set()
 
-    def take(self, rows: str, width: int, quantized: bool) -> list[NDArray[np.generic]]:
+    def take(self, rows: str, width: int, quantized: bool, shared: bool) -> list[NDArray[np.generic]]:
         """Arrays for `rows` rows; padding columns are zeros that nothing writes."""
-        free = self._free.get((rows, width, quantized))
+        free = self._free.get((rows, width, quantized, shared))
         if free:
             return free.pop()
         count = rows_in(self.max_rows, rows) + 8
+        new = self._new_shared if shared else aligned
         if quantized:
             groups = width // 32
-            arrays = [aligned(count * width, np.int8), aligned(count * groups, np.float32),
-                      aligned(count * groups, np.float32), aligned(count * groups * 2, np.int32)]  # fmt: skip
+            arrays = [new(count * width, np.int8), new(count * groups, np.float32),
+                      new(count * groups, np.float32), new(count * groups * 2, np.int32)]  # fmt: skip
         else:
-            arrays = [aligned(count * width, np.float32)]
+            arrays = [new(count * width, np.float32)]
         self._all.append(arrays)  # the compiled program holds addresses only
         return arrays
 
-    def give(self, key: tuple[str, int, bool], arrays: list[NDArray[np.generic]]) -> None:
+    def _new_shared(self, count: int, dtype: type[np.generic]) -> NDArray[np.generic]:
+        assert self.group is not None
+        return self.group.take(count * np.dtype(dtype).itemsize).view(dtype)
+
+    def give(self, key: Key, arrays: list[NDArray[np.generic]]) -> None:
         """Take arrays back for later commands."""
-        self._free.setdefault(key, []).append(arrays)
+        if key[-1]:
+            self._read_since.append((key, arrays))
+        else:
+            self._free.setdefault(key, []).append(arrays)
+
+    def met(self) -> None:
+        """All ranks have met: what was given back before is read by none of them any more."""
+        for key, arrays in self._read_since:
+            self._free.setdefault(key, []).append(arrays)
+        self._read_since = []
 
     def count(self, rows: str) -> int:
         """Address of the number of rows in a step."""

@@ -26,7 +26,7 @@ KINDS = ("q8", "f32")  # what an elementwise kernel writes for a linear layer to
 
 def check_heads(blueprint: Blueprint) -> None:
     """Raises UnsupportedModelError for head sizes that the attention kernels do not cover."""
-    head_dim, heads = blueprint.head_dim, blueprint.num_heads
+    head_dim, heads = blueprint.head_dim, blueprint.whole.num_heads
     if head_dim % 16 or head_dim > 256 or heads * head_dim % 32:
         raise UnsupportedModelError(
             f"Head size {head_dim} is not supported by the cpu backend.",
@@ -94,6 +94,8 @@ def model_specs(checkpoint: Checkpoint, blueprint: Blueprint, dtype: str) -> lis
         f"embed:{embedding.type}",
         "run_program",
     ]
+    if blueprint.share:
+        specs += ["copy_columns", "meet"]
     if blueprint.norm_after:
         specs.append("add_norm")
     if blueprint.residual_scale != 1 or blueprint.output_bias or blueprint.experts:

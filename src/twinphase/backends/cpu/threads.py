@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.cpu import program_layout as at
 
-__all__ = ["Command", "ThreadPool", "aligned"]
+__all__ = ["Command", "ThreadPool", "aligned", "libc_address"]
 
 ENTRY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
@@ -68,7 +68,7 @@ class ThreadPool:
         self._set(at.CTL_SCRATCH_BYTES, scratch_bytes)
         self._set(at.CTL_SPINS, spins)
         self._set(at.CTL_IDLE_SPINS, idle_spins)
-        self._set(at.CTL_LIBC, _libc_function())
+        self._set(at.CTL_LIBC, libc_address("syscall" if at.FUTEX_CALL else "sched_yield"))
         self._entry = ENTRY(entry)
         self._result = ctypes.create_string_buffer(64)
         self._program: list[NDArray[np.generic]] = []
@@ -111,10 +111,9 @@ class ThreadPool:
         self._stop()
 
 
-def _libc_function() -> int:
-    """Address of what a waiting thread calls: syscall() for a futex, or sched_yield()."""
-    libc = ctypes.CDLL(None)
-    return ctypes.cast(libc.syscall if at.FUTEX_CALL else libc.sched_yield, ctypes.c_void_p).value or 0
+def libc_address(name: str) -> int:
+    """Address of a function of libc, for kernels to call: syscall() for a futex, sched_yield() where there is none."""
+    return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
 
 
 def _serve(entry: Callable[..., int], control: NDArray[np.generic], index: int) -> None:

@@ -21,14 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinphase.backends.base import Array, Drawn, Draws, Forward, KVCacheSpec, StepInputs
+from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.torch.collective import Collective
 from twinphase.backends.torch.device import bind, find_device, find_dtype, mark, seconds_between
+from twinphase.backends.torch.experts import mixture
 from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
 from twinphase.backends.torch.parts import execute_in_parts
 from twinphase.backends.torch.plain import attention, capped, gated, rotated
 from twinphase.backends.torch.sampling import draw
-from twinphase.blueprint import Blueprint, Experts, Rope
+from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.errors import OutOfMemoryError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
@@ -46,6 +49,8 @@ class TorchBackend:
     kernels = ""  # whose they are, where they are not torch's
     block_multiple = 1
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
+    group: Group | None = None
+    _collective: Collective | None = None
 
     def __init__(
         self, device: str | None = None, dtype: str = "auto", threads: int | None = None, enforce_eager: bool = False
@@ -165,6 +170,11 @@ class TorchBackend:
         blocks = self._pinned(rows).to(self.device).view(self.dtype).view(len(rows), layers, both, *block)
         self.kv[:, :, list(block_ids)] = blocks.movedim(0, 2)
 
+    def frame_parts(self) -> list[tuple[int, int]]:
+        """See `Backend`."""
+        spec = self.kv_spec
+        return [(2 * spec.num_layers * spec.block_size, spec.head_dim * self.dtype.itemsize)]
+
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """See `Backend`."""
         return is_finite(frame, str(self.dtype).removeprefix("torch."))
@@ -281,13 +291,21 @@ class TorchBackend:
         x = x.to(self.wide)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
-    def linear(self, x: Tensor, weight: Array, *, residual: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Array, *, residual: Tensor | None = None, first: int = 0, bias: Tensor | None = None
+    ) -> Tensor:
         """x @ weight.T + residual + bias; float32 where something float32 is added, else in the element type."""
         out: Tensor = x.to(self.dtype) @ weight.T
+        residual = None if residual is None else residual[:, first : first + out.shape[1]]
         for term in (residual, bias):
             if term is not None:
                 out = out.to(self.wide) + term
         return out
+
+    def gather(self, x: Tensor, span: Span) -> Tensor:
+        """See `Backend`."""
+        self._collective = self._collective or Collective(self.group, self.device)
+        return self._collective.gather(x, span)
 
     def add(self, x: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
         """x + scale * h, float32."""
@@ -348,33 +366,10 @@ class TorchBackend:
         return gated(gate_up.to(self.wide), self.blueprint.activation).to(self.dtype)
 
     def moe(
-        self,
-        x: Tensor,
-        router: Array,
-        gate_up: Array,
-        down: Array,
-        experts: Experts,
-        *,
-        router_bias: Tensor | None = None,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        self, x: Tensor, router: Array, gate_up: Array, down: Array, experts: Experts, **biases: Tensor | None
     ) -> Tensor:
-        """Each row through its chosen experts, expert by expert; added in the order of their rank, float32."""
-        logits = self.linear(x, router, bias=router_bias).to(self.wide)
-        order = logits.argsort(dim=-1, descending=True, stable=True)[:, : experts.used]
-        p = torch.softmax(logits, -1).gather(1, order)
-        if experts.renormalize:
-            p = p / p.sum(1, keepdim=True)
-        results = torch.zeros(*order.shape, x.shape[1], dtype=self.wide, device=self.device)
-        for expert in range(experts.count):
-            rows, rank = (order == expert).nonzero(as_tuple=True)
-            biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
-            h = self.gate_mul(self.linear(x[rows], gate_up[expert], bias=biases[0]))
-            results[rows, rank] = self.linear(h, down[expert], bias=biases[1]).to(self.wide)
-        out = torch.zeros_like(results[:, 0])
-        for k in range(experts.used):
-            out += p[:, k, None] * results[:, k]
-        return out
+        """See `experts.mixture`."""
+        return mixture(self, x, (router, gate_up, down), experts, **biases)
 
     def logit_rows(self, x: Tensor) -> Tensor:
         """The wanted rows."""

@@ -113,10 +113,12 @@ class KernelBackend(TorchBackend):
         return elementwise.rms_norm(h, weight, eps, self.dtype, x, scale)
 
     def linear(
-        self, x: Tensor, weight: Matrix, *, residual: Tensor | None = None, bias: Tensor | None = None
+        self, x: Tensor, weight: Matrix, *, residual: Tensor | None = None, first: int = 0, bias: Tensor | None = None
     ) -> Tensor:
         """See `TorchBackend`; added in float32 before it is rounded."""
         x, parts = x.to(self.dtype), weight.parts
+        if residual is not None and self.blueprint.share is not None:
+            residual = residual[:, first : first + self.blueprint.share.hidden.size].contiguous()
         if len(parts) == 1:
             return linear(x, parts[0], bias, residual, self.capability)
         sizes = [part.codes.shape[0] for part in parts]

@@ -54,7 +54,7 @@ from twinphase.backends.cpu.program_layout import (
     TILE_BITS,
 )
 
-__all__ = ["run_program"]
+__all__ = ["atomic_load", "atomic_store", "pause", "run_program"]
 
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 NO_TILE, LATE = -1, -2
@@ -66,7 +66,7 @@ def _word(b: ir.IRBuilder, address: Value, ty: ir.Type = I64) -> Value:
 
 
 @intrinsic
-def _atomic_load(ctx: Any, address: Any) -> Any:
+def atomic_load(ctx: Any, address: Any) -> Any:
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
         return b.load_atomic(_word(b, args[0]), "seq_cst", 8, typ=I64)
 
@@ -74,7 +74,7 @@ def _atomic_load(ctx: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _atomic_store(ctx: Any, address: Any, value: Any) -> Any:
+def atomic_store(ctx: Any, address: Any, value: Any) -> Any:
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
         b.store_atomic(args[1], _word(b, args[0]), "seq_cst", 8)
         return ir.Constant(I64, 0)
@@ -104,7 +104,7 @@ def _compare_and_swap(ctx: Any, address: Any, expected: Any, new: Any) -> Any:
 
 
 @intrinsic
-def _pause(ctx: Any) -> Any:
+def pause(ctx: Any) -> Any:
     """Tell the processor that this is a spin loop."""
 
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
@@ -157,7 +157,7 @@ def _call_kernel(ctx: Any, fn: Any, args_address: Any, tile: Any, scratch: Any) 
 
 @njit  # type: ignore[untyped-decorator]
 def _wake_sleepers(control: int) -> None:
-    if _atomic_load(control + CTL_SLEEPERS) > 0:
+    if atomic_load(control + CTL_SLEEPERS) > 0:
         _atomic_add(control + CTL_WAKE, 1)
         _futex(control, FUTEX_WAKE_PRIVATE, 1 << 30)
 
@@ -165,7 +165,7 @@ def _wake_sleepers(control: int) -> None:
 @njit  # type: ignore[untyped-decorator]
 def _over(claims: int, index: int, thread: int, threads: int, epoch: int) -> bool:
     """Whether the step is over, so that this thread came late."""
-    return _atomic_load(claims + (index * threads + thread) * COUNTER_BYTES) >> EPOCH_SHIFT != epoch
+    return atomic_load(claims + (index * threads + thread) * COUNTER_BYTES) >> EPOCH_SHIFT != epoch
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -177,15 +177,15 @@ def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int) ->
     while True:
         if _over(claims, index, thread, threads, epoch):
             return False
-        if _atomic_load(done) >= tiles:
+        if atomic_load(done) >= tiles:
             return True
         spins += 1
         if spins < load_i64(control + CTL_SPINS):
-            _pause()
+            pause()
             continue
         _atomic_add(control + CTL_SLEEPERS, 1)
-        ticket = _atomic_load(control + CTL_WAKE)
-        if _atomic_load(done) < tiles and not _over(claims, index, thread, threads, epoch):
+        ticket = atomic_load(control + CTL_WAKE)
+        if atomic_load(done) < tiles and not _over(claims, index, thread, threads, epoch):
             _futex(control, FUTEX_WAIT_PRIVATE, ticket)
         _atomic_add(control + CTL_SLEEPERS, -1)
 
@@ -194,7 +194,7 @@ def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int) ->
 def _claim(word: int, epoch: int, own: bool) -> int:
     """A tile from the front of one's own range or the back of another's; NO_TILE when empty, LATE when over."""
     while True:
-        now = _atomic_load(word)
+        now = atomic_load(word)
         if now >> EPOCH_SHIFT != epoch:
             return LATE
         first, end = now >> TILE_BITS & TILE_MASK, now & TILE_MASK
@@ -257,7 +257,7 @@ def _open(control: int, epoch: int) -> None:
         tiles = load_i64(load_i64(commands + i * COMMAND_BYTES + COMMAND_TILES))
         for t in range(threads):
             first, end = t * tiles // threads, (t + 1) * tiles // threads
-            _atomic_store(claims, epoch << EPOCH_SHIFT | first << TILE_BITS | end)
+            atomic_store(claims, epoch << EPOCH_SHIFT | first << TILE_BITS | end)
             claims += COUNTER_BYTES
 
 
@@ -271,9 +271,9 @@ def _close(control: int, epoch: int) -> None:
     )
     for _ in range(load_i64(control + CTL_COUNT)):
         for _t in range(threads):
-            _atomic_store(claims, (epoch + 1 & EPOCH_MASK) << EPOCH_SHIFT)
+            atomic_store(claims, (epoch + 1 & EPOCH_MASK) << EPOCH_SHIFT)
             claims += COUNTER_BYTES
-        _atomic_store(done, 0)
+        atomic_store(done, 0)
         done += COUNTER_BYTES
 
 
@@ -285,13 +285,13 @@ def run_program(isa: Isa) -> tuple[Any, Callable[[int, int], int]]:
 
     def entry(control: int, thread: int) -> int:
         if thread == SHUTDOWN_THREAD:
-            _atomic_store(control + CTL_SHUTDOWN, 1)
+            atomic_store(control + CTL_SHUTDOWN, 1)
             _wake_sleepers(control)
             return 0
         if thread == 0:
-            epoch = _atomic_load(control + CTL_EPOCH) + 1 & EPOCH_MASK
+            epoch = atomic_load(control + CTL_EPOCH) + 1 & EPOCH_MASK
             _open(control, epoch)
-            _atomic_store(control + CTL_EPOCH, epoch)
+            atomic_store(control + CTL_EPOCH, epoch)
             _wake_sleepers(control)
             _walk(control, 0, epoch)
             _close(control, epoch)
@@ -300,19 +300,19 @@ def run_program(isa: Isa) -> tuple[Any, Callable[[int, int], int]]:
         seen = 0
         while True:
             spins = 0
-            while _atomic_load(control + CTL_EPOCH) == seen and not _atomic_load(control + CTL_SHUTDOWN):
+            while atomic_load(control + CTL_EPOCH) == seen and not atomic_load(control + CTL_SHUTDOWN):
                 spins += 1
                 if spins < load_i64(control + CTL_IDLE_SPINS):
-                    _pause()
+                    pause()
                     continue
                 _atomic_add(control + CTL_SLEEPERS, 1)
-                ticket = _atomic_load(control + CTL_WAKE)
-                if _atomic_load(control + CTL_EPOCH) == seen and not _atomic_load(control + CTL_SHUTDOWN):
+                ticket = atomic_load(control + CTL_WAKE)
+                if atomic_load(control + CTL_EPOCH) == seen and not atomic_load(control + CTL_SHUTDOWN):
                     _futex(control, FUTEX_WAIT_PRIVATE, ticket)
                 _atomic_add(control + CTL_SLEEPERS, -1)
-            if _atomic_load(control + CTL_SHUTDOWN):
+            if atomic_load(control + CTL_SHUTDOWN):
                 return seen
-            seen = _atomic_load(control + CTL_EPOCH)
+            seen = atomic_load(control + CTL_EPOCH)
             _walk(control, thread, seen)
 
     return types.int64(types.int64, types.int64), entry

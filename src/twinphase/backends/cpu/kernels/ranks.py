@@ -1,0 +1,80 @@
+"""What ranks that share a model do for each other: copy columns to where all see them, and wait for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from twinphase.backends.cpu.emit import I32, I64, Value
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, fields, load_i64, load_u32, store_i32
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.program import atomic_load, atomic_store, pause
+from twinphase.backends.cpu.tiling import ROWS_PER_TILE
+
+__all__ = ["copy_columns", "meet"]
+
+ARRAYS = 4  # of a row in int8 groups
+WORD_BYTES = 64
+SPINS = 5000  # looks, about 0.1 ms, before a rank sleeps between two
+SLEEP_MICROSECONDS = 20
+
+
+def copy_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+    """A rank's columns into rows of all ranks.
+
+    Arguments: address of the row count; for each of ARRAYS arrays the source, its stride, the target, its stride and
+    the bytes of a row, a multiple of 4.
+    """
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        first = tile * ROWS_PER_TILE
+        rows = min(load_i64(load_i64(args)), first + ROWS_PER_TILE)
+        for array in range(ARRAYS):
+            place = args + 8 + 40 * array
+            source, stride = load_i64(place), load_i64(place + 8)
+            target, target_stride, nbytes = load_i64(place + 16), load_i64(place + 24), load_i64(place + 32)
+            for row in range(first, rows):
+                for at in range(0, nbytes, 4):
+                    store_i32(target + row * target_stride + at, load_u32(source + row * stride + at))
+
+    return KERNEL_SIGNATURE, kernel
+
+
+@intrinsic
+def _sleep(ctx: Any, usleep: Any, microseconds: Any) -> Any:
+    """usleep(3), by its address."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        fn = b.inttoptr(args[0], ir.FunctionType(I32, [I32]).as_pointer())
+        b.call(fn, [b.trunc(args[1], I32)])
+        return ir.Constant(I64, 0)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+def meet(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+    """Waits until all ranks have come here, or the first of the group's words says that it is over.
+
+    Arguments: address of the group's words, this rank, how many ranks, address of usleep.
+    """
+    arguments = fields(4)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        words, rank, ranks, usleep = arguments(args)
+        own = words + (1 + rank) * WORD_BYTES
+        mine = atomic_load(own) + 1
+        atomic_store(own, mine)
+        for other in range(ranks):
+            looks = 0
+            while atomic_load(words + (1 + other) * WORD_BYTES) < mine and not atomic_load(words):
+                looks += 1
+                if looks < SPINS:
+                    pause()
+                else:
+                    _sleep(usleep, SLEEP_MICROSECONDS)
+
+    return KERNEL_SIGNATURE, kernel

@@ -1,0 +1,82 @@
+"""The ranks of one model on one machine: memory that they share, and where they meet in it.
+
+Not for what they say to each other between steps, nor for who starts them (`engine/ranks.py`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.blueprint import Blueprint
+
+__all__ = ["WORD_BYTES", "Group", "shared_bytes"]
+
+WORD_BYTES = 64  # a word that others look at, a cache line each
+PAGE = 4096
+SPINS = 200  # looks of `meet` before it sleeps between two
+SLEEP_SECONDS = 50e-6
+
+
+def shared_bytes(blueprint: Blueprint, rows: int) -> int:
+    """More than the ranks of a model will share, for steps of up to `rows` rows; pages are taken when written."""
+    b = blueprint
+    width = b.hidden_size + b.num_heads * b.head_dim + b.ffn_size * (b.experts.used if b.experts else 1)
+    return 4 * (rows + 8) * (8 * (width + 256) + 2 * (b.vocab_size + 256)) + (1 << 20)
+
+
+class Group:
+    """One rank's view of the memory. All ranks take the same arrays in the same order.
+
+    The first word is not 0 once a step has to end; the next count how often each rank has come to a meeting.
+    """
+
+    def __init__(self, rank: int, ranks: int, descriptor: int, meeting_place: Path) -> None:
+        """Map the file of `descriptor`, zeros at first; the path is free for a file by which libraries meet."""
+        self.rank, self.ranks, self.meeting_place = rank, ranks, meeting_place
+        self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # shared is mmap's default
+        self._memory = np.frombuffer(self._map, np.uint8)
+        self._taken = PAGE
+        self._words = self._memory[: (1 + ranks) * WORD_BYTES].view(np.int64).reshape(-1, WORD_BYTES // 8)[:, 0]
+
+    @property
+    def address(self) -> int:
+        """Address of the words, WORD_BYTES apart."""
+        return self._memory.ctypes.data
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a rank is missing, so that what was computed since means nothing."""
+        return bool(self._words[0])
+
+    def end(self) -> None:
+        """Let nobody wait any longer, now or later."""
+        self._words[0] = 1
+
+    def meetings(self) -> list[int]:
+        """How often each rank has come."""
+        return [int(word) for word in self._words[1:]]
+
+    def take(self, nbytes: int | None = None) -> NDArray[np.uint8]:
+        """The next `nbytes`, or all the rest, zeros, 64-byte aligned."""
+        nbytes = len(self._memory) - self._taken if nbytes is None else nbytes
+        taken = self._memory[self._taken : self._taken + nbytes]
+        self._taken += -(-nbytes // WORD_BYTES) * WORD_BYTES
+        if len(taken) < nbytes:
+            raise MemoryError("the ranks' shared memory is too small")
+        return taken
+
+    def meet(self) -> None:
+        """Wait until all ranks have come, or it is over."""
+        mine = self._words[1 + self.rank] + 1
+        self._words[1 + self.rank] = mine
+        looks = 0
+        while not self.is_over and (self._words[1:] < mine).any():
+            looks += 1
+            if looks > SPINS:
+                time.sleep(SLEEP_SECONDS)

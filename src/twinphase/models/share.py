@@ -1,0 +1,159 @@
+"""What one rank of several has of a model: rows of its tensors, and the blueprint of its share.
+
+Every linear layer is divided by its outputs and reads whole rows, so that each output is the sum that one rank alone
+would compute, in the same order: the bits do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from twinphase.blueprint import Blueprint, Share, Span
+from twinphase.errors import InvalidRequestError, UnsupportedModelError
+from twinphase.weights.checkpoint import Checkpoint, TensorInfo
+
+__all__ = ["kv_heads_of", "share_of"]
+
+Rows = tuple[str, int, int]  # a tensor's name without its ending, the first row, how many
+
+
+@dataclass(frozen=True)
+class _SharedCheckpoint(Checkpoint):
+    """A checkpoint of which some tensors are rows of the original's.
+
+    Attributes:
+        rows: of tensors that are rows of every expert: the original's name, and the first row. They are copied.
+    """
+
+    rows: dict[str, tuple[str, int]] = field(default_factory=dict)
+    original: Checkpoint | None = None
+    copies: dict[str, Any] = field(default_factory=dict)
+
+    def raw(self, name: str) -> Any:
+        if name not in self.rows or self.original is None:
+            return super().raw(name)
+        if name not in self.copies:
+            source, first = self.rows[name]
+            rows = self.original.raw(source).reshape(*self.original.tensors[source].shape[:2], -1)
+            self.copies[name] = rows[:, first : first + self.tensors[name].shape[1]].reshape(-1)
+        return self.copies[name]
+
+    def release(self, name: str) -> None:
+        if name not in self.rows or self.original is None:
+            return super().release(name)
+        self.copies.pop(name, None)
+        return self.original.release(self.rows[name][0])
+
+
+def share_of(checkpoint: Checkpoint, blueprint: Blueprint, rank: int, ranks: int) -> tuple[Checkpoint, Blueprint]:
+    """The part of a model that rank `rank` of `ranks` computes; with one rank, the model itself.
+
+    Raises:
+        InvalidRequestError: more ranks than heads, or than other things to divide.
+        UnsupportedModelError: a model whose layers cannot be divided.
+    """
+    if ranks == 1:
+        return checkpoint, blueprint
+    b, name = blueprint, checkpoint.path.name
+    if b.qk_norm == "width":
+        raise UnsupportedModelError(
+            f"{name} normalizes queries and keys over all heads, which tensor parallelism cannot divide.",
+            "Leave --tensor-parallel-size out.",
+        )
+    most = min(b.num_heads, b.ffn_size)
+    if ranks > most:
+        raise InvalidRequestError(
+            f"tensor_parallel_size is {ranks}, but {name} has {b.num_heads} attention heads.", f"Use at most {most}."
+        )
+    heads, kv_heads = _heads(b, rank, ranks)
+    dim = b.head_dim
+    columns = tuple(dim * _heads(b, other, ranks)[0].first for other in range(ranks))
+    share = Share(
+        rank=rank,
+        ranks=ranks,
+        whole=b,
+        kv_heads=kv_heads,
+        heads=Span(heads.first * dim, heads.size * dim, heads.total * dim, dim, columns),
+        ffn=_span(b.ffn_size, rank, ranks, ((256, 4 * ranks), (32, ranks), (1, 0))),
+        hidden=_span(b.hidden_size, rank, ranks, ((32, ranks), (1, 0))),
+        vocab=_span(b.vocab_size, rank, ranks, ((32, ranks), (1, 0))),
+    )
+    local = replace(b, num_heads=heads.size, num_kv_heads=kv_heads.size, share=share)
+    return _shared(checkpoint, b, share), replace(local, tied=False, fused_qkv=False, fused_gate_up=False)
+
+
+def kv_heads_of(blueprint: Blueprint, rank: int, ranks: int) -> Span:
+    """The KV heads of a rank."""
+    return _heads(blueprint, rank, ranks)[1]
+
+
+def _heads(b: Blueprint, rank: int, ranks: int) -> tuple[Span, Span]:
+    """Query heads and KV heads of a rank. Where there are fewer KV heads than ranks, several have the same one."""
+    count = b.num_kv_heads
+    if ranks <= count:
+        kv = _span(count, rank, ranks, ((1, 0),))
+        return Span(kv.first * b.group, kv.size * b.group, b.num_heads, 1, ()), kv
+    head = rank * count // ranks
+    sharing = [other for other in range(ranks) if other * count // ranks == head]
+    part = _span(b.group, sharing.index(rank), len(sharing), ((1, 0),))
+    return Span(head * b.group + part.first, part.size, b.num_heads, 1, ()), Span(head, 1, count, 1, ())
+
+
+def _span(total: int, rank: int, ranks: int, multiples: tuple[tuple[int, int], ...]) -> Span:
+    """A rank's share of `total` columns in units of the first of `multiples` that gives as many as it says."""
+    multiple, units = next((one, -(-total // one)) for one, least in multiples if -(-total // one) >= least)
+    firsts = [min(total, i * units // ranks * multiple) for i in range(ranks + 1)]
+    return Span(firsts[rank], firsts[rank + 1] - firsts[rank], total, multiple, tuple(firsts[:-1]))
+
+
+def _layer_rows(b: Blueprint, share: Share) -> Iterator[tuple[str, Rows]]:
+    """(name, rows) of each tensor of a layer that is divided, names without their endings."""
+    queries, keys, size = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim, b.ffn_size
+    q = share.heads.first, share.heads.size
+    kv = share.kv_heads.first * b.head_dim, share.kv_heads.size * b.head_dim
+    starts = {"attn_q": 0, "attn_k": queries, "attn_v": queries + keys}
+    for name, (first, count) in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
+        yield name, ("attn_qkv", starts[name] + first, count) if b.fused_qkv else (name, first, count)
+    yield "attn_sinks", ("attn_sinks", q[0] // b.head_dim, q[1] // b.head_dim)
+    yield "attn_output", ("attn_output", share.hidden.first, share.hidden.size)
+    experts = "_exps" if b.experts else ""
+    ffn = share.ffn
+    for name, start in (("ffn_gate", 0), ("ffn_up", size)):
+        rows = ("ffn_up", start + ffn.first, ffn.size) if b.fused_gate_up else (name + experts, ffn.first, ffn.size)
+        yield name + experts, rows
+    yield "ffn_down" + experts, ("ffn_down" + experts, share.hidden.first, share.hidden.size)
+
+
+def _shared(checkpoint: Checkpoint, b: Blueprint, share: Share) -> Checkpoint:
+    """The checkpoint's tensors of one rank; the embedding is whole, the head always a tensor of its own."""
+    tensors, copied = dict(checkpoint.tensors), dict[str, tuple[str, int]]()
+    head: Rows = ("token_embd" if b.tied else "output", share.vocab.first, share.vocab.size)
+    divided = [("output", head)]
+    for i in range(b.num_layers):
+        rows = _layer_rows(b, share)
+        divided += [(f"blk.{i}.{to}", (f"blk.{i}.{name}", first, size)) for to, (name, first, size) in rows]
+    for name in {rows[0] for _, rows in divided} - {"token_embd"}:
+        for ending in (".weight", ".bias"):
+            tensors.pop(name + ending, None)
+    for target, (source, first, size) in divided:
+        for ending in (".weight", ".bias"):
+            info = checkpoint.tensors.get(source + ending)
+            if info is None:
+                continue
+            by_expert = source.endswith("_exps")
+            if by_expert:
+                copied[target + ending] = source + ending, first
+            tensors[target + ending] = _rows_of(info, target + ending, first, size, by_expert)
+    kept = {one.name: getattr(checkpoint, one.name) for one in fields(Checkpoint)}
+    return _SharedCheckpoint(**kept | {"tensors": tensors}, rows=copied, original=checkpoint)
+
+
+def _rows_of(info: TensorInfo, name: str, first: int, size: int, by_expert: bool) -> TensorInfo:
+    """Rows of a tensor, or of that of every expert, whose offset then means nothing."""
+    shape, rows = info.shape, info.shape[1 if by_expert else 0]
+    nbytes = info.nbytes // rows
+    if by_expert:
+        return replace(info, name=name, shape=(shape[0], size, *shape[2:]), nbytes=nbytes * size)
+    return replace(info, name=name, shape=(size, *shape[1:]), offset=info.offset + first * nbytes, nbytes=nbytes * size)

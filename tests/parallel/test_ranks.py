@@ -1,0 +1,198 @@
+"""Tensor parallelism: any number of ranks gives the bits of one, and one that is missing ends the step."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from children import descendants
+from steps import Piece, Steps, own_cache
+from tiny_gguf import write_tiny_gguf
+from twinphase import LLM, SamplingParams
+from twinphase.backends.base import KVCacheSpec
+from twinphase.config import EngineConfig
+from twinphase.engine.async_engine import AsyncEngine
+from twinphase.engine.loading import make_backend
+from twinphase.engine.ranked_backend import load_on_ranks
+from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
+from twinphase.models.loader import open_model, read_blueprint
+
+F32 = NDArray[np.float32]
+TOKENS = np.random.default_rng(0).integers(3, 300, 150, dtype=np.int32)
+BLOCKS = 64
+PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=12, logprobs=2, ignore_eos=True)
+
+
+class Ranked(Steps):
+    """A model on some ranks of one thread each."""
+
+    def __init__(self, path: Path, ranks: int, **options: Any) -> None:
+        sizes = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "num_kv_blocks": BLOCKS, "threads": 1}
+        checkpoint = open_model(path)
+        blueprint = read_blueprint(checkpoint)
+        config = EngineConfig(tensor_parallel_size=ranks, **sizes | options).resolve(blueprint.context_length)
+        self.model, self.backend = load_on_ranks(checkpoint, blueprint, config, make_backend(config))
+        self.block_size, self.blocks = 16, np.arange(BLOCKS, dtype=np.int32)
+        own = self.model.blueprint
+        self.backend.allocate_kv_cache(KVCacheSpec(own.num_layers, own.num_kv_heads, own.head_dim, BLOCKS, 16))
+
+    def answers(self) -> tuple[F32, list[bytes]]:
+        """Logits of chunks, decodes and drafts, and what the first blocks hold."""
+        logits = [self.chunked(TOKENS[:130], [100, 1, 1, 4])]
+        other = Piece(TOKENS[:40], 0, self.blocks[20:])
+        logits.append(self.run([Piece(TOKENS[130:131], 130, self.blocks), other]))  # a decode beside a prefill
+        return np.concatenate(logits), self.backend.read_blocks([0, 3, 20])
+
+
+def ranks_of_this_process() -> list[int]:
+    gc.collect()  # engines that nobody has any more
+    return descendants(os.getpid(), lambda words: b"twinphase.engine.rank" in words)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("ranks")
+    with own_cache(path / "cache"):
+        yield path
+    assert not ranks_of_this_process()
+
+
+TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+CASES = [
+    pytest.param("cpu", 2, {}, "Q4_0", id="cpu-2"),
+    pytest.param("cpu", 3, {"kv_cache_dtype": "int8"}, "Q8_0", id="cpu-3-int8"),  # one KV head is in two ranks
+    pytest.param("reference", 3, {}, "F32", id="reference-3"),
+    pytest.param("torch", 2, {}, "F32", marks=[TORCH, pytest.mark.slow], id="torch-2"),
+    pytest.param("torch", 3, {"dtype": "bfloat16"}, "F32", marks=[TORCH, pytest.mark.slow], id="torch-3-bfloat16"),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("backend", "ranks", "options", "tensor_type"), CASES)
+def test_bits_are_those_of_one_rank(
+    folder: Path, backend: str, ranks: int, options: dict[str, Any], tensor_type: str
+) -> None:
+    path = write_tiny_gguf(folder / f"{tensor_type}.gguf", hidden=128, ffn=256, tensor_type=tensor_type)
+    one = Ranked(path, 1, backend=backend, **options)
+    logits, frames = one.answers()
+    several = Ranked(path, ranks, backend=backend, **options)
+    found, found_frames = several.answers()
+    np.testing.assert_array_equal(found.view(np.uint32), logits.view(np.uint32))
+    assert found_frames == frames
+    assert all(several.backend.has_finite_numbers(frame) for frame in frames)
+    # Blocks that one rank computed are those of several, at other places.
+    several.backend.write_blocks([40, 41], one.backend.read_blocks([0, 1]))
+    rest = several.run([Piece(TOKENS[32:130], 32, np.array([40, 41, *range(42, 50)], np.int32))])
+    expected = one.run([Piece(TOKENS[32:130], 32, one.blocks)])
+    np.testing.assert_array_equal(rest.view(np.uint32), expected.view(np.uint32))
+
+
+FAMILIES = ("gemma2", "qwen3-moe", "gpt-oss", "phi3", "granite", "glm4")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", (2, 3))
+@pytest.mark.parametrize("backend", ("cpu", "reference", pytest.param("torch", marks=TORCH)))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(folder: Path, family: str, backend: str, ranks: int) -> None:
+    """Windows, softcaps, experts, sinks, biases, fused matrices, norms behind a half, scales."""
+    tiny_families = pytest.importorskip("tiny_families")
+    if not (folder / family).exists():
+        tiny_families.make_model(family).save_pretrained(folder / family)
+    expected, frames = Ranked(folder / family, 1, backend=backend).answers()
+    logits, found = Ranked(folder / family, ranks, backend=backend).answers()
+    np.testing.assert_array_equal(logits.view(np.uint32), expected.view(np.uint32))
+    assert found == frames
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ranks", "options", "num_mixes"),
+    [(2, {}, 3), pytest.param(3, {"kv_cache_dtype": "int8"}, 25, marks=pytest.mark.slow)],
+)
+def test_mixes(folder: Path, ranks: int, options: dict[str, Any], num_mixes: int) -> None:
+    """Random mixes, with the prefix cache and drafts, beside one rank."""
+    mixes = pytest.importorskip("test_mixes")
+    path = write_tiny_gguf(folder / "mixed.gguf", vocab=mixes.VOCAB)
+    config = {"num_kv_blocks": mixes.MOST_BLOCKS, "max_num_batched_tokens": 512, "threads": 1, **options}
+    alone = mixes.Alone(mixes.LoadedEngine(path, **config))
+    tally: Counter[str] = Counter()
+    several = mixes.LoadedEngine(path, tensor_parallel_size=ranks, **config)
+    mixes.run(partial(mixes.Mixes, several, alone, tally, []), num_mixes)
+    assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "Rank 1 of 2 was killed by signal 9"), (signal.SIGSTOP, "no further for 1 s")],
+)
+def test_a_missing_rank_ends_the_step(folder: Path, number: int, words: str) -> None:
+    path = write_tiny_gguf(folder / "F32.gguf", hidden=128, ffn=256, tensor_type="F32")
+    llm = LLM(path, backend="reference", tensor_parallel_size=2, tensor_parallel_timeout=1.0)
+    expected = llm.generate(["hello"], PARAMS)[0].outputs[0].token_ids
+    (rank,) = ranks_of_this_process()
+    os.kill(rank, number)
+    for _ in range(2):  # nor can it go on later
+        with pytest.raises(EngineDeadError, match=words):
+            llm.generate(["hello world"], PARAMS)
+    assert not ranks_of_this_process()
+    again = LLM(path, backend="reference", tensor_parallel_size=2)
+    assert again.generate(["hello"], PARAMS)[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.slow
+def test_a_server_starts_its_ranks_again(folder: Path) -> None:
+    path = write_tiny_gguf(folder / "long.gguf", tensor_type="F32", context=8192)
+    long = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)
+
+    async def ready(engine: AsyncEngine) -> None:
+        while not engine.is_running:
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        engine = AsyncEngine.in_process(path, backend="reference", tensor_parallel_size=2)
+        try:
+            await ready(engine)
+            stream = await engine.submit("hello", long)
+            await anext(aiter(stream))
+            for rank in ranks_of_this_process():
+                os.kill(rank, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="Rank 1 of 2 was killed by signal 9"):
+                async for _ in stream:
+                    pass
+            await ready(engine)
+            updates = [update async for update in await engine.submit("hello", PARAMS)]
+            assert len(updates[-1].output.outputs[0].token_ids) == PARAMS.max_tokens
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"tensor_parallel_size": 0}, InvalidRequestError, "tensor_parallel_size is 0"),
+        ({"tensor_parallel_size": 5}, InvalidRequestError, "4 attention heads"),
+        ({"tensor_parallel_size": 2, "task": "embed"}, InvalidRequestError, "one process"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    folder: Path, options: dict[str, Any], error: type[TwinphaseError], words: str
+) -> None:
+    path = write_tiny_gguf(folder / "F32.gguf", hidden=128, ffn=256, tensor_type="F32")
+    with pytest.raises(error, match=words):
+        LLM(path, backend="reference", **options)
