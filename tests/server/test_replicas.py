@@ -66,7 +66,7 @@ def test_while_the_decode_pool_stands_still_no_more_is_let_in_than_it_has_seats_
         for body in bodies[5:]:
             with send(running, PATH, body) as client:
                 status, headers, reply = read_reply(client)
-            assert (status, reply["error"]["code"]) == (429, "overloaded") and "retry-after" in headers
+            assert status == 429 and "overloaded" in reply["error"]["message"] and "retry-after" in headers
         os.kill(writer, signal.SIGCONT)
         assert [tokens(read_reply(client)[2]) for client in accepted] == expected[:5]
         assert [tokens(running.post(PATH, body)[1]) for body in bodies[5:]] == expected[5:]
