@@ -237,28 +237,36 @@ class Operations:
 
     def gather(self, x: Buffer, span: Span) -> Buffer:
         """Every rank copies its columns to where all see them, in the kind that its reader wants, and waits."""
-        program, width, group = self._program, padded(span.total), self.group
-        assert group is not None
+        # `make` refers neither to the buffer nor to itself: memory in a cycle is freed whenever the collector runs, but
+        # all ranks have to find the same memory free.
+        floats: list[Memory] = []
 
         def make(quantized: bool) -> Memory:
-            if quantized and (span.multiple % GROUP or out.has(quantized=False)):
-                return program.quantize(out.floats)
-            source, whole = x.memory(quantized), Memory(program, x.rows, width, quantized, shared=True)
-            units = (GROUP, 4, 4, 8) if quantized else (4,)  # bytes of a group, or of a column
-            first, size = (span.first // GROUP, -(-span.size // GROUP)) if quantized else (span.first, span.size)
-            args = [program.count(x.rows)]
-            for unit, mine, all_ranks in zip(units, source.arrays, whole.arrays, strict=True):
-                strides = [unit * (memory.groups if quantized else memory.width) for memory in (source, whole)]
-                args += [mine.ctypes.data, strides[0], all_ranks.ctypes.data + unit * first, strides[1], unit * size]
-            tiles, written = program.tiles(x.rows, ROWS_PER_TILE), [(whole.data, 0)]
-            program.add("copy_columns", tiles, args + [0] * (COPY_ARGS - len(args)), [source.data], written)
-            args = [group.address, group.rank, group.ranks, libc_address("usleep")]
-            program.add("meet", program.cells.constant(1), args, [whole.data], written)
-            program.met()
-            return whole
+            if quantized and not floats and span.multiple % GROUP == 0:
+                return self._gathered(x, span, quantized=True)
+            if not floats:
+                floats.append(self._gathered(x, span, quantized=False))
+            return self._program.quantize(floats[0]) if quantized else floats[0]
 
-        out = Buffer(program, x.rows, width, outputs=span.total, make=make)
-        return out
+        return Buffer(self._program, x.rows, padded(span.total), outputs=span.total, make=make)
+
+    def _gathered(self, x: Buffer, span: Span, *, quantized: bool) -> Memory:
+        program, group = self._program, self.group
+        assert group is not None
+        source = x.memory(quantized)
+        whole = Memory(program, x.rows, padded(span.total), quantized, shared=True)
+        units = (GROUP, 4, 4, 8) if quantized else (4,)  # bytes of a group, or of a column
+        first, size = (span.first // GROUP, -(-span.size // GROUP)) if quantized else (span.first, span.size)
+        args = [program.count(x.rows)]
+        for unit, mine, all_ranks in zip(units, source.arrays, whole.arrays, strict=True):
+            strides = [unit * (memory.groups if quantized else memory.width) for memory in (source, whole)]
+            args += [mine.ctypes.data, strides[0], all_ranks.ctypes.data + unit * first, strides[1], unit * size]
+        tiles, written = program.tiles(x.rows, ROWS_PER_TILE), [(whole.data, 0)]
+        program.add("copy_columns", tiles, args + [0] * (COPY_ARGS - len(args)), [source.data], written)
+        args = [group.address, group.rank, group.ranks, libc_address("usleep")]
+        program.add("meet", program.cells.constant(1), args, [whole.data], written)
+        program.met()
+        return whole
 
     def cap_logits(self, logits: Buffer, scale: float, softcap: float | None) -> Buffer:
         """The logits times `scale`, then softcap * tanh(logits / softcap) when there is one."""

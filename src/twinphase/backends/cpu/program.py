@@ -93,10 +93,6 @@ class Buffer:
             self._made[quantized] = made
         return self._made[quantized]
 
-    def has(self, *, quantized: bool) -> bool:
-        """Whether some command has written that kind already."""
-        return quantized in self._made
-
     @property
     def floats(self) -> Memory:
         """The rows as float32."""
