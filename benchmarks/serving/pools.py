@@ -48,7 +48,8 @@ def make_samples(model: str) -> list[Sample]:
         (output,) = llm.generate([prompt], SamplingParams(**params))
         answer = output.outputs[0]
         answers = [(answer.token_ids, answer.text, str(answer.finish_reason))]
-        samples.append(Sample("completion", COMPLETIONS, {"prompt": prompt, **params}, answers, len(prompt)))
+        body = {"prompt": prompt, **params}
+        samples.append(Sample("completion", COMPLETIONS, body, answers=answers, prompt_tokens=len(prompt)))
     return samples
 
 
