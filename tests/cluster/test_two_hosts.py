@@ -92,8 +92,8 @@ def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone
             }
 
         async def body(engine):
-            await until(lambda: engine.is_running)
             router = engine.host
+            await until(lambda: all(one.state == "ready" for one in router.workers()))
             streams = [await engine.submit(prompt, LONG) for prompt in prompts]
             await until(lambda: all(stream.transcript.token_ids for stream in streams))
             assert {sent.worker for sent in router._sent.values()} == {"here", "there"}

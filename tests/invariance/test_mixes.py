@@ -446,7 +446,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 COMPARED = {"compared": 101}
 QUICK = {"compared": 50, "compared after a hit": 5, "mixed steps": 50, "forced preemptions": 1}
-QUICK |= {"accepted drafts": 500, "rejected drafts": 500}
+QUICK |= {"accepted drafts": 500, "rejected drafts": 100}  # how many are worth it depends on how fast steps are
 QUICK |= {"compared with a grammar": 10, "compared with an end of thinking": 10}
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {"compared": 1000, "compared after a hit": 300, "compared after preemption": 50, "mixed steps": 1000}
