@@ -78,9 +78,7 @@ class SamplingParams:
         None, "Add BIAS (-100 to 100) to a token's logit, as ID=BIAS; repeatable."
     )
     bad_words: Sequence[str] | None = setting(None, "Never write this text; repeatable.")
-    allowed_token_ids: Sequence[int] | None = setting(
-        None, "Allow this token, and no others but those so given; repeatable."
-    )
+    allowed_token_ids: Sequence[int] | None = setting(None, "Restrict the output to these token ids; repeatable.")
     seed: int | None = setting(None, "Seed of the random draws.", minimum=0, default_text="drawn by the engine")
     stop: str | Sequence[str] | None = setting(None, "End the output before this text; repeatable.")
     stop_token_ids: Sequence[int] | None = setting(None, "End the output at this token; repeatable.")
@@ -127,6 +125,9 @@ class SamplingParams:
             for text in texts:
                 if not isinstance(text, str) or not text:
                     reject(name, text, "non-empty strings")
+        for text in self.bad_words or ():
+            if not text.strip():  # vLLM's rule strips it to nothing
+                reject("bad_words", text, "words that are not only white space")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 reject("structured_outputs", type(self.structured_outputs).__name__, "StructuredOutputsParams")

@@ -58,7 +58,9 @@ def test_a_request_to_which_nothing_is_left_fails_by_name():
         TokenFilter(Even(), [3, 2], [[1, 2]]).restrict(LOGITS, [1])
 
 
-@pytest.mark.parametrize("fields", [{"bad_words": [""]}, {"allowed_token_ids": []}, {"allowed_token_ids": [-1]}])
+@pytest.mark.parametrize(
+    "fields", [{"bad_words": [""]}, {"bad_words": [" \n"]}, {"allowed_token_ids": []}, {"allowed_token_ids": [-1]}]
+)
 def test_what_no_request_can_mean_is_refused(fields):
     with pytest.raises(InvalidRequestError, match=next(iter(fields))):
         SamplingParams(**fields)

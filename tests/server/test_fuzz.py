@@ -110,7 +110,7 @@ REQUESTS = [
     )),
     ("/v1/completions", {
         "prompt": "a", "max_tokens": 5, "suffix": "b", "n": 1, "best_of": 2, "bad_words": ["a b"], "logprobs": 1,
-        "allowed_token_ids": [5, 6, 7], "truncate_prompt_tokens": 3, "return_tokens_as_token_ids": True,
+        "allowed_token_ids": [5, 6, 7], "return_tokens_as_token_ids": True,
         "include_stop_str_in_output": True, "stop": ["a"],
     }),
     ("/apply-template", {

@@ -109,6 +109,12 @@ def test_tokens_are_named_by_their_ids(server):
         (CHAT, {"messages": TALK, "continue_final_message": True, "add_generation_prompt": True}, "does not go with"),
         (COMPLETION, {"prompt": [5, 6], "suffix": "a"}, "`suffix` is given with a prompt of token ids"),
         (COMPLETION, {"prompt": "a", "suffix": "a", "echo": True}, "`suffix` does not go with `echo`"),
+        (
+            COMPLETION,
+            {"prompt": "a", "suffix": "a", "truncate_prompt_tokens": 1},
+            "not go with `truncate_prompt_tokens`",
+        ),
+        (COMPLETION, {"prompt": "a", "bad_words": ["\n"]}, "white space"),
         (COMPLETION, {"prompt": "a" * 100_000, "suffix": "a"}, "characters"),
         (COMPLETION, {"prompt": "a", "bad_words": ["a"], "allowed_token_ids": [68], "temperature": 0}, "leave none"),
         (COMPLETION, {"prompt": "hello the world", "truncate_prompt_tokens": 2, "max_tokens": 4095}, "the context"),

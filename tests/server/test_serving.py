@@ -125,6 +125,10 @@ def test_metrics_come_in_the_format_that_is_asked_for(server, limited):
     assert "\nvllm:num_requests_running{" in limited.get("/metrics")[1]
 
 
+def test_the_root_says_that_there_is_a_server_without_a_key(limited):
+    assert httpx.get(limited.url).text == "twinphase is running" and httpx.head(limited.url).status_code == 200
+
+
 def test_a_page_that_is_allowed_may_ask_from_a_browser(server, limited):
     url, allowed = limited.url + "/v1/chat/completions", "access-control-allow-origin"
     asked = httpx.options(url, headers=PAGE)

@@ -53,6 +53,14 @@ def test_thinking_within_its_budget_is_apart_from_the_answer(thinker, client):
     assert thinker.metric("reasoning_tokens_total") == details.reasoning_tokens
 
 
+@pytest.mark.parametrize("kept", [14, 1])
+def test_a_truncated_prompt_opens_the_thinking_if_its_end_does(client, kept):
+    reply = ask(client, body={"truncate_prompt_tokens": kept})
+    message, usage = reply.choices[0].message, reply.usage
+    assert usage.prompt_tokens == kept and "</think>" not in message.content
+    assert bool(message.model_extra.get("reasoning_content")) == (kept > 1)
+
+
 def test_a_stream_tells_the_same(client):
     reply = ask(client)
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))

@@ -58,7 +58,7 @@ class ClusterConfig:
         default_text="without Ray",
     )
     elastic_roles: bool = setting(
-        False, "Have a worker go over to the other pool while that one's queue is long, and its own short."
+        False, "Move workers between the prefill and decode pools when one queue is long and the other short."
     )
     worker_silence: float = setting(
         1.5, "Seconds without a sign of life after which a worker counts as dead.", above=0, maximum=3600
@@ -78,7 +78,8 @@ class ClusterConfig:
 
         if self.elastic_roles and not (self.prefill_workers or self.workers or self.cluster_listen):
             raise InvalidRequestError(
-                "--elastic-roles is given, and no pools.", "Give --prefill-workers and --decode-workers as well."
+                "--elastic-roles needs separate prefill and decode workers.",
+                "Give --prefill-workers and --decode-workers as well.",
             )
 
     @property

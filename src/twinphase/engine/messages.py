@@ -144,7 +144,7 @@ class HandOver(msgspec.Struct, tag=True, frozen=True):
 class ReadAtMost(msgspec.Struct, tag=True, frozen=True):
     """From the next step on, read so many tokens of prompts in a step at most; None: as many as its configuration says.
 
-    Who comes while a step goes on waits for its end.
+    A request that arrives during a step waits for that step to end.
     """
 
     num_tokens: int | None

@@ -146,6 +146,11 @@ def _add_requests(api: APIRouter, service: Service) -> None:
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """That there is a server; Ollama's command line asks for it before anything else."""
+        return Response("twinphase is running", media_type="text/plain")
+
     @app.get("/health/live", responses=HEALTH)
     async def live() -> Response:
         """Whether the server works: 503 when its engine has work and makes no step, or could not be loaded."""

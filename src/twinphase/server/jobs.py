@@ -40,6 +40,7 @@ Body = TypeVar("Body", bound=GenerationRequest)
 __all__ = ["Job", "Reader", "chat_job", "completion_job", "count_prompts", "template_inputs", "within_context"]
 
 READ_AT_ONCE = 64  # messages and their parts; more are read by a thread, so that others' answers go on
+ENDING = 64  # tokens that hold a tag and the white space behind it
 NUM_SEEDS = 2**64  # that the engine's draws tell apart
 # Messages, tools and variables, as `AsyncEngine.encode_chat` takes them.
 TemplateInputs = tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]]
@@ -155,7 +156,8 @@ async def chat_job(
     source = template.tool_source if tools else template.source
     format = tool_format(source) if tools else None
     tags = think_tags(source)
-    thinking = bool(tags and prompt.text and opens_thinking(prompt.text, tags))
+    text = prompt.text or tokenizer.decode(prompt.token_ids[-ENDING:], skip_special_tokens=False)  # if truncated
+    thinking = bool(tags and opens_thinking(text, tags))
     grammar = None
     if format is not None and choice != "none":
         grammar = tool_grammar(tools, choice, body.parallel_tool_calls, format, _control_tokens(tokenizer))

@@ -311,6 +311,8 @@ class CompletionRequest(GenerationRequest):
             raise ValueError("`max_tokens`: 0 needs `echo`: true, or `prompt_logprobs`")
         if self.suffix is not None and self.echo:
             raise ValueError("`suffix` does not go with `echo`: true")
+        if self.suffix is not None and self.truncate_prompt_tokens is not None:
+            raise ValueError("`suffix` does not go with `truncate_prompt_tokens`: shorten `prompt` and `suffix`")
         n = self.n or 1
         if self.best_of is not None and self.best_of < n:
             raise ValueError(f"`best_of` is {self.best_of}: it has to be `n` ({n}) or more")
