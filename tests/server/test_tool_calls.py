@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import json
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twinphase.server.answers import Delta
+from twinphase.server.dialects.anthropic import MessageReplies
+from twinphase.server.dialects.responses import ResponseReplies
+from twinphase.server.dialects.responses_types import ResponsesRequest
 from twinphase.server.tool_calls import ToolCallDelta, ToolCallParser, join_deltas
 from twinphase.server.tools import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
 
@@ -93,3 +98,23 @@ def test_a_next_call_that_was_cut_off_leaves_nothing_behind():
         parser = ToolCallParser(HERMES)
         first, last = parser.feed(whole + rest), parser.flush()
         assert (first[0] + last[0]).strip() == "" and [call.name for call in join_deltas(first[1] + last[1])] == ["a"]
+
+
+def test_text_behind_a_call_comes_behind_its_end_in_every_stream() -> None:
+    parser = ToolCallParser(LLAMA3_JSON, lambda: "id")
+    fed = [parser.feed(piece) for piece in ('{"name": "f", "parameters": {"a"', ": 1}} Sure, done")]
+    assert all(fed[1]), "both in one update"
+    transcript = SimpleNamespace(num_cached_tokens=0)
+    choice = SimpleNamespace(stream=SimpleNamespace(transcript=transcript), token_ids=[])
+    params = SimpleNamespace(temperature=0, top_p=1)
+    job = SimpleNamespace(id="x", created=0, model="m", params=params, prompts=[SimpleNamespace(token_ids=[1])])
+    body = ResponsesRequest.model_validate({"input": "a"})
+    for replies in (ResponseReplies(body, "", None, [], job, [choice], None), MessageReplies(16, job, [choice], None)):
+        chunks = b"".join(replies.chunk(Delta(choice, content, "", deltas)) for content, deltas in fed)
+        told = [json.loads(line[6:]) for line in chunks.decode().splitlines() if line.startswith("data: ")]
+        kinds = [(one.get("item") or one["content_block"])["type"] for one in told
+                 if one["type"] in ("response.output_item.added", "content_block_start")]  # fmt: skip
+        assert kinds in (["function_call", "message"], ["tool_use", "text"])
+        pieces = [one["delta"] for one in told if one["type"].endswith("delta")]
+        pieces = [piece if isinstance(piece, str) else piece.get("partial_json", piece.get("text")) for piece in pieces]
+        assert pieces == ['{"a"', ": 1}", "Sure, done"]

@@ -94,6 +94,9 @@ def test_free_text_goes_on_to_calls_where_they_are_announced(vocabulary: Bytes) 
     params = tool_grammar(TOOLS, "auto", None, LLAMA3_JSON, vocabulary.control.get)
     assert vocabulary.allow(params, calls(LLAMA3_JSON, "get", forced=False))
     assert vocabulary.allow(params, '{"city": "Paris"}')  # an answer in JSON is no call
+    for space in (" ", "\n", "[ ", "};"):  # what the parser would find a call behind
+        assert vocabulary.allow(params, space) and vocabulary.allow(params, space + '{"city": 1} [so]')
+        assert not vocabulary.allow(params, space + calls(LLAMA3_JSON, "got"))
 
 
 def test_descriptions_stay_out_of_the_grammar_but_not_properties_of_that_name() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from twinphase.server.tools import MISTRAL, TOOL_NAME, ToolFormat
+from twinphase.server.tools import AROUND_CALLS, MISTRAL, TOOL_NAME, ToolFormat
 from twinphase.tokenizer.detokenizer import overlap
 
 __all__ = ["ToolCall", "ToolCallDelta", "ToolCallParser", "join_deltas"]
@@ -24,7 +24,6 @@ __all__ = ["ToolCall", "ToolCallDelta", "ToolCallParser", "join_deltas"]
 _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*"({TOOL_NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 # The beginning of an object that is not a call.
 _OTHER_OBJECT = re.compile(r'\{\s*(?:[^\s"]|"(?!(?:name|arguments|parameters|type|id)")[^"]*")')
-_AROUND_CALLS = " \t\r\n,;[]}"  # what separates calls in any format, and the brace that small models write twice
 _REST_OF_CALL = re.compile(r"^[^{}<]+")
 
 
@@ -133,7 +132,7 @@ class ToolCallParser:
 
     def _expect_call(self) -> bool:
         """Takes in what may stand before, between and behind calls."""
-        rest = self._text.lstrip(_AROUND_CALLS)
+        rest = self._text.lstrip(AROUND_CALLS)
         ended = bool(self._end) and rest.startswith(self._end)
         if ended:
             rest = rest[len(self._end) :]

@@ -27,6 +27,7 @@ _MARKERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")  # what may be a control tok
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = '{"name": "'  # of every call
 _ANY = "(?s:.*)"
+AROUND_CALLS = " \t\r\n,;[]}"  # what separates calls in any format, and the brace that small models write twice
 
 
 @dataclass(frozen=True)
@@ -169,11 +170,12 @@ def _without_prose(schema: Any) -> Any:
 
 
 def _other_than(beginning: str) -> str:
-    """A regular expression for texts that do not begin like this."""
+    """A regular expression for texts that do not begin like this, nor with what a call is found behind."""
     pattern = ""
     for character in map(re.escape, reversed(beginning)):
         pattern = f"([^{character}]{_ANY}{pattern and f'|{character}{pattern}'})?"
-    return pattern
+    around = r" \t\r\n,;\[\]}"  # AROUND_CALLS, on one line
+    return f"[{around}]*" + pattern.replace("([^", f"([^{around}", 1)
 
 
 def _lark(text: str, special_token: SpecialToken) -> str:

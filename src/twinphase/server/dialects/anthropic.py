@@ -175,13 +175,15 @@ class MessageReplies(Replies):
             events += _event("ping")
         if delta.reasoning:
             events += self._piece("thinking", {"thinking": "", "signature": ""}, {"thinking": delta.reasoning})
+        for call in delta.tool_calls:
+            if call.id is None:  # the rest of a call stands before the text behind it
+                events += self._piece("tool_use", {}, {"partial_json": call.arguments})
         if delta.content:
             events += self._piece("text", {"text": ""}, {"text": delta.content})
         for call in delta.tool_calls:
             if call.id is not None:
-                events += self._end_block()
-            start: dict[str, Any] = {"id": call.id, "name": call.name, "input": {}}
-            events += self._piece("tool_use", start, {"partial_json": call.arguments})
+                start: dict[str, Any] = {"id": call.id, "name": call.name, "input": {}}
+                events += self._end_block() + self._piece("tool_use", start, {"partial_json": call.arguments})
         if delta.finished:
             events += self._end_block()
             told = {"timings": timings(self.job, self._choice, self.shape)}

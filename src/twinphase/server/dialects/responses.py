@@ -143,15 +143,15 @@ class ResponseReplies(ChatReplies):
         self._logprobs += [self._logprob(entry) for entry in delta.logprobs]
         if delta.reasoning:
             events += self._text("reasoning", delta.reasoning)
+        for call in delta.tool_calls:
+            if call.id is None:  # the rest of a call stands before the text behind it
+                events += self._arguments(call.arguments)
         if delta.content:
             events += self._text("message", delta.content)
         for call in delta.tool_calls:
             if call.id is not None:
                 events += self._close() + self._begin(_call_item(call.id, call.name or "", ""))
-            item = self._items[-1]
-            item["arguments"] += call.arguments
-            where = {"item_id": item["id"], "output_index": len(self._items) - 1}
-            events += self._event("response.function_call_arguments.delta", **where, delta=call.arguments)
+                events += self._arguments(call.arguments)
         if delta.finished:
             if not self._items:
                 events += self._text("message", "")
@@ -219,6 +219,13 @@ class ResponseReplies(ChatReplies):
         news, self._logprobs = self._logprobs, []
         part["logprobs"] += news
         return events + self._event("response.output_text.delta", **self._where(), delta=text, logprobs=news)
+
+    def _arguments(self, text: str) -> bytes:
+        """A piece of the last call."""
+        item = self._items[-1]
+        item["arguments"] += text
+        where = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        return self._event("response.function_call_arguments.delta", **where, delta=text)
 
     def _close(self, *, short: bool = False) -> bytes:
         if not self._open:
