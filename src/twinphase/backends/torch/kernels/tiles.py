@@ -6,17 +6,17 @@ No sum depends on it: a row's products are added 32 inputs after 32, however man
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from twinphase.errors import StorageError
 from twinphase.weights.storage import cache_root, write_atomically
 
 __all__ = ["FEW", "TILES", "Tile", "key_of", "keep_tuned", "read_tuned", "tile_for", "tile_of", "tuned_path"]
 
+LOG = logging.getLogger(__name__)
 FEW = 16  # rows: up to here the time is that of reading the weights
 
 
@@ -60,24 +60,19 @@ def tuned_path(device: str) -> Path:
 
 
 def read_tuned(device: str) -> dict[str, Tile]:
-    """What was found for a device, nothing where it was never tuned.
-
-    Raises:
-        StorageError: the file is not as `keep_tuned` wrote it.
-    """
+    """What was found for a device, nothing where it was never tuned or its file is damaged."""
     path = tuned_path(device)
     try:
         return {key: Tile(*map(int, values)) for key, values in json.loads(path.read_bytes()).items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError):
-        raise StorageError(f"{path} is not readable.", "Delete it, or run `twinphase tune` again.") from None
+        LOG.warning("%s is not readable: the shipped tiles are used. Run `twinphase tune` again.", path)
+        return {}
 
 
 def keep_tuned(device: str, found: Mapping[str, Tile]) -> Path:
     """Add to what is kept for a device; the file."""
-    path, known = tuned_path(device), dict[str, Tile]()
-    with suppress(StorageError):  # replaced
-        known = read_tuned(device)
-    write_atomically(path, json.dumps({**known, **found}, indent=0).encode())
+    path = tuned_path(device)
+    write_atomically(path, json.dumps({**read_tuned(device), **found}, indent=0).encode())
     return path
