@@ -1,5 +1,7 @@
 """OpenAI's Responses API, by its official client: the answers of chats in items and events; what is kept, and whose."""
 
+import contextlib
+import itertools
 import json
 from typing import Literal
 
@@ -9,6 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from raw_client import events, send
+from twinphase.errors import RequestNotFoundError
+from twinphase.server.dialects.kept_responses import Kept, Responses
 
 CHAT, PATH = "/v1/chat/completions", "/v1/responses"
 GREEDY = {"temperature": 0, "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
@@ -138,9 +142,9 @@ def test_a_response_is_followed_kept_and_forgotten(server, client):
     unkept = client.responses.create(model=model, input="hello", store=False, **GREEDY)
     for gone in (first.id, unkept.id, "resp_x"):
         for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-            with pytest.raises(openai.NotFoundError, match="Response with id 'resp_.*' not found"):
+            with pytest.raises(openai.NotFoundError, match="Response 'resp_.*' was not found"):
                 ask(gone)
-        with pytest.raises(openai.NotFoundError, match="Response with id 'resp_.*' not found"):
+        with pytest.raises(openai.NotFoundError, match="Response 'resp_.*' was not found"):
             client.responses.create(model=model, input="a", previous_response_id=gone)
 
 
@@ -164,6 +168,31 @@ def test_each_key_has_its_own_and_a_running_one_is_cancelled_by_it_alone(shared)
     )
     assert shared.post(PATH, {**long, "previous_response_id": done["id"]}, **bob)[0] == 404
     assert httpx.delete(f"{shared.url}{PATH}/{done['id']}", headers=bob).status_code == 404
+
+
+def test_a_tenant_pushes_out_its_own_first(monkeypatch):
+    monkeypatch.setattr("twinphase.server.dialects.kept_responses.MAX_KEPT_BYTES", 1000)
+
+    def still(known):
+        found = []
+        for tenant, name in itertools.product("ab", "01234567"):
+            with contextlib.suppress(RequestNotFoundError):
+                known.get(tenant, name)
+                found.append(tenant + name)
+        return found
+
+    known = Responses(4)
+    known.put("a", "0", Kept(b"x" * 100, b""))
+    for name in "0123456":
+        known.put("b", name, Kept(b"", b""))
+    assert still(known) == ["a0", "b4", "b5", "b6"]
+    known.put("b", "6", Kept(b"x" * 500, b"y" * 400))
+    assert still(known) == ["a0", "b4", "b5", "b6"]
+    known.put("b", "7", Kept(b"", b"y"))
+    assert still(known) == ["a0", "b7"], "the oldest, until the rest fits"
+    none = Responses(0)
+    none.put("a", "0", Kept(b"", b""))
+    assert still(none) == []
 
 
 def test_the_oldest_are_forgotten_first(start):
@@ -190,6 +219,9 @@ def test_the_oldest_are_forgotten_first(start):
         ({"conversation": "x"}, "`conversation` is not supported"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "schema"),
         ({"max_output_tokens": 10**6}, "the context holds"),
+        ({"metadata": {"a" * 65: "b"}}, "at most 64 characters"),
+        ({"metadata": {"a": "b" * 513}}, "at most 512 characters"),
+        ({"user": "a" * 513}, "`user`"),
         ({"nonsense": 1}, "`nonsense` is not supported"),
     ],
 )

@@ -72,7 +72,7 @@ class ServerConfig:
         1024, "Finished requests whose timelines are kept, for `twinphase explain`.", minimum=1
     )
     kept_responses: int = setting(
-        1024, "Responses of /v1/responses that are kept in memory, 64 MiB of them at most.", minimum=1
+        1024, "Responses of /v1/responses that are kept in memory, 64 MiB of them at most; 0 for none.", minimum=0
     )
     per_request_spec_decode_metrics: str = setting(
         "none",

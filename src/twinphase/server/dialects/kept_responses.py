@@ -1,9 +1,9 @@
-"""Responses that are kept in memory, each its tenant's own, within limits of number and bytes: the oldest go first."""
+"""Responses that are kept in memory, each its tenant's own, within limits of number and bytes."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -22,40 +22,54 @@ class Kept:
     body: bytes
     messages: bytes
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.messages)
+
 
 class Responses:
     """Responses by tenant and id, those that run among them."""
 
     def __init__(self, most: int) -> None:
         """`most` are kept, of all tenants together."""
-        self._most, self._num_bytes = most, 0
-        self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
+        self._most = most
+        self._kept: dict[str, dict[str, Kept]] = {}  # by tenant, the oldest first
         self._lock = threading.Lock()  # whole bodies are written by threads
         self.running: WeakValueDictionary[tuple[str, str], Generation] = WeakValueDictionary()
 
     def put(self, tenant: str, response_id: str, kept: Kept) -> None:
+        """What is too much goes from the tenant who has the most of that: nobody can push out what others keep."""
         with self._lock:
-            self._kept[tenant, response_id] = kept
-            self._num_bytes += len(kept.body) + len(kept.messages)
-            while self._kept and (len(self._kept) > self._most or self._num_bytes > MAX_KEPT_BYTES):
-                self._forget(next(iter(self._kept)))
+            self._kept.setdefault(tenant, {})[response_id] = kept
+            self._limit(len, self._most)
+            self._limit(lambda own: sum(each.num_bytes for each in own.values()), MAX_KEPT_BYTES)
 
     def get(self, tenant: str, response_id: str) -> Kept:
         """Raises `RequestNotFoundError` for one that is not this tenant's, or not kept any more."""
         with self._lock:
-            found = self._kept.get((tenant, response_id))
+            found = self._kept.get(tenant, {}).get(response_id)
         if found is None:
             raise RequestNotFoundError(
-                f"Response with id {response_id[:80]!r} not found.",
-                "It was not stored here, or too many were since.",
+                f"Response {response_id[:80]!r} was not found: it has expired, or was created with `store`: false.",
+                "Send the conversation in `input`.",
             )
         return found
 
     def delete(self, tenant: str, response_id: str) -> None:
         self.get(tenant, response_id)
         with self._lock:
-            self._forget((tenant, response_id))
+            self._forget(tenant, response_id)
 
-    def _forget(self, key: tuple[str, str]) -> None:
-        kept = self._kept.pop(key, None)
-        self._num_bytes -= len(kept.body) + len(kept.messages) if kept is not None else 0
+    def _limit(self, size: Callable[[dict[str, Kept]], int], most: int) -> None:
+        sizes = {tenant: size(own) for tenant, own in self._kept.items()}
+        while sum(sizes.values()) > most:
+            tenant = max(sizes, key=sizes.__getitem__)
+            own = self._kept[tenant]
+            self._forget(tenant, next(iter(own)))
+            sizes[tenant] = size(own)
+
+    def _forget(self, tenant: str, response_id: str) -> None:
+        own = self._kept.get(tenant, {})
+        own.pop(response_id, None)
+        if not own:
+            self._kept.pop(tenant, None)

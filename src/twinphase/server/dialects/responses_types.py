@@ -181,11 +181,16 @@ class ResponsesRequest(Strict):
         Field(fail_fast=True, max_length=MAX_STOPS),
     ] = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
     max_tool_calls: int | None = None  # of tools that OpenAI's servers would run
-    user: str | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     prompt_cache_key: str | None = None
