@@ -203,6 +203,9 @@ def test_the_oldest_are_forgotten_first(start):
         assert [client.responses.retrieve(name).id for name in ids[1:]] == ids[1:]
 
 
+PARSED = {"type": "output_text", "text": "a", "parsed": 1}  # by a client, not by the server
+
+
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
@@ -217,7 +220,20 @@ def test_the_oldest_are_forgotten_first(start):
         ({"background": True}, "`background`"),
         ({"truncation": "auto"}, "`truncation`"),
         ({"conversation": "x"}, "`conversation` is not supported"),
-        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a"}}},
+            "`text.format`: the type json_schema needs `schema`.",
+        ),
+        (
+            {"input": [{"role": "assistant", "content": [PARSED]}]},
+            "The field `input.0.content.0.parsed` is not supported. Leave it out.",
+        ),
+        ({"input": [{"role": "user"}]}, "`input.0.content`: Field required."),
+        ({"input": [{"type": "function_call"}]}, "`input.0.call_id`: Field required."),
+        ({"max_tokens": 5}, "Did you mean `max_output_tokens`?"),
+        ({"messages": []}, "Did you mean `input`?"),
+        ({"response_format": {}}, "Did you mean `text.format`?"),
+        ({"reasoning_effort": "low"}, "Did you mean `reasoning.effort`?"),
         ({"max_output_tokens": 10**6}, "the context holds"),
         ({"metadata": {"a" * 65: "b"}}, "at most 64 characters"),
         ({"metadata": {"a": "b" * 513}}, "at most 512 characters"),

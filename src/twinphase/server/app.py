@@ -184,12 +184,12 @@ def _add_problems(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return refuse(
-            request,
-            problems.invalid_fields(error.errors(), hints=request.state.shape is problems.openai_shape),
-            400,
-            "InvalidRequestError",
-        )
+        known: set[str] = set()
+        if request.state.shape is problems.openai_shape:
+            field = request.scope["route"].body_field
+            known = set(getattr(field and field.field_info.annotation, "model_fields", ()))
+        problem = problems.invalid_fields(error.errors(), error.body, known)
+        return refuse(request, problem, 400, "InvalidRequestError")
 
     @app.exception_handler(HTTPException)
     async def http_problem(request: Request, error: HTTPException) -> Response:

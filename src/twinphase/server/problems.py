@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -20,18 +20,18 @@ from twinphase.errors import (
     OverloadedError,
     TwinphaseError,
 )
-from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
 # Types in pydantic's paths; no field is so named.
 TRIED = re.compile(r"(str|int|float|bool|none|constrained-.*|[A-Z][A-Za-z]*|[\w-]*\[.*)$", re.DOTALL)
 LONGEST_PATH = 100  # characters of a field's name, which is the client's
-KNOWN_FIELDS = {
-    name for kind in (ChatCompletionRequest, CompletionRequest, EmbeddingRequest) for name in kind.model_fields
-}
-# What other engines' users write.
-ALIASES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens", "n_predict": "max_tokens",
-           "regex": "structured_outputs.regex", "grammar": "structured_outputs.grammar",
-           "json_schema": "response_format", "guided_decoding": "structured_outputs"}  # fmt: skip
+# What users of other engines and of other routes write, and what it may be called here.
+LONGEST_ANSWER = ("max_tokens", "max_output_tokens")
+ALIASES = {"repeat_penalty": ("repetition_penalty",), "num_predict": LONGEST_ANSWER, "n_predict": LONGEST_ANSWER,
+           "max_tokens": LONGEST_ANSWER, "max_completion_tokens": LONGEST_ANSWER, "max_output_tokens": LONGEST_ANSWER,
+           "messages": ("input",), "input": ("messages", "prompt"), "reasoning_effort": ("reasoning.effort",),
+           "regex": ("structured_outputs.regex",), "grammar": ("structured_outputs.grammar",),
+           "json_schema": ("response_format", "text.format"), "response_format": ("text.format",),
+           "guided_decoding": ("structured_outputs",)}  # fmt: skip
 # OpenAI's word for a status; the other 4xx are "invalid_request_error", the other 5xx "internal_server_error".
 TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error",
          503: "service_unavailable_error", 504: "timeout_error"}  # fmt: skip
@@ -103,19 +103,19 @@ def headers(error: TwinphaseError) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if error.http_status == 401 else {}
 
 
-def invalid_fields(errors: Sequence[Any], *, hints: bool) -> Problem:
-    """What pydantic found, as one sentence for the first few fields; `hints` name fields of OpenAI's API."""
+def invalid_fields(errors: Sequence[Any], given: Any, known: Set[str]) -> Problem:
+    """What pydantic found in `given`, as one sentence for the first few fields; hints name `known` fields."""
     sentences, first = [], None
     for error in errors[:3]:
         kind, message = error["type"], error["msg"].removeprefix("Value error, ")
-        path = _path(error)
+        path = _path(error, given)
         where = ".".join(path)[:LONGEST_PATH]
         if kind == "json_invalid":  # its path is a position
             sentences.append(f"The body is not valid JSON: {error.get('ctx', {}).get('error', message)}.")
             continue
         first = first or (path[0][:LONGEST_PATH] if path else None)
         if kind in ("extra_forbidden", "none_required"):
-            sentences.append(f"The field `{where}` is not supported. {_instead(path[-1] if path and hints else '')}")
+            sentences.append(f"The field `{where}` is not supported. {_instead(path[-1] if path else '', known)}")
         elif kind == "literal_error":
             sentences.append(f"`{where}`: {message.replace('Input should be', 'only this is supported:')}.")
         elif not path and kind != "value_error":
@@ -125,11 +125,20 @@ def invalid_fields(errors: Sequence[Any], *, hints: bool) -> Problem:
     return Problem(" ".join(sentences), 400, first)
 
 
-def _path(error: Any) -> list[str]:
-    """Where in the body an error is; pydantic also names the types that it tried there, which tell a client nothing."""
-    *path, last = [str(part) for part in error["loc"][1:]] or [""]  # the first says that it is of the body
-    unknown = error["type"] == "extra_forbidden"  # whatever the client calls it
-    return [part for part in path if not TRIED.match(part)] + [last] * bool(last and (unknown or not TRIED.match(last)))
+def _path(error: Any, given: Any) -> list[str]:
+    """Where in the body an error is; pydantic also names types that it tried and tags of unions, which nobody sent."""
+    path: list[str] = []
+    *parts, last = error["loc"][1:] or [""]  # the first says that it is of the body
+    for part in parts:
+        if not TRIED.match(str(part)) and (not isinstance(given, dict) or part in given):
+            path.append(str(part))
+            inside = isinstance(given, dict) or (
+                isinstance(given, list) and isinstance(part, int) and part < len(given)
+            )
+            given = given[part] if inside else None
+    unknown, sent = error["type"] == "extra_forbidden", not isinstance(given, dict) or last in given
+    known = not TRIED.match(str(last)) and (sent or error["type"] == "missing")
+    return path + [str(last)] * bool(last != "" and (unknown or known))  # unknown: whatever the client calls it
 
 
 def not_found(method: str, path: str) -> str:
@@ -141,11 +150,10 @@ def not_found(method: str, path: str) -> str:
     return f"There is no {method} {path[:LONGEST_PATH]} here. GET /openapi.json lists what there is."
 
 
-def _instead(name: str) -> str:
-    known = ALIASES.get(name)
-    if known is None:
-        known = next(iter(get_close_matches(name, KNOWN_FIELDS - {name}, 1, 0.8)), None)  # another route may have it
-    return f"Did you mean `{known}`?" if known else "Leave it out."
+def _instead(name: str, known: Set[str]) -> str:
+    meant = [other for other in ALIASES.get(name, ()) if other.partition(".")[0] in known]
+    meant = meant or get_close_matches(name, known - {name}, 1, 0.8)  # a nested field may be so named
+    return f"Did you mean `{meant[0]}`?" if meant else "Leave it out."
 
 
 def _code(error: TwinphaseError) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from twinphase.server.openai_types import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Name, Stop
 from twinphase.server.strict import Strict
@@ -100,6 +100,12 @@ class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _names_its_tool(self) -> ToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise ValueError("the type tool needs `name`")
+        return self
 
 
 class Thinking(Strict):

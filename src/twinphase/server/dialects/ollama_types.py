@@ -26,7 +26,7 @@ class Options(Strict):
     min_p: float | None = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
-    repeat_penalty: float | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # Accepted at the value that means what is done anyway: penalties look at the whole text.
