@@ -9,10 +9,13 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from raw_client import events, send
 from twinphase.errors import RequestNotFoundError
 from twinphase.server.dialects.kept_responses import Kept, Responses
+from twinphase.server.dialects.responses import ResponseCancelledError
+from twinphase.server.problems import headers
 
 CHAT, PATH = "/v1/chat/completions", "/v1/responses"
 GREEDY = {"temperature": 0, "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
@@ -168,6 +171,29 @@ def test_each_key_has_its_own_and_a_running_one_is_cancelled_by_it_alone(shared)
     )
     assert shared.post(PATH, {**long, "previous_response_id": done["id"]}, **bob)[0] == 404
     assert httpx.delete(f"{shared.url}{PATH}/{done['id']}", headers=bob).status_code == 404
+
+
+def test_a_response_that_ends_inside_a_call_is_gone_on_with(server, client):
+    tool = {"type": "function", "name": "pick", "parameters": PICK}
+    fields = {"model": server.model, "input": "hello", "temperature": 0, "tools": [tool], "tool_choice": "required"}
+    length = client.responses.create(**fields).usage.output_tokens
+    for cut in range(length - 1, 0, -1):
+        said = client.responses.create(**fields, max_output_tokens=cut)
+        (call,) = said.output
+        if not call.arguments.endswith("}"):
+            break
+    assert call.arguments.startswith("{") and said.status == "incomplete"
+    next = client.responses.create(model=server.model, input="on", previous_response_id=said.id, **GREEDY)
+    function = {"name": "pick", "arguments": json.dumps(from_json(call.arguments, allow_partial=True))}
+    calls = [{"id": call.call_id, "type": "function", "function": function}]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    expected, _ = chat(server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "on"}])
+    assert next.output_text == expected["message"]["content"]
+
+
+def test_who_waits_for_a_cancelled_response_is_told_not_to_try_again():
+    told = headers(ResponseCancelledError("The response was cancelled."))
+    assert told == {"X-Should-Retry": "false"}
 
 
 def test_a_tenant_pushes_out_its_own_first(monkeypatch):

@@ -96,7 +96,7 @@ def raw_headers(error: TwinphaseError) -> list[tuple[bytes, bytes]]:
 def headers(error: TwinphaseError) -> dict[str, str]:
     if isinstance(error, EngineUnavailableError):
         return {"Retry-After": str(getattr(error, "retry_after", 1))}
-    if isinstance(error, RequestTimeoutError):  # OpenAI's clients would send it again, for as long
+    if isinstance(error, RequestTimeoutError) or error.http_status == 409:  # OpenAI's clients would send it again
         return {"X-Should-Retry": "false"}
     if isinstance(error, (SlowBodyError, TooLargeError)):  # more of the body may come
         return {"Connection": "close"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -305,13 +306,13 @@ def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _said(choice: Choice) -> dict[str, Any]:
-    """The answer as a message of a chat."""
+    """The answer as a message of a chat; of a call that was cut off, the arguments that came whole."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.content}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.given)}}
             for call in choice.tool_calls
         ]
     return message
@@ -368,5 +369,7 @@ def add_responses(api: APIRouter, service: Service) -> None:
         if generation is None or generation not in service.in_flight:
             known.get(tenant, response_id)
             raise InvalidRequestError("Cannot cancel a synchronous response.", "It is over: GET it, or DELETE it.")
-        generation.expire(ResponseCancelledError("The response was cancelled."))
+        generation.expire(
+            ResponseCancelledError("The response was cancelled.", "Send it again if you want it after all.")
+        )
         return JSONResponse({"id": response_id, "object": "response", "status": "cancelled", "output": []})
