@@ -160,10 +160,15 @@ def test_each_key_has_its_own_and_a_running_one_is_cancelled_by_it_alone(shared)
         while next(coming)["type"] != "response.output_text.delta":
             pass
         for headers, status in ((bob, 404), (alice, 200)):
-            assert shared.post(f"{PATH}/{name}/cancel", b"", **headers)[0] == status
+            found, cancelled = shared.post(f"{PATH}/{name}/cancel", b"", **headers)
+            assert found == status
         *_, error, failed = coming
     assert error["type"] == "error" and "cancelled" in error["message"]
     assert failed["type"] == "response.failed" and failed["response"]["id"] == name and failed["response"]["output"]
+    assert cancelled == {**failed["response"], "status": "cancelled", "error": None, "output": cancelled["output"]}
+    (message,) = cancelled["output"]
+    assert message["status"] == "incomplete" and message["content"][0]["text"]
+    assert shared.get(f"{PATH}/{name}", **alice)[1] == cancelled
     shared.wait_until_idle()
     _, done = shared.post(PATH, {**long, "stream": False, "max_output_tokens": 2}, **alice)
     assert (

@@ -48,7 +48,7 @@ class Generation(Exchange):
         """`make_job` encodes the prompts, given engine and time of arrival; `num_requests`: answers to ask for."""
         super().__init__(service, num_requests)
         self._make_job, self._make_replies, self._stream = make_job, make_replies, stream
-        self._replies: Replies | None = None  # of a stream that has begun
+        self.replies: Replies | None = None  # once the prompts are queued
         self._last_token: dict[int, float] = {}  # by choice, when its last token was handed over
 
     async def _answer(self, ticket: Ticket) -> None:
@@ -70,7 +70,7 @@ class Generation(Exchange):
             service.timelines.begin(self._tenant, choice)
         shape = service.facts.shape if service.facts else None
         told = service.config.per_request_spec_decode_metrics
-        replies = self._make_replies(job, choices, engine.text.tokenizer, shape, told)
+        self.replies = replies = self._make_replies(job, choices, engine.text.tokenizer, shape, told)
         try:
             if self._stream:
                 await self._send_events(job, choices, replies, on_update)
@@ -94,7 +94,6 @@ class Generation(Exchange):
         replies: Replies,
         on_update: Callable[[Choice, StreamUpdate], None],
     ) -> None:
-        self._replies = replies
         await self._start(200, [(b"content-type", replies.stream_type), *STREAMED, *replies.names()])
         async with aclosing(run_job(choices, on_update)) as deltas:
             async for delta in deltas:
@@ -120,8 +119,8 @@ class Generation(Exchange):
         self._last_token[choice.index] = now
 
     async def _end_with(self, error: TwinphaseError) -> None:
-        if self._replies is not None:
-            await self._send(self._replies.failure(problems.body(error, self._shape)), more=False)
+        if self._stream and self.replies is not None:
+            await self._send(self.replies.failure(problems.body(error, self._shape)), more=False)
 
 
 def answer_chat(

@@ -172,6 +172,16 @@ class ResponseReplies(ChatReplies):
         return self._event("error", **told) + self._event("response.failed", response=failed)
 
     def body(self) -> dict[str, Any]:
+        return self._finished(self._whole(short=self._choice.finish_reason == "length"))
+
+    def cancelled(self) -> dict[str, Any]:
+        """The response as far as it came, which is kept like a finished one."""
+        response = self._response("cancelled", self._whole(short=True))
+        self._keep(response)
+        return response
+
+    def _whole(self, *, short: bool) -> list[dict[str, Any]]:
+        """The items of what came so far; the last of them is cut `short`."""
         choice, items = self._choice, []
         if choice.reasoning and self.job.reader.keep_reasoning:
             items.append({**self._item("reasoning"), "content": [{"type": "reasoning_text", "text": choice.reasoning}]})
@@ -182,9 +192,9 @@ class ResponseReplies(ChatReplies):
         items += [_call_item(call.id, call.name, call.arguments) for call in calls]
         for item in items:
             item["status"] = "completed"
-        if items and choice.finish_reason == "length":
+        if items and short:
             items[-1]["status"] = "incomplete"
-        return self._finished(items)
+        return items
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = encode({"type": kind, "sequence_number": self._number, **fields})
@@ -256,10 +266,13 @@ class ResponseReplies(ChatReplies):
         response["incomplete_details"] = {"reason": "max_output_tokens"} if short else None
         response["usage"] = _usage(self.job, self.choices)
         response["timings"] = timings(self.job, self._choice, self.shape)
+        self._keep(response)
+        return response
+
+    def _keep(self, response: dict[str, Any]) -> None:
         if self._body.store:
             kept = Kept(encode(response), encode([*self._messages, _said(self._choice)]))
             self._known.put(self._tenant, self.job.id, kept)
-        return response
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         body, params = self._body, self.job.params
@@ -372,4 +385,6 @@ def add_responses(api: APIRouter, service: Service) -> None:
         generation.expire(
             ResponseCancelledError("The response was cancelled.", "Send it again if you want it after all.")
         )
+        if isinstance(generation.replies, ResponseReplies):
+            return JSONResponse(generation.replies.cancelled())
         return JSONResponse({"id": response_id, "object": "response", "status": "cancelled", "output": []})
