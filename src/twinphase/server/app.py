@@ -38,7 +38,7 @@ from twinphase.server.openai_types import (
 from twinphase.server.problems import FAILED, Problem, Shape, SlowBodyError, TooLargeError
 from twinphase.server.replies import ChatReplies, CompletionReplies
 from twinphase.server.service import Service
-from twinphase.server.text_routes import ERRORS, add_text
+from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, add_text
 
 __all__ = ["make_app"]
 
@@ -50,8 +50,6 @@ TOTAL_BODY_LIMITS = 32
 DISCARDED_BODY_LIMITS = 8
 Responses = dict[int | str, dict[str, Any]]  # as the OpenAPI document has them, by status
 UNREADABLE = "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without numbers that long."
-OBJECT = {"application/json": {"schema": {"type": "object"}}}
-ANSWER: Responses = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
 EMBEDDINGS: Responses = {200: {"content": OBJECT}, **ERRORS}
 HEALTH: Responses = {503: {"content": OBJECT, "description": "Not now"}, **ERRORS}
 EXPOSED = ["x-request-id", "x-ignored-fields", "server-timing", "retry-after"]  # headers that a browser page may read

@@ -9,15 +9,26 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter
 from fastapi.responses import Response
+from pydantic import BaseModel
 
 from twinphase.errors import InvalidRequestError
 from twinphase.server.jobs import template_inputs
 from twinphase.server.openai_types import ChatCompletionRequest, DetokenizeRequest, ErrorResponse, TokenizeRequest
 from twinphase.server.service import Service
 
-__all__ = ["ERRORS", "add_text"]
+__all__ = ["ANSWER", "ERRORS", "OBJECT", "add_text", "documented"]
 
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+Documented = dict[int | str, dict[str, Any]]
+OBJECT = {"application/json": {"schema": {"type": "object"}}}
+
+
+def documented(error: type[BaseModel], stream_type: str = "text/event-stream") -> tuple[Documented, Documented]:
+    """What a dialect's routes may answer, for /openapi.json: errors only, and with them bodies and streams."""
+    errors: Documented = {"4XX": {"model": error}, "5XX": {"model": error}}
+    return errors, {200: {"content": {**OBJECT, stream_type: {}}}, **errors}
+
+
+ERRORS, ANSWER = documented(ErrorResponse)
 
 
 def add_text(api: APIRouter, service: Service) -> None:

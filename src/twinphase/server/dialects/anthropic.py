@@ -34,6 +34,7 @@ from twinphase.server.openai_types import ChatCompletionRequest
 from twinphase.server.problems import Problem, refuse_fields
 from twinphase.server.replies import Replies, encode
 from twinphase.server.service import Service
+from twinphase.server.text_routes import documented
 from twinphase.tokenizer.think_tags import think_tags
 
 __all__ = ["add_messages", "anthropic_shape"]
@@ -41,12 +42,7 @@ __all__ = ["add_messages", "anthropic_shape"]
 # Anthropic's word for a status.
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
          429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": AnthropicErrorResponse},
-    "5XX": {"model": AnthropicErrorResponse},
-}
-OBJECT = {"application/json": {"schema": {"type": "object"}}}
-ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
+ERRORS, ANSWER = documented(AnthropicErrorResponse)
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 

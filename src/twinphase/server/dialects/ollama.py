@@ -41,6 +41,7 @@ from twinphase.server.openai_types import ChatCompletionRequest, CompletionReque
 from twinphase.server.problems import Problem, refuse_fields
 from twinphase.server.replies import ChatReplies, encode
 from twinphase.server.service import Service
+from twinphase.server.text_routes import documented
 from twinphase.server.tool_calls import ToolCall
 from twinphase.tokenizer.chat_template import supports_tools
 from twinphase.tokenizer.think_tags import think_tags
@@ -48,13 +49,8 @@ from twinphase.tokenizer.think_tags import think_tags
 __all__ = ["add_ollama", "ollama_shape"]
 
 BEFORE_KINDS = (IntervalKind.TOKENIZE, IntervalKind.ROUTE, IntervalKind.QUEUE)
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": OllamaErrorResponse},
-    "5XX": {"model": OllamaErrorResponse},
-}
 STREAM = "application/x-ndjson"
-OBJECT = {"application/json": {"schema": {"type": "object"}}}
-ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {**OBJECT, STREAM: {}}}, **ERRORS}
+ERRORS, ANSWER = documented(OllamaErrorResponse, STREAM)
 FOREVER = "2318-01-01T00:00:00Z"  # Ollama's date for a model that is not unloaded
 NONE_ASKED = 2**31 - 1  # tokens: to the end of the context
 

@@ -29,16 +29,14 @@ from twinphase.server.dialects.responses_types import (
 from twinphase.server.generation import answer_chat
 from twinphase.server.jobs import Job
 from twinphase.server.observe import timings
-from twinphase.server.openai_types import ChatCompletionRequest, ErrorResponse
+from twinphase.server.openai_types import ChatCompletionRequest
 from twinphase.server.problems import refuse_fields
 from twinphase.server.replies import ChatReplies, encode, usage
 from twinphase.server.service import Service
+from twinphase.server.text_routes import ANSWER, ERRORS
 
 __all__ = ["add_responses"]
 
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
-OBJECT = {"application/json": {"schema": {"type": "object"}}}
-ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {**OBJECT, "text/event-stream": {}}}, **ERRORS}
 LOGPROBS = "message.output_text.logprobs"
 
 
