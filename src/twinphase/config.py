@@ -128,7 +128,7 @@ class EngineConfig:
         1, "Processes that each compute a share of every layer; the answers have the same bits.", minimum=1, short="-tp"
     )
     tensor_parallel_timeout: float = setting(
-        30.0, "Seconds after which a rank of --tensor-parallel-size that comes no further counts as dead.", above=0
+        30.0, "Seconds without progress after which a tensor parallel rank counts as dead.", above=0
     )
     isa: str | None = setting(
         None, "Instruction-set path of the cpu backend, such as avx2.", default_text="the best that this processor has"
