@@ -6,7 +6,7 @@ Streamed and whole replies are made of the same deltas, so they cannot differ. N
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +21,7 @@ from twinphase.server.jobs import Job
 from twinphase.server.tool_calls import ToolCall, ToolCallDelta, join_deltas
 from twinphase.tokenizer.detokenizer import Detokenizer
 
-__all__ = ["Choice", "Delta", "run_job", "submit_all"]
+__all__ = ["Choice", "ContentTokens", "Delta", "run_job", "submit_all"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,50 @@ class Choice:
     def _prompt_text(self) -> str:
         prompt = self.job.prompt_of(self.index)
         return prompt.text if prompt.text is not None else self.stream.transcript.tokenizer.decode(prompt.token_ids)
+
+
+class ContentTokens:
+    """Finds the tokens of an answer whose text is content, neither thoughts nor calls: divides it token by token."""
+
+    def __init__(self, choice: Choice) -> None:
+        reader = choice.job.reader
+        self._splitter, self._tools = reader.splitter(), reader.tool_parser()
+        self._detokenizer = Detokenizer(choice.stream.transcript.tokenizer, keep_special=reader.markers)
+        self._held: list[TokenLogprobs] = []  # which way their text goes is not certain yet
+
+    def take(self, tokens: Sequence[TokenLogprobs], finished: bool) -> list[TokenLogprobs]:
+        """Those of the next `tokens`, and of those held back before, that are content for certain.
+
+        White space between thoughts and content counts as content.
+        """
+        if self._splitter is None and self._tools is None:
+            return list(tokens)
+        found: list[TokenLogprobs] = []
+        for token in tokens:
+            self._held.append(token)
+            text, thought = self._detokenizer.append(token.token_id), self._is_thinking
+            _, content = self._splitter.feed(text) if self._splitter else ("", text)
+            calls: list[ToolCallDelta] = []
+            if self._tools:
+                content, calls = self._tools.feed(content)
+            if content:
+                found += self._held
+            beside_call = self._tools is not None and self._tools.is_beside_call
+            if content or calls or beside_call or thought or self._is_thinking:
+                self._held = []
+        if finished and self._flush():
+            found += self._held
+        return found
+
+    @property
+    def _is_thinking(self) -> bool:
+        return self._splitter is not None and self._splitter.reasoning
+
+    def _flush(self) -> str:
+        content = self._splitter.flush()[1] if self._splitter else ""
+        if self._tools:
+            content = self._tools.feed(content)[0] + self._tools.flush()[0]
+        return content
 
 
 async def submit_all(

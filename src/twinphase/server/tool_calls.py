@@ -88,6 +88,11 @@ class ToolCallParser:
         self._content = ""
         self._deltas: list[ToolCallDelta] = []
 
+    @property
+    def is_beside_call(self) -> bool:
+        """Whether a call has come, and no content since."""
+        return self._beside_call
+
     def feed(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         """Takes the next piece of the answer; returns what is new: content, and a delta for each call that grew."""
         self._text += text

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
 from twinphase.errors import InvalidRequestError, TwinphaseError
-from twinphase.server.answers import Choice, Delta
+from twinphase.server.answers import Choice, ContentTokens, Delta
 from twinphase.server.dialects.kept_responses import Kept, Responses
 from twinphase.server.dialects.responses_types import (
     CallItem,
@@ -131,6 +131,7 @@ class ResponseReplies(ChatReplies):
         self._number = 0  # of the next event
         self._items: list[dict[str, Any]] = []  # the last of them grows while `_open`
         self._open = False
+        self._tokens = ContentTokens(self._choice)
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
 
     def chunk(self, delta: Delta) -> bytes:
@@ -139,7 +140,7 @@ class ResponseReplies(ChatReplies):
             begun = self._response("in_progress", [])
             events += self._event("response.created", response=begun)
             events += self._event("response.in_progress", response=begun)
-        self._logprobs += [self._logprob(entry) for entry in delta.logprobs]
+        self._logprobs += [self._logprob(token) for token in self._tokens.take(delta.logprobs, delta.finished)]
         if delta.reasoning:
             events += self._text("reasoning", delta.reasoning)
         for call in delta.tool_calls:
@@ -185,7 +186,7 @@ class ResponseReplies(ChatReplies):
             items.append({**self._item("reasoning"), "content": [{"type": "reasoning_text", "text": choice.reasoning}]})
         calls = choice.tool_calls
         if choice.content or not (items or calls):
-            logprobs = [self._logprob(entry) for entry in choice.logprobs]
+            logprobs = [self._logprob(token) for token in ContentTokens(choice).take(choice.logprobs, True)]
             items.append({**self._item("message"), "content": [_output_text(choice.content, logprobs)]})
         items += [_call_item(call.id, call.name, call.arguments) for call in calls]
         for item in items:
@@ -223,7 +224,6 @@ class ResponseReplies(ChatReplies):
         part = self._items[-1]["content"][0]
         part["text"] += text
         if kind == "reasoning":
-            self._logprobs.clear()
             return events + self._event("response.reasoning_text.delta", **self._where(), delta=text)
         news, self._logprobs = self._logprobs, []
         part["logprobs"] += news
