@@ -22,6 +22,7 @@ from steps import Piece, Steps, own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
 from twinphase.backends.base import KVCacheSpec
+from twinphase.backends.reference import ReferenceBackend
 from twinphase.config import EngineConfig
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.loading import make_backend
@@ -67,6 +68,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with own_cache(path / "cache"):
         yield path
     assert not ranks_of_this_process()
+
+
+@pytest.fixture(autouse=True)
+def one_rank_multiplies_as_several_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceBackend, "in_blocks", True)
 
 
 TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")

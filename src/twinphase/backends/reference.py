@@ -34,6 +34,7 @@ class ReferenceBackend:
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     drawer = None
     group: Group | None = None  # of ranks, where there are several
+    in_blocks = False  # whether one rank multiplies as several do, which takes several times as long
     _shared: F32 | None = None
 
     def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
@@ -135,7 +136,7 @@ class ReferenceBackend:
         self, x: F32, weight: F32, *, residual: F32 | None = None, first: int = 0, bias: F32 | None = None
     ) -> F32:
         """x @ weight.T + residual + bias."""
-        out = _product(x, weight)
+        out: F32 = _product_in_blocks(x, weight) if self.in_blocks or self.group else x @ weight.T
         if residual is not None:
             out = out + residual[:, first : first + len(weight)]
         return out if bias is None else out + bias
@@ -276,7 +277,7 @@ class ReferenceBackend:
         return logits if softcap is None else _softcap(logits, softcap)
 
 
-def _product(x: F32, weight: F32) -> F32:
+def _product_in_blocks(x: F32, weight: F32) -> F32:
     """x @ weight.T, 32 outputs after 32: BLAS orders sums by the product's shape, which ranks change."""
     missing = -len(weight) % 32
     if missing:
