@@ -206,8 +206,8 @@ def test_wrong_types_are_told_at_the_door(llm, call, match):
 def test_unknown_options_are_named(make_llm):
     with pytest.raises(InvalidRequestError, match="no engine option 'max_num_seq'. Did you mean max_num_seqs?"):
         make_llm(max_num_seq=4)
-    with pytest.raises(InvalidRequestError, match="no engine option 'tensor_parallel_size'. The options are .*backend"):
-        make_llm(tensor_parallel_size=2)
+    with pytest.raises(InvalidRequestError, match="no engine option 'rope_theta'. The options are .*backend"):
+        make_llm(rope_theta=2)
 
 
 def test_no_users_id_is_taken_for_a_question(serve):

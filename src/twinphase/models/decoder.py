@@ -87,10 +87,10 @@ class Decoder:
             if index in self.kept:
                 backend.keep(x)
             h = self._attention(backend, x, index, layer)
+            h = h if blueprint.share is None else backend.gather(h, blueprint.share.heads)
             if index == blueprint.num_layers - 1:
                 # Behind the last attention no row looks at another: only those whose logits are wanted go on.
                 h, x = backend.logit_rows(h), backend.logit_rows(x)
-            h = h if blueprint.share is None else backend.gather(h, blueprint.share.heads)
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
             x = self._feed_forward(backend, x, layer)
         x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
