@@ -12,6 +12,7 @@ from twinphase.server.answers import Delta
 from twinphase.server.dialects.anthropic import MessageReplies
 from twinphase.server.dialects.responses import ResponseReplies
 from twinphase.server.dialects.responses_types import ResponsesRequest
+from twinphase.server.jobs import Reader
 from twinphase.server.tool_calls import ToolCallDelta, ToolCallParser, join_deltas
 from twinphase.server.tools import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
 
@@ -104,10 +105,13 @@ def test_text_behind_a_call_comes_behind_its_end_in_every_stream() -> None:
     parser = ToolCallParser(LLAMA3_JSON, lambda: "id")
     fed = [parser.feed(piece) for piece in ('{"name": "f", "parameters": {"a"', ": 1}} Sure, done")]
     assert all(fed[1]), "both in one update"
-    transcript = SimpleNamespace(num_cached_tokens=0)
-    choice = SimpleNamespace(stream=SimpleNamespace(transcript=transcript), token_ids=[])
-    params = SimpleNamespace(temperature=0, top_p=1)
-    job = SimpleNamespace(id="x", created=0, model="m", params=params, prompts=[SimpleNamespace(token_ids=[1])])
+    params, reader = SimpleNamespace(temperature=0, top_p=1), Reader()
+    job = SimpleNamespace(
+        id="x", created=0, model="m", params=params, prompts=[SimpleNamespace(token_ids=[1])], reader=reader
+    )
+    tokenizer = SimpleNamespace(strips_leading_space=False)
+    transcript = SimpleNamespace(num_cached_tokens=0, tokenizer=tokenizer)
+    choice = SimpleNamespace(stream=SimpleNamespace(transcript=transcript), token_ids=[], job=job)
     body = ResponsesRequest.model_validate({"input": "a"})
     for replies in (ResponseReplies(body, "", None, [], job, [choice], None), MessageReplies(16, job, [choice], None)):
         chunks = b"".join(replies.chunk(Delta(choice, content, "", deltas)) for content, deltas in fed)
