@@ -38,7 +38,7 @@ from twinphase.server.openai_types import (
 from twinphase.server.problems import FAILED, Problem, Shape, SlowBodyError, TooLargeError
 from twinphase.server.replies import ChatReplies, CompletionReplies
 from twinphase.server.service import Service
-from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, add_text
+from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, Documented, add_text
 
 __all__ = ["make_app"]
 
@@ -48,12 +48,11 @@ OPEN_PATHS = re.compile(r"/(health(/live|/ready)?|metrics|version|docs|openapi\.
 TOTAL_BODY_LIMITS = 32
 # A body of up to this many times the limit is read and thrown away, so that its client gets to see the error.
 DISCARDED_BODY_LIMITS = 8
-Responses = dict[int | str, dict[str, Any]]  # as the OpenAPI document has them, by status
 UNREADABLE = "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without numbers that long."
-EMBEDDINGS: Responses = {200: {"content": OBJECT}, **ERRORS}
-HEALTH: Responses = {503: {"content": OBJECT, "description": "Not now"}, **ERRORS}
+EMBEDDINGS: Documented = {200: {"content": OBJECT}, **ERRORS}
+HEALTH: Documented = {503: {"content": OBJECT, "description": "Not now"}, **ERRORS}
 EXPOSED = ["x-request-id", "x-ignored-fields", "server-timing", "retry-after"]  # headers that a browser page may read
-METRICS: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}, **ERRORS}
+METRICS: Documented = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}, **ERRORS}
 
 
 def make_app(service: Service, *, when_ready: bool = False) -> Gate:

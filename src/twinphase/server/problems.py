@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from twinphase.errors import (
     ContextLengthError,
@@ -20,6 +20,8 @@ from twinphase.errors import (
     OverloadedError,
     TwinphaseError,
 )
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 # Types in pydantic's paths; no field is so named.
 TRIED = re.compile(r"(str|int|float|bool|none|constrained-.*|[A-Z][A-Za-z]*|[\w-]*\[.*)$", re.DOTALL)
@@ -82,9 +84,12 @@ def body(error: TwinphaseError | Problem, shape: Shape = openai_shape) -> bytes:
     return json.dumps(shape(error)).encode("ascii")
 
 
-def refuse_fields(error: ValidationError) -> NoReturn:
-    """What a dialect was translated into is not valid: the client is told as if it had sent that."""
-    raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in error.errors()]) from None
+def validated(kind: type[RequestT], fields: Mapping[str, Any]) -> RequestT:
+    """What a dialect's request was translated into; where it is not valid, the client is told as if it had sent it."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in error.errors()]) from None
 
 
 def raw_headers(error: TwinphaseError) -> list[tuple[bytes, bytes]]:

@@ -133,6 +133,11 @@ class Service:
         return self.engine.facts if self.engine else None
 
     @property
+    def max_model_len(self) -> int | None:
+        """Of the engine; None until it has been loaded once."""
+        return self.facts.config.max_model_len if self.facts else None
+
+    @property
     def stage(self) -> str:
         """What keeps the server from being "ready", which it is otherwise."""
         if self.admission.draining:

@@ -16,7 +16,7 @@ from twinphase.server.jobs import template_inputs
 from twinphase.server.openai_types import ChatCompletionRequest, DetokenizeRequest, ErrorResponse, TokenizeRequest
 from twinphase.server.service import Service
 
-__all__ = ["ANSWER", "ERRORS", "OBJECT", "add_text", "documented"]
+__all__ = ["ANSWER", "ERRORS", "OBJECT", "Documented", "add_text", "documented"]
 
 Documented = dict[int | str, dict[str, Any]]
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
@@ -36,10 +36,6 @@ def add_text(api: APIRouter, service: Service) -> None:
     _add_tokens(api, service)
 
 
-def _max_model_len(service: Service) -> int | None:
-    return service.facts.config.max_model_len if service.facts else None
-
-
 def _add_models(api: APIRouter, service: Service) -> None:
     @api.get("/v1/models", responses=ERRORS)
     async def list_models() -> dict[str, Any]:
@@ -54,7 +50,7 @@ def _add_models(api: APIRouter, service: Service) -> None:
 
     def describe(name: str) -> dict[str, Any]:
         facts = {"id": name, "object": "model", "created": started, "owned_by": "twinphase"}
-        return {**facts, "root": service.model, "parent": None, "max_model_len": _max_model_len(service)}
+        return {**facts, "root": service.model, "parent": None, "max_model_len": service.max_model_len}
 
     started = int(time())
 
@@ -63,7 +59,7 @@ def _add_models(api: APIRouter, service: Service) -> None:
         """Special tokens by name, the chat template and the context, as vLLM tells them."""
         text = service.host.text
         names = text.tokenizer.special_names
-        return {**names, "chat_template": text.chat_template.source, "model_max_length": _max_model_len(service)}
+        return {**names, "chat_template": text.chat_template.source, "model_max_length": service.max_model_len}
 
 
 def _add_tokens(api: APIRouter, service: Service) -> None:
@@ -71,7 +67,7 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text, or of a conversation as the chat template writes it."""
         service.check_model(body.model)
-        text, limit = service.host.text, _max_model_len(service)
+        text, limit = service.host.text, service.max_model_len
 
         def read() -> dict[str, Any]:
             if body.messages is not None:
@@ -97,7 +93,7 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
 
         def read() -> str:
             return text.encode_chat(
-                *template_inputs(text, body, service.config.tool_prompt), _max_model_len(service)
+                *template_inputs(text, body, service.config.tool_prompt), service.max_model_len
             ).text
 
         return {"prompt": await asyncio.to_thread(read)}

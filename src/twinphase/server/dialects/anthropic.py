@@ -15,7 +15,6 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
 from twinphase.server.answers import Delta
 from twinphase.server.dialects.anthropic_types import (
@@ -31,7 +30,7 @@ from twinphase.server.generation import answer_chat
 from twinphase.server.jobs import Job, template_inputs, within_context
 from twinphase.server.observe import timings
 from twinphase.server.openai_types import ChatCompletionRequest
-from twinphase.server.problems import Problem, refuse_fields
+from twinphase.server.problems import Problem, validated
 from twinphase.server.replies import Replies, encode
 from twinphase.server.service import Service
 from twinphase.server.text_routes import documented
@@ -77,10 +76,7 @@ def _chat(body: CountTokensRequest, template: str) -> ChatCompletionRequest:
         fields["stop"] = body.stop_sequences or None
     if body.messages[-1].role == "assistant":  # its text is the answer's beginning
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    try:
-        return ChatCompletionRequest.model_validate(fields)
-    except ValidationError as error:
-        refuse_fields(error)
+    return validated(ChatCompletionRequest, fields)
 
 
 def _messages(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
@@ -263,7 +259,7 @@ def add_messages(api: APIRouter, service: Service) -> None:
         """Count the tokens of a conversation, as Anthropic's API does."""
         service.check_task("generate")
         service.check_model(body.model)
-        text, limit = service.host.text, service.facts.config.max_model_len if service.facts else None
+        text, limit = service.host.text, service.max_model_len
 
         def count() -> int:
             inputs = template_inputs(text, _chat(body, template()), service.config.tool_prompt)

@@ -15,7 +15,6 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
 from twinphase import __version__
 from twinphase.errors import InvalidRequestError
@@ -38,7 +37,7 @@ from twinphase.server.generation import answer_chat, answer_completion
 from twinphase.server.jobs import Job, within_context
 from twinphase.server.observe import timings
 from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
-from twinphase.server.problems import Problem, refuse_fields
+from twinphase.server.problems import Problem, validated
 from twinphase.server.replies import ChatReplies, encode
 from twinphase.server.service import Service
 from twinphase.server.text_routes import documented
@@ -275,7 +274,7 @@ def add_ollama(api: APIRouter, service: Service) -> None:
 
 def _add_generating(api: APIRouter, service: Service) -> None:
     def adjust(job: Job) -> Job:
-        return within_context(job, service.facts.config.max_model_len if service.facts else None)
+        return within_context(job, service.max_model_len)
 
     def loaded(body: Generating, said: Mapping[str, Any]) -> Response:
         """The answer to a request for nothing, by which clients have a model loaded."""
@@ -292,7 +291,7 @@ def _add_generating(api: APIRouter, service: Service) -> None:
             return loaded(body, {"message": {"role": "assistant", "content": ""}})
         fields = _common(service, body, is_chat=True) | {"messages": list(_messages(body.messages))}
         fields["tools"] = body.tools or None
-        return answer_chat(service, _checked(ChatCompletionRequest, fields), OllamaChatReplies, adjust)
+        return answer_chat(service, validated(ChatCompletionRequest, fields), OllamaChatReplies, adjust)
 
     @api.post("/api/generate", responses=ANSWER, response_class=Response)
     async def ollama_generate(body: OllamaGenerateRequest) -> Response:
@@ -304,18 +303,11 @@ def _add_generating(api: APIRouter, service: Service) -> None:
                 raise InvalidRequestError("`raw` and `suffix` do not go with `system` or `think`.", "Drop one of them.")
             fields = _common(service, body, is_chat=False) | {"prompt": body.prompt}
             fields |= {"suffix": body.suffix} if body.suffix else {}
-            return answer_completion(service, _checked(CompletionRequest, fields), OllamaGenerateReplies, adjust)
+            return answer_completion(service, validated(CompletionRequest, fields), OllamaGenerateReplies, adjust)
         system = [{"role": "system", "content": body.system}] if body.system else []
         fields = _common(service, body, is_chat=True)
         fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
-        return answer_chat(service, _checked(ChatCompletionRequest, fields), OllamaGenerateReplies, adjust)
-
-
-def _checked(kind: type[Any], fields: Mapping[str, Any]) -> Any:
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        refuse_fields(error)
+        return answer_chat(service, validated(ChatCompletionRequest, fields), OllamaGenerateReplies, adjust)
 
 
 def _add_embedding(api: APIRouter, service: Service) -> None:
@@ -323,7 +315,7 @@ def _add_embedding(api: APIRouter, service: Service) -> None:
         service.check_task("embed")
         name = served_name(service, model)
         service.check_model(name)
-        body = _checked(EmbeddingRequest, {"model": name, "input": given, "dimensions": dimensions})
+        body = validated(EmbeddingRequest, {"model": name, "input": given, "dimensions": dimensions})
         return OllamaEmbeddings(service, body, old=old)
 
     @api.post("/api/embed", responses=ERRORS, response_class=Response)

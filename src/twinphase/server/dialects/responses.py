@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server.answers import Choice, ContentTokens, Delta
@@ -30,7 +29,7 @@ from twinphase.server.generation import answer_chat
 from twinphase.server.jobs import Job
 from twinphase.server.observe import timings
 from twinphase.server.openai_types import ChatCompletionRequest
-from twinphase.server.problems import refuse_fields
+from twinphase.server.problems import validated
 from twinphase.server.replies import ChatReplies, encode, usage
 from twinphase.server.service import Service
 from twinphase.server.text_routes import ANSWER, ERRORS
@@ -76,10 +75,7 @@ def _chat(body: ResponsesRequest, before: Sequence[dict[str, Any]]) -> ChatCompl
     fields["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
     if LOGPROBS in body.include or body.top_logprobs is not None:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    try:
-        return ChatCompletionRequest.model_validate(fields)
-    except ValidationError as error:
-        refuse_fields(error)
+    return validated(ChatCompletionRequest, fields)
 
 
 def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
