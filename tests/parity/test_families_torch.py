@@ -6,15 +6,18 @@ In 16 bits it must be as near to the reference as transformers is in the same ty
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from texts import TEXTS
 from tiny_families import FAMILIES, logits_of, make_model
 
 from steps import Piece, Steps
 from twinphase import LLM, SamplingParams
+from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.backends.torch.backend import TorchBackend
 
@@ -55,6 +58,34 @@ def test_answers_of_a_real_model(model_path: Path) -> None:
             likeliest = sorted((entry.logprob for entry in answer.logprobs[at].values()), reverse=True)
             assert likeliest[0] - likeliest[1] <= 0.3, (at, theirs.text, answer.text)
             print("parted at", at, likeliest[0] - likeliest[1])
+
+
+class RoundedBackend(TorchBackend):
+    """Rounds what products read to int8 in groups of 32, as the cpu backend does, and nothing else."""
+
+    def linear(self, x: torch.Tensor, weight: Any, **terms: Any) -> torch.Tensor:
+        groups = x.unflatten(-1, (-1, 32))
+        scales = groups.abs().amax(-1, keepdim=True) / 127
+        return super().linear((torch.round(groups / scales) * scales).flatten(-2), weight, **terms)
+
+
+@pytest.mark.slow
+def test_the_cpu_backend_loses_what_rounding_activations_loses(model_path: Path) -> None:
+    """Which answers it can change, and no more: how far the next token's distribution moves."""
+    tokens = np.array(LLM(model_path, max_model_len=64).tokenizer.encode(" ".join(TEXTS))[:300], np.int32)
+    exact, rounded, cpu = (
+        Steps(model_path, backend, num_blocks=32).chunked(tokens, [300])
+        for backend in (TorchBackend("cpu"), RoundedBackend("cpu"), CpuBackend())
+    )
+    lost, theirs = divergence(exact, cpu), divergence(exact, rounded)
+    print(f"KL divergence: cpu {lost:.5f}, rounded activations {theirs:.5f} nat")
+    assert 0 < lost <= 1.5 * theirs
+
+
+def divergence(exact: F32, found: F32) -> float:
+    """Median over rows of the Kullback-Leibler divergence, nat."""
+    p, q = (torch.log_softmax(torch.from_numpy(rows).double(), -1) for rows in (exact, found))
+    return float((p.exp() * (p - q)).sum(-1).median())
 
 
 def errors_of(path: Path, dtype: str, expected: F32) -> F32:
