@@ -12,7 +12,18 @@ ROOT = Path(__file__).parents[1] / "src" / "twinphase"
 FILES = sorted(ROOT.rglob("*.py"))
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 
-WORDS = {"request", "constraint", "outcome", "batch", "blueprint", "config", "errors", "settings", "speculative"}
+WORDS = {
+    "request",
+    "constraint",
+    "outcome",
+    "batch",
+    "blueprint",
+    "config",
+    "errors",
+    "numa",
+    "settings",
+    "speculative",
+}
 # What a folder may import from twinphase, beside itself and the words of L0; a dotted name narrows to one module.
 MAY_IMPORT = {
     "cache": set(),

@@ -76,6 +76,18 @@ def test_a_file(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     assert "\x1b" not in text
 
 
+def test_what_ranks_would_hold(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    path = write_tiny_gguf(cache / "tiny.gguf")
+    found = json.loads(run(capsys, path, "-tp", "2", "--json"))
+    whole = found["kv_cache"]["auto"]["token"]
+    assert [(rank["kv_heads"], rank["kv_token"]["auto"]) for rank in found["ranks"]] == [(1, whole // 2)] * 2
+    # Each has the embedding, the norms, and half of the matrices and of the head.
+    embedding, norms = 320 * 64 * 18 // 32, 5 * 64 * 4
+    assert [rank["weights"] for rank in found["ranks"]] == [norms + embedding + (found["bytes"] - norms) // 2] * 2
+    assert "KV per token, int8" in run(capsys, path, "-tp", "2")
+    assert run_app(["show", str(path), "-tp", "5"]) == 2 and "Use at most 4" in capsys.readouterr().err
+
+
 def test_a_model_without_template_has_no_tools(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     path = write_tiny_gguf(cache / "tiny.gguf", chat_template="")
     found = run_json(capsys, path)

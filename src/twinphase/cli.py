@@ -108,11 +108,13 @@ def _run(
 ) -> int:
     from twinphase.answer import INTERRUPTED, chat, report_answer, result_json, stream_answer
     from twinphase.engine.llm import LLM
-    from twinphase.terminal import Bar, note, show_report
+    from twinphase.terminal import Bar, describe_ranks, note, show_report
 
     bar = Bar("Compiling kernels", "kernels")
     llm = LLM(model, compile_progress=lambda done, total, kernel: bar.update(done, total), task="generate", **config)
     bar.clear()
+    if llm.ranks:
+        note(f"Computed by {describe_ranks(llm.ranks)}.")
     before["load"] = time.perf_counter() - _process_start() - sum(before.values())
     if text is None:
         return chat(llm, params, system)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from twinphase.errors import InvalidRequestError
+from twinphase.numa import rank_places
 from twinphase.settings import check_settings, setting
 from twinphase.speculative import speculative_config
 
@@ -188,13 +189,17 @@ class EngineConfig:
 
     @property
     def rank_threads(self) -> int | None:
-        """Threads of one rank; None leaves them to the backend, where there is but one."""
+        """Threads of one rank; None leaves them to the backend, where there is but one.
+
+        All ranks have as many as fit the fewest cores that one of them has: their shares are equal.
+        """
         if self.threads is not None or self.tensor_parallel_size == 1:
             return self.threads
-        return max(1, available_cores() // self.tensor_parallel_size)
+        places = rank_places(self.tensor_parallel_size)
+        return max(1, min(len(place.cores) // places.count(place) for place in places))
 
     def resolve(self, context_length: int, kv_token_bytes: float = 0, memory: int | None = None) -> EngineConfig:
-        """The same configuration with `max_model_len` and `num_kv_blocks` filled in for a model; no SLO is None.
+        """The same configuration with `max_model_len`, `num_kv_blocks` and ranks' threads filled in; no SLO is None.
 
         `max_num_seqs` is lowered to the token budget: a step must be able to give every running request its token.
 
@@ -219,4 +224,4 @@ class EngineConfig:
         num_kv_blocks = self.num_kv_blocks or -(-max(max_model_len, cache_tokens) // self.block_size)
         slo = None if self.itl_slo_ms == "off" else self.itl_slo_ms
         resolved = replace(self, max_model_len=max_model_len, num_kv_blocks=num_kv_blocks, max_num_seqs=max_num_seqs)
-        return replace(resolved, itl_slo_ms=slo)
+        return replace(resolved, itl_slo_ms=slo, threads=self.rank_threads)

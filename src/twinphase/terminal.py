@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from twinphase.engine.messages import RankFacts
     from twinphase.errors import TwinphaseError
     from twinphase.phases.report import PhaseReport, PhaseRow
 
@@ -24,6 +25,7 @@ __all__ = [
     "Bar",
     "answers",
     "describe_bytes",
+    "describe_ranks",
     "error_line",
     "model_line",
     "note",
@@ -130,6 +132,16 @@ def percentages(shares: Sequence[float]) -> list[str]:
 
 def describe_bytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def describe_ranks(ranks: Sequence[RankFacts]) -> str:
+    """What the processes of one engine have, and where they compute."""
+    threads = ranks[0].threads or 1
+    weights = describe_bytes(max(rank.weight_bytes for rank in ranks))
+    kv = describe_bytes(max(rank.kv_bytes for rank in ranks))
+    nodes = ", ".join("+".join(map(str, rank.nodes)) for rank in ranks if rank.nodes)
+    each = f"{len(ranks)} ranks of {threads} thread{'s' * (threads > 1)}, each with up to {weights} of weights"
+    return f"{each} and {kv} of KV cache{nodes and f', bound to NUMA nodes {nodes}'}"
 
 
 def model_line(name: str, quantization: str, size: int) -> str:

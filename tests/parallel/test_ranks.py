@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -29,6 +30,7 @@ from twinphase.engine.loading import make_backend
 from twinphase.engine.ranked_backend import load_on_ranks
 from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
 from twinphase.models.loader import open_model, read_blueprint
+from twinphase.numa import Place
 
 F32 = NDArray[np.float32]
 TOKENS = np.random.default_rng(0).integers(3, 300, 150, dtype=np.int32)
@@ -161,6 +163,23 @@ def test_a_missing_rank_ends_the_step(folder: Path, number: int, words: str) -> 
     assert not ranks_of_this_process()
     again = LLM(path, backend="reference", tensor_parallel_size=2)
     assert again.generate(["hello"], PARAMS)[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be bound here")
+def test_ranks_compute_on_their_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = os.sched_getaffinity(0)
+    mine, other = frozenset({min(usable)}), frozenset({max(usable)})  # the same, where there is but one core
+    monkeypatch.setattr("twinphase.engine.ranks.rank_places", lambda count: [Place((0,), mine), Place((1,), other)])
+    threads = set(threading.enumerate())
+    path = write_tiny_gguf(folder / "Q4_0.gguf", layers=16, hidden=128, ffn=256, tensor_type="Q4_0")
+    model = Ranked(path, 2, backend="cpu", threads=2)
+    model.answers()
+    started = [thread for thread in threading.enumerate() if thread not in threads and thread.name == "twinphase-1"]
+    assert [os.sched_getaffinity(thread.native_id or 0) for thread in started] == [mine]
+    (rank,) = ranks_of_this_process()
+    assert all(os.sched_getaffinity(int(task.name)) == other for task in Path(f"/proc/{rank}/task").iterdir())
+    assert os.sched_getaffinity(0) == usable
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ class WorkerView:
             *self.seats, stats.kv_cache_usage if stats else 0.0, index.num_held(self.name) if index else 0,
             round(min(1.0, prefill), 4), round(min(1.0, decode), 4), self._seconds[0], self._seconds[1],
             self.host.num_restarts, self.num_mismatches, transfers, self._sent["blocks"], self._sent["bytes"],
-            dict(received), self.role_reason,
+            dict(received), self.role_reason, self.facts.ranks if self.facts else [],
         )  # fmt: skip
 
 

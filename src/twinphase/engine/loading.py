@@ -18,6 +18,7 @@ from twinphase.engine.ceilings import compute_units, device_of, measured_ceiling
 from twinphase.engine.checks import Prompt, embeds, engine_config
 from twinphase.engine.engine import Engine
 from twinphase.engine.ranked_backend import load_on_ranks
+from twinphase.engine.ranks import rank_facts
 from twinphase.engine.recorder import StepRecorder
 from twinphase.engine.runner import Runner
 from twinphase.engine.text import ModelText
@@ -53,6 +54,7 @@ class LoadedEngine:
 
     Attributes:
         config: as resolved for this model.
+        ranks: the processes that compute it, where there are several.
         warm_timeline: the life of the request that `warm_up` computed, alone on a warm engine; None before.
     """
 
@@ -101,6 +103,8 @@ class LoadedEngine:
         self.engine = make_engine(self.config, loaded, backend, costs, eos, heads)
         if drafts is not None:
             add_draft_model(self, drafts, speculation.num_speculative_tokens)
+        cache_bytes = (self.config.num_kv_blocks or 0) * self.config.block_size * backend.kv_bytes_per_token()
+        self.ranks = rank_facts(self.checkpoint, b, self.config, cache_bytes)
         if backend.drawer is not None:
             limits = self.config.max_num_seqs, self.config.max_model_len or 1
             backend.drawer.capture(loaded.forward, *limits, compile_progress)

@@ -289,6 +289,7 @@ def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
     return EngineFacts(
         config, loaded.engine.shape, measured_ceilings(config), prompt, ttft, tpot, 0, pace,
         loaded.engine.cost_model.prices, loaded.checkpoint.fingerprint, loaded.backend.kv_fingerprint,
+        ranks=loaded.ranks,
     )  # fmt: skip
 
 

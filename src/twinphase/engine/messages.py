@@ -169,6 +169,21 @@ class Loading(msgspec.Struct, tag=True, frozen=True):
     total: int = 0
 
 
+class RankFacts(msgspec.Struct, frozen=True):
+    """One of the processes that compute a model together.
+
+    Attributes:
+        threads: that compute.
+        nodes: the NUMA nodes it is bound to; none where there is no choice.
+        weight_bytes, kv_bytes: its share of the tensors, as they are stored, and of the KV cache.
+    """
+
+    threads: int | None
+    nodes: list[int]
+    weight_bytes: int
+    kv_bytes: int
+
+
 class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     """The engine is loaded and takes requests; what it is.
 
@@ -186,6 +201,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         kv_fingerprint: names what decides the bits of a KV block; blocks of another one are of no use here.
         role: what a worker was started for; "" where its server decides.
         pid: of a worker's process, on its machine.
+        ranks: of an engine that is several processes (`--tensor-parallel-size`).
     """
 
     config: EngineConfig
@@ -202,6 +218,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     kv_addresses: list[str] = []
     role: Literal["", "both", "prefill", "decode"] = ""
     pid: int | None = None
+    ranks: list[RankFacts] = []
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

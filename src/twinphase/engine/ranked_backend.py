@@ -20,6 +20,7 @@ from twinphase.engine.ranks import Ranks
 from twinphase.models.decoder import Decoder
 from twinphase.models.loader import load_model
 from twinphase.models.share import kv_heads_of, share_of
+from twinphase.numa import bound_to
 from twinphase.weights.checkpoint import Checkpoint
 
 __all__ = ["load_on_ranks"]
@@ -44,7 +45,8 @@ def load_on_ranks(
     ranks = Ranks(checkpoint, blueprint, config)
     backend.group = ranks.group
     try:
-        model = load_model(mine, backend, config.max_model_len, progress, share)
+        with bound_to(ranks.cores):
+            model = load_model(mine, backend, config.max_model_len, progress, share)
     except BaseException:
         ranks.close()
         raise
@@ -66,7 +68,8 @@ class _RankedBackend:
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Rank 0's; the others have theirs when they are ready."""
         try:
-            self._local.allocate_kv_cache(spec)
+            with bound_to(self._ranks.cores):
+                self._local.allocate_kv_cache(spec)
         except BaseException:
             self._ranks.close()
             raise
@@ -86,7 +89,8 @@ class _RankedBackend:
         self._ranks.tell(Step.of(inputs, self._model.kept))
         self._ranks.step_begins()
         try:
-            result = compute(forward, inputs)
+            with bound_to(self._ranks.cores):  # the threads of the first step stay there
+                result = compute(forward, inputs)
         except BaseException:
             self._ranks.close()  # the others wait in the middle of a step
             raise

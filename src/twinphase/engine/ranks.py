@@ -22,12 +22,15 @@ from twinphase import errors
 from twinphase.backends.group import Group, shared_bytes
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig, module_command
+from twinphase.engine.messages import RankFacts
 from twinphase.engine.rank_messages import Blocks, Failed, FromRank, LoadShare, Read, Ready, Step, ToRank
 from twinphase.engine.wire import Decoder, encode
 from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
+from twinphase.models.share import rank_sizes
+from twinphase.numa import Place, bound_to, rank_places
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "rank_facts"]
 
 LOOK_SECONDS = 0.1  # between two looks at the ranks
 RECEIVE_BYTES = 1 << 20
@@ -43,18 +46,25 @@ class _Watched:
 
 
 class Ranks:
-    """The processes of all ranks but this one."""
+    """The processes of all ranks but this one.
+
+    Attributes:
+        cores: on which this one computes; none where that does not matter.
+    """
 
     def __init__(self, checkpoint: Checkpoint, blueprint: Blueprint, config: EngineConfig) -> None:
         count = config.tensor_parallel_size
         self.seconds = config.tensor_parallel_timeout
         plain = asdict(replace(config, trace_file=None, speculative_config=None))
+        cores = [place.cores if place.nodes else frozenset[int]() for place in _places(config)]
+        self.cores = cores[0]
         memory = _shared_file(shared_bytes(blueprint, config.max_num_batched_tokens))
         self._links: list[_Link] = []
         try:
             self.group = Group(0, count, memory, Path(tempfile.gettempdir()) / f"twinphase-{secrets.token_hex(8)}")
             for rank in range(1, count):
-                self._links.append(_Link(rank, memory))
+                with bound_to(cores[rank]):  # the process begins there
+                    self._links.append(_Link(rank, memory))
                 self._links[-1].send(LoadShare(str(checkpoint.path), plain, rank, str(self.group.meeting_place)))
         except BaseException:
             for link in self._links:
@@ -124,6 +134,25 @@ class Ranks:
         self._watched.reason = self._watched.reason or f"{link.name(self.group.ranks)} {how}."
         self.group.end()
         self.check()
+
+
+def rank_facts(checkpoint: Checkpoint, blueprint: Blueprint, config: EngineConfig, kv_bytes: int) -> list[RankFacts]:
+    """Of every rank that a resolved configuration asks for; `kv_bytes` are those of the whole KV cache."""
+    count = config.tensor_parallel_size
+    if count == 1:
+        return []
+    sizes, heads = rank_sizes(checkpoint, blueprint, count), blueprint.num_kv_heads
+    places = _places(config)
+    return [
+        RankFacts(config.threads, list(place.nodes), weights, kv_bytes * mine // heads)
+        for place, (weights, mine) in zip(places, sizes, strict=True)
+    ]
+
+
+def _places(config: EngineConfig) -> list[Place]:
+    """Only the cpu backend's ranks are bound: the others' libraries have threads before anybody can bind them."""
+    count = config.tensor_parallel_size
+    return rank_places(count) if config.backend == "cpu" else [Place((), frozenset())] * count
 
 
 class _Link:

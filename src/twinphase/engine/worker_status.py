@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from twinphase.engine.messages import RankFacts
+
 __all__ = ["WorkerStatus"]
 
 
@@ -24,6 +26,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         blocks_sent: of prompts that it read for others, and that are there now; bytes_sent of them went over the wire.
         blocks_received: from others, by what became of each (docs/cluster.md).
         role_reason: to which pool it went over last (`--elastic-roles`), and why; "" if it never did.
+        ranks: its processes, where it is several (`--tensor-parallel-size`).
         first_token_mismatches: answers that it began, and whose first token another worker computed otherwise.
     """
 
@@ -47,3 +50,4 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     bytes_sent: int = 0
     blocks_received: dict[str, int] = {}
     role_reason: str = ""
+    ranks: list[RankFacts] = []

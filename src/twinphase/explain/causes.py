@@ -209,8 +209,9 @@ def _context_length(evidence: Evidence, seconds: float) -> About:
 
 
 def _threads(evidence: Evidence, seconds: float) -> About:
-    threads, cores = (evidence.machine.config.threads, evidence.machine.cores) if evidence.machine else (None, None)
-    sentence = f"{threads} of the machine's {cores} processors compute."
+    threads, cores = evidence.config and evidence.config.threads, evidence.cores
+    ranks = evidence.config.tensor_parallel_size if evidence.config else 1
+    sentence = f"{threads} of the machine's {cores} processors compute{f' for each of {ranks} ranks' * (ranks > 1)}."
     if not seconds:
         lever = Lever("--threads", f"--threads {cores} would use them all.")
         return f"{sentence} What bounds it need not divide among more.", lever

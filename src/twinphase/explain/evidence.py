@@ -137,11 +137,17 @@ class Evidence:
         return self.machine.cost_model.error() if self.machine else None
 
     @property
+    def cores(self) -> int:
+        """The machine's processors, divided by the engine's ranks; 0 where that does not matter."""
+        return (
+            self.machine.cores // self.machine.config.tensor_parallel_size if self.machine and self.machine.cores else 0
+        )
+
+    @property
     def idle_part(self) -> float:
-        """The fraction of the machine's processors that no thread of the engine uses."""
-        if self.machine is None or not self.machine.cores or not self.machine.config.threads:
-            return 0.0
-        return max(0.0, 1 - self.machine.config.threads / self.machine.cores)
+        """The fraction of the processors that no thread of the engine uses."""
+        threads = self.config.threads if self.config else None
+        return max(0.0, 1 - threads / self.cores) if threads and self.cores else 0.0
 
     def smaller_kv_cache(self) -> tuple[str, float] | None:
         """The smallest KV cache type that the backend accepts, and its bytes as a fraction of the present one's.

@@ -14,7 +14,7 @@ from twinphase.blueprint import Blueprint, Share, Span
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 
-__all__ = ["kv_heads_of", "share_of"]
+__all__ = ["kv_heads_of", "rank_sizes", "share_of"]
 
 Rows = tuple[str, int, int]  # a tensor's name without its ending, the first row, how many
 
@@ -82,6 +82,12 @@ def share_of(checkpoint: Checkpoint, blueprint: Blueprint, rank: int, ranks: int
     )
     local = replace(b, num_heads=heads.size, num_kv_heads=kv_heads.size, share=share)
     return _shared(checkpoint, b, share), replace(local, tied=False, fused_qkv=False, fused_gate_up=False)
+
+
+def rank_sizes(checkpoint: Checkpoint, blueprint: Blueprint, ranks: int) -> list[tuple[int, int]]:
+    """What each rank holds: bytes of tensors as they are stored, and KV heads per layer; raises as `share_of` does."""
+    shares = [share_of(checkpoint, blueprint, rank, ranks) for rank in range(ranks)]
+    return [(sum(one.nbytes for one in mine.tensors.values()), b.num_kv_heads) for mine, b in shares]
 
 
 def kv_heads_of(blueprint: Blueprint, rank: int, ranks: int) -> Span:

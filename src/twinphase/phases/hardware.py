@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from twinphase.numa import cpu_list
 from twinphase.weights.storage import cache_root, write_atomically
 
 __all__ = [
@@ -199,11 +200,5 @@ def cache_levels(threads: int) -> tuple[tuple[str, int], ...]:
             )
             if kind != "Instruction" and int(level) > 1:
                 one = int(size[:-1]) * {"K": 1 << 10, "M": 1 << 20}[size[-1]]
-                levels[int(level)] = one * -(-threads // _count(sharers))
+                levels[int(level)] = one * -(-threads // len(cpu_list(sharers)))
     return tuple((f"L{level}", size) for level, size in sorted(levels.items()))
-
-
-def _count(cpus: str) -> int:
-    """How many there are in a list such as "0-3,8"."""
-    ends = [part.split("-") for part in cpus.split(",")]
-    return sum(int(part[-1]) - int(part[0]) + 1 for part in ends)

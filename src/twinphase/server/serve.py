@@ -69,6 +69,7 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
             f"TPOT {1e3 * facts.tpot:.1f} ms, one request alone"
         ]
     measured += [*pace_lines(facts)]
+    measured += [f"ranks      {terminal.describe_ranks(facts.ranks)}"] if facts.ranks else []
     if count := len(service.host.workers()):
         measured.append(f"engines    {count}, to which the requests are divided; `twinphase status {url}` shows them")
     return [

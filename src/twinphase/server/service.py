@@ -267,11 +267,9 @@ class Service:
         if found := self.host.workers():
             return found
         stats = self.engine.stats if self.engine and self.engine.num_unfinished else None
-        state, restarts = self.stage, self.host.num_restarts
-        if stats is None:
-            return [WorkerStatus("engine", "both", "localhost", None, state, restarts=restarts)]
-        numbers = stats.num_running, stats.num_waiting, stats.kv_cache_usage
-        return [WorkerStatus("engine", "both", "localhost", None, state, *numbers, restarts=restarts)]
+        state, restarts, ranks = self.stage, self.host.num_restarts, self.facts.ranks if self.facts else []
+        numbers = (stats.num_running, stats.num_waiting, stats.kv_cache_usage) if stats else (0, 0, 0.0)
+        return [WorkerStatus("engine", "both", "localhost", None, state, *numbers, restarts=restarts, ranks=ranks)]
 
     def state(self) -> dict[str, Any]:
         return {"status": self.stage, "running": self.admission.num_requests}

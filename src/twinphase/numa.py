@@ -1,0 +1,65 @@
+"""The machine's NUMA nodes: which cores each rank of a model computes on, and keeping threads there.
+
+Linux gives a page of memory to the node of the core that first writes it, so that threads that are on their cores
+before weights and KV cache are made have both beside them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Place", "bound_to", "cpu_list", "rank_places"]
+
+NODES = Path("/sys/devices/system/node")  # Documentation/ABI/stable/sysfs-devices-node
+
+
+class Place(NamedTuple):
+    """Where a rank computes: the numbers of its nodes, none where there is only one, and of its cores."""
+
+    nodes: tuple[int, ...]
+    cores: frozenset[int]
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """The numbers in a list such as "0-3,8"."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return frozenset(core for part in ends for core in range(int(part[0]), int(part[-1]) + 1))
+
+
+def rank_places(ranks: int) -> list[Place]:
+    """The place of each rank, on the cores that this thread may use: nodes are divided evenly, or shared evenly."""
+    usable = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    nodes = []
+    for folder in sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        try:
+            cores = usable & cpu_list((folder / "cpulist").read_text())
+        except (OSError, ValueError):
+            continue
+        if cores:  # some nodes are only memory, and some are not for this process
+            nodes.append((int(folder.name[4:]), cores))
+    if len(nodes) < 2:
+        return [Place((), usable)] * ranks
+    places = []
+    for rank in range(ranks):
+        first = rank * len(nodes) // ranks
+        mine = nodes[first : max(first + 1, (rank + 1) * len(nodes) // ranks)]
+        places.append(Place(tuple(number for number, _ in mine), frozenset().union(*(cores for _, cores in mine))))
+    return places
+
+
+@contextmanager
+def bound_to(cores: Collection[int]) -> Iterator[None]:
+    """Keep the calling thread, and the threads and processes that it starts meanwhile, on these cores; none is any."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
