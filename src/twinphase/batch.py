@@ -202,8 +202,8 @@ class StepOutput:
     A request of the batch that should have sampled and has no tokens failed; `errors` says why, in one line.
     `sampling_seconds` of the step went to choosing tokens. `computed_singly` where the executor failed on the whole
     batch, and each request was computed by itself. `device_seconds` are what a device with a clock of its own took; 0
-    where there is none. `prompt_logprobs` are those of consecutive prompt tokens from an
-    index on.
+    where there is none. For `rank_wait_seconds` the first of several ranks waited for others. `prompt_logprobs` are
+    those of consecutive prompt tokens from an index on.
     """
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -212,4 +212,5 @@ class StepOutput:
     errors: dict[str, str] = field(default_factory=dict)
     sampling_seconds: float = 0.0
     device_seconds: float = 0.0
+    rank_wait_seconds: float = 0.0
     computed_singly: bool = False

@@ -166,11 +166,13 @@ def _phase_line(row: PhaseRow, share: str) -> str:
     tokens = f"{row.tokens:,} tokens" + (f" ({row.cached_tokens:,} cached)" if row.cached_tokens else "")
     rate = f"{row.tokens_per_second:,.0f} tok/s" if row.tokens_per_second is not None else "-"
     line = f"{tokens:<24} {_duration(row.seconds):>12} {rate:>14} {share:>8}  "
-    bound = {"contention": "contention", "unknown": "bound unknown"}.get(row.bound, f"{row.bound}-bound")
+    words = {"contention": "contention", "ranks": "bound by ranks that wait", "unknown": "bound unknown"}
+    bound = words.get(row.bound, f"{row.bound}-bound")
     working_set = f" ({describe_bytes(row.working_set)} per step)" if row.metric == "MBU" else ""
     if not row.tokens:
         return f"{paint(f'{row.name:<8}', BOLD)} {line.rstrip()}"
-    host = "" if row.host_share is None else f", host {row.host_share:.0%}".replace("%", " %")
+    shares = ("host", row.host_share), ("waiting for ranks", row.rank_share)
+    host = "".join(f", {name} {100 * share:.0f} %" for name, share in shares if share is not None)
     return f"{paint(f'{row.name:<8}', BOLD)} {line}{_efficiency(row)}{working_set}, {bound}{host}"
 
 

@@ -113,6 +113,7 @@ def test_without_an_engine_nothing_is_predicted():
         (900_000, 10, {}, {"isa": "generic", "best_isa": "avx2"}, "model_size"),
         (10, 10, {}, {"isa": "generic", "best_isa": "avx2"}, "step_overhead"),
         (900_000, 10, {"executed": 1.0, "cpu_wait": 0.8}, {}, "contention"),
+        (900_000, 10, {"executed": 1.0, "rank_wait": 0.8}, {}, "rank_wait"),
         (900_000, 10, {"executed": 1.0, "sampling": 0.8}, {}, "sampling"),
         (900_000, 10, {"executed": 0.2}, {}, "step_overhead"),
     ],

@@ -60,12 +60,15 @@ def test_prefill_is_measured_as_mfu_with_the_unit_of_each_part() -> None:
     assert prefill.bound == "overhead"
 
 
-def test_a_phase_that_waited_for_a_core_says_contention() -> None:
+def test_a_phase_that_waited_says_for_what() -> None:
     line = timeline()
     line.prefill.cpu_wait = 0.07
     result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)
     assert [row.bound for row in result.phases] == ["contention", "memory"]
     assert report_lines(result)[0].endswith("MFU 13 %, contention")
+    line.prefill.cpu_wait, line.prefill.rank_wait = 0.0, 0.07
+    result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)
+    assert report_lines(result)[0].endswith("MFU 13 %, bound by ranks that wait, waiting for ranks 70 %")
 
 
 def test_decode_is_measured_as_mbu_at_its_working_set() -> None:

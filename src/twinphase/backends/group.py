@@ -33,7 +33,8 @@ def shared_bytes(blueprint: Blueprint, rows: int) -> int:
 class Group:
     """One rank's view of the memory. All ranks take the same arrays in the same order.
 
-    The first word is not 0 once a step has to end; the next count how often each rank has come to a meeting.
+    The first word is not 0 once a step has to end; the next count how often each rank has come to a meeting, and the
+    words behind those the nanoseconds that it has waited there.
     """
 
     def __init__(self, rank: int, ranks: int, descriptor: int, meeting_place: Path) -> None:
@@ -42,7 +43,8 @@ class Group:
         self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # shared is mmap's default
         self._memory = np.frombuffer(self._map, np.uint8)
         self._taken = PAGE
-        self._words = self._memory[: (1 + ranks) * WORD_BYTES].view(np.int64).reshape(-1, WORD_BYTES // 8)[:, 0]
+        lines = self._memory[: (1 + ranks) * WORD_BYTES].view(np.int64).reshape(-1, WORD_BYTES // 8)
+        self._words, self._waits = lines[:, 0], lines[1:, 1]
 
     @property
     def address(self) -> int:
@@ -62,6 +64,10 @@ class Group:
         """How often each rank has come."""
         return [int(word) for word in self._words[1:]]
 
+    def waits(self) -> list[float]:
+        """Seconds that each rank has waited for others, so far."""
+        return [float(word) * 1e-9 for word in self._waits]
+
     def take(self, nbytes: int | None = None) -> NDArray[np.uint8]:
         """The next `nbytes`, or all the rest, zeros, 64-byte aligned."""
         nbytes = len(self._memory) - self._taken if nbytes is None else nbytes
@@ -75,8 +81,10 @@ class Group:
         """Wait until all ranks have come, or it is over."""
         mine = self._words[1 + self.rank] + 1
         self._words[1 + self.rank] = mine
-        looks = 0
+        looks, start = 0, time.perf_counter_ns()
         while not self.is_over and (self._words[1:] < mine).any():
             looks += 1
             if looks > SPINS:
                 time.sleep(SLEEP_SECONDS)
+        if looks:
+            self._waits[self.rank] += time.perf_counter_ns() - start

@@ -36,7 +36,7 @@ ORDER = (IntervalKind.TOKENIZE, IntervalKind.ROUTE, IntervalKind.QUEUE, Interval
          IntervalKind.STALL)  # fmt: skip
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
-Bound = Literal["compute", "memory", "overhead", "contention", "unknown"]
+Bound = Literal["compute", "memory", "overhead", "contention", "ranks", "unknown"]
 
 
 class SavedLedgerError(TwinphaseError):

@@ -307,7 +307,7 @@ def _stats(engine: Engine, result: StepResult, block_counts: Mapping[str, int]) 
         kv_cache.num_queried_tokens, kv_cache.num_hit_tokens, scheduler.num_preemptions, scheduler.step_work,
         *_drafts(result),
         engine.drafter.num_failures if isinstance(engine.drafter, Speculator) else 0,
-        dict(block_counts),
+        dict(block_counts), record.rank_wait,
     )  # fmt: skip
 
 

@@ -343,6 +343,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         accepted: how many of these requests had a right guess at each position.
         num_draft_failures: times that a source of guesses failed since the engine started.
         blocks_received: KV blocks that other engines sent since the engine started, by what became of them.
+        rank_wait: seconds of it that the first of several ranks waited for others.
     """
 
     start: float
@@ -368,6 +369,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     accepted: list[int] = []
     num_draft_failures: int = 0
     blocks_received: dict[str, int] = {}
+    rank_wait: float = 0.0
 
 
 class StepNews(msgspec.Struct, tag=True, frozen=True):

@@ -59,6 +59,7 @@ class _RankedBackend:
 
     def __init__(self, local: Backend, ranks: Ranks, model: Decoder) -> None:
         self._local, self._ranks, self._model = local, ranks, model
+        self.rank_wait = 0.0  # seconds that rank 0 waited for others in the last step
         whole, count = model.blueprint.whole, ranks.group.ranks
         self._heads = [kv_heads_of(whole, rank, count) for rank in range(count)]
 
@@ -87,6 +88,7 @@ class _RankedBackend:
             EngineDeadError: a rank is missing; nothing can be computed any more.
         """
         self._ranks.tell(Step.of(inputs, self._model.kept))
+        waited = self._ranks.group.waits()[0]
         self._ranks.step_begins()
         try:
             with bound_to(self._ranks.cores):  # the threads of the first step stay there
@@ -97,6 +99,7 @@ class _RankedBackend:
         finally:
             self._ranks.step_ends()
         self._ranks.check()
+        self.rank_wait = self._ranks.group.waits()[0] - waited
         return result
 
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:

@@ -43,6 +43,7 @@ class Runner:
             output = sample(rows, batch, self.eos_token_ids)
             forward_end = start + rows.drawn.forward_seconds
             output.device_seconds = rows.drawn.forward_seconds + rows.drawn.draw_seconds
+        output.rank_wait_seconds = getattr(self.backend, "rank_wait", 0.0)
         output.sampling_seconds = perf_counter() - forward_end
         if self.reader is not None:
             self.reader.read(batch, output, self.backend.kept())

@@ -46,8 +46,10 @@ def attribute(evidence: Evidence, phase: str) -> Seconds:
 def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     """The queue by its reasons; the request's own prefill between contention, coldness, evicted tokens and new ones."""
     grammar, own = evidence.grammar_seconds, spent[IntervalKind.PREFILL]
-    waited = _own_part(own, evidence.timeline.prefill, evidence.timeline.prefill.cpu_wait)
-    rest, expected, cold = own - waited, evidence.prefill_alone(), 0.0
+    totals = evidence.timeline.prefill
+    waited = _own_part(own, totals, totals.cpu_wait)
+    for_ranks = min(own - waited, _own_part(own, totals, totals.rank_wait))
+    rest, expected, cold = own - waited - for_ranks, evidence.prefill_alone(), 0.0
     first_step = min((interval.step for interval in evidence.intervals(IntervalKind.PREFILL)), default=-1)
     if expected and 0 <= first_step < COLD_STEPS and rest > COLD_FACTOR * expected:
         cold = rest - expected
@@ -58,6 +60,7 @@ def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
         "queue": spent[IntervalKind.QUEUE] - grammar,
         "grammar": grammar,
         "contention": waited,
+        "rank_wait": for_ranks,
         "cold_start": cold + sum(evidence.before.values()),
         "missed_prefix": evicted or listed,
         "prompt_length": rest - cold - evicted,
@@ -68,18 +71,23 @@ def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     """The request's own decode, divided between what is not the model, and the model by what bound it."""
     own, totals, bound = spent[IntervalKind.DECODE], evidence.timeline.decode, evidence.efficiency("decode").bound
     waited = _own_part(own, totals, totals.cpu_wait)
-    sampled = min(own - waited, _own_part(own, totals, totals.sampling))
+    for_ranks = min(own - waited, _own_part(own, totals, totals.rank_wait))
+    sampled = min(own - waited - for_ranks, _own_part(own, totals, totals.sampling))
     around = max(0.0, totals.seconds - totals.executed) if totals.executed > 0 else 0.0
-    scheduled = min(own - waited - sampled, _own_part(own, totals, around))
-    model = own - waited - sampled - scheduled
+    scheduled = min(own - waited - for_ranks - sampled, _own_part(own, totals, around))
+    model = own - waited - for_ranks - sampled - scheduled
     listed = None if model >= WORTH_NAMING * sum(spent.values()) > 0 else 0.0
-    found: Seconds = {"contention": waited, "sampling": sampled}
+    found: Seconds = {"contention": waited, "rank_wait": for_ranks, "sampling": sampled}
     # After its first token a request queues only where it was preempted.
     found["cache_pressure"] = spent[IntervalKind.RECOMPUTE] + spent[IntervalKind.QUEUE]
     machine, idle, unexplained = evidence.machine, evidence.idle_part, 0.0
     if machine and machine.config.isa and machine.best_isa not in (None, machine.config.isa):
         found["isa"] = listed  # the other path was not measured
-    if bound in ("overhead", "contention"):  # neither memory nor arithmetic explains more than the nearest ceiling does
+    if bound in (
+        "overhead",
+        "contention",
+        "ranks",
+    ):  # neither memory nor arithmetic explains more than the nearest ceiling does
         unexplained = max(0.0, model - own * nearest_ceiling(evidence)[1])
     if idle:  # only arithmetic divides among more threads: memory gives no more once a few have filled it
         found["threads"] = model * idle if bound == "compute" else listed

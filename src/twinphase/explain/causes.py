@@ -185,7 +185,7 @@ def _model_size(evidence: Evidence, seconds: float) -> About:
     if shape and shape.num_experts:
         sentence += f" but the experts that it is not sent to ({shape.experts_per_row} of {shape.num_experts} are used)"
     advice, saved = "A smaller model, or one with fewer bits per weight, has less to read in each step.", None
-    if near.bound in ("overhead", "contention"):
+    if near.bound in ("overhead", "contention", "ranks"):
         what = "Reading it" if nearest_ceiling(evidence)[0] == "memory" else "Its arithmetic"
         sentence += f". {what} at the measured peak would take this part of the time."
     elif near.bound == "memory":
@@ -350,6 +350,12 @@ def _contention(evidence: Evidence, seconds: float) -> About:
     return sentence, Lever("machine", advice, seconds)
 
 
+def _rank_wait(evidence: Evidence, seconds: float) -> About:
+    sentence = f"For {duration(seconds)} the first of its ranks waited for others, which had more to do or were slower."
+    advice = "Fewer ranks of more threads wait less, and so do as many as divide the KV heads evenly."
+    return sentence, Lever("--tensor-parallel-size", advice)
+
+
 def _slow_reader(evidence: Evidence, seconds: float) -> About:
     sentence = f"Handing text to its reader, or waiting for the reader, took {duration(seconds)}."
     return sentence, Lever("client", "Read the stream as it comes, and do other work elsewhere.", seconds)
@@ -379,6 +385,7 @@ CAUSES: dict[str, Callable[[Evidence, float], About]] = {
     "unknown_bound": _unknown_bound,
     "cache_pressure": _cache_pressure,
     "contention": _contention,
+    "rank_wait": _rank_wait,
     "slow_reader": _slow_reader,
     "route": partial(_plain, "Reaching its worker"),
     "transfer": partial(_plain, "Its KV blocks' way to the worker that went on"),

@@ -52,7 +52,7 @@ class Efficiency:
         mfu, mbu: fractions of the measured peaks; above 1 a count or a ceiling is wrong. None is unknown.
     """
 
-    bound: str  # "compute", "memory", "contention", "overhead" or "unknown"
+    bound: str  # as `hardware.bound` gives it
     mfu: float | None = None
     mbu: float | None = None
 
@@ -199,5 +199,6 @@ class Evidence:
         compute = compute_seconds(flops_by_unit(totals, machine.units), machine.ceilings)
         memory = memory_seconds(totals.bytes, totals.bytes / totals.steps, machine.ceilings)
         spent = totals.seconds
-        waited = whole.cpu_wait * spent / whole.seconds if whole.seconds else 0.0
-        return Efficiency(bound(compute, memory, spent, waited), efficiency(compute, spent), efficiency(memory, spent))
+        part = spent / whole.seconds if whole.seconds else 0.0
+        what = bound(compute, memory, spent, whole.cpu_wait * part, whole.rank_wait * part)
+        return Efficiency(what, efficiency(compute, spent), efficiency(memory, spent))

@@ -28,7 +28,7 @@ class Explanation:
     """Where the time went.
 
     Attributes:
-        bounds: what held prefill and decode back: "compute", "memory", "contention", "overhead" or "unknown".
+        bounds: what held prefill and decode back, as `hardware.bound` says it.
         diagnoses: causes of a bad TTFT, then of bad tokens per second, each the largest share first.
     """
 

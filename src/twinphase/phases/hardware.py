@@ -137,17 +137,22 @@ def efficiency(ideal: float | None, seconds: float) -> float | None:
     return None if ideal is None or seconds <= 0 else ideal / seconds
 
 
-def bound(compute: float | None, memory: float | None, seconds: float, cpu_wait: float = 0.0) -> str:
-    """What held a phase back: "compute", "memory", "contention", "overhead" or "unknown".
+def bound(
+    compute: float | None, memory: float | None, seconds: float, cpu_wait: float = 0.0, rank_wait: float = 0.0
+) -> str:
+    """What held a phase back: "compute", "memory", "contention", "ranks", "overhead" or "unknown".
 
     Neither ceiling may explain half of the time. If waiting for a processor (`cpu_wait`, seconds) is at least half of
-    what they leave unexplained, other processes held the phase back (contention), otherwise it was overhead.
+    what they leave unexplained, other processes held the phase back (contention); if it is waiting for other ranks
+    (`rank_wait`), these did; otherwise it was overhead.
     """
     if compute is None or memory is None or seconds <= 0:
         return "unknown"
     unexplained = seconds - max(compute, memory)
     if unexplained > (1 - EXPLAINED) * seconds:
-        return "contention" if cpu_wait >= unexplained / 2 else "overhead"
+        if cpu_wait >= unexplained / 2:
+            return "contention"
+        return "ranks" if rank_wait >= unexplained / 2 else "overhead"
     return "compute" if compute >= memory else "memory"
 
 

@@ -103,7 +103,8 @@ class Ledger:
         for request_id in batch.preempted:
             if self._running.pop(request_id, None) is not None:
                 self._begins_to_wait(request_id)
-        inside = executed, sampling, cpu_wait, drafting, output.device_seconds if output else 0.0
+        of_output = (output.device_seconds, output.rank_wait_seconds) if output else ()
+        inside = executed, sampling, cpu_wait, drafting, *of_output
         record = self._record(batch, start, end, *inside)
         self.records.append(record)
         self.num_steps += 1

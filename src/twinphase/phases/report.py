@@ -42,6 +42,7 @@ class PhaseRow:
         bound: as `hardware.bound` gives it.
         host_share: of the steps' time, that in which a device with a clock of its own had nothing to compute, or waited
             for Python; None where there is no such device.
+        rank_share: of the steps' time, that in which the first of several ranks waited for others; None where none did.
     """
 
     name: str
@@ -56,6 +57,7 @@ class PhaseRow:
     working_set: int
     bound: str
     host_share: float | None = None
+    rank_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,9 @@ def _phase_row(
         efficiency=value,
         other_efficiency=other,
         working_set=working_set,
-        bound=bound(compute, memory, seconds, totals.cpu_wait),
+        bound=bound(compute, memory, seconds, totals.cpu_wait, totals.rank_wait),
         host_share=max(0.0, 1 - totals.device / totals.seconds) if totals.device and totals.seconds else None,
+        rank_share=totals.rank_wait / totals.seconds if totals.rank_wait and totals.seconds else None,
     )
 
 

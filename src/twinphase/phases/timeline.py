@@ -57,6 +57,7 @@ class StepRecord:
         drafting: seconds of it that guessing the next tokens took.
         cpu_wait: seconds of it in which a thread of the engine's could run and had no processor; 0 where not known.
         device: seconds of it that a device with a clock of its own computed; 0 where there is none.
+        rank_wait: seconds of it that the first of several ranks waited for others.
     """
 
     index: int
@@ -74,6 +75,7 @@ class StepRecord:
     cpu_wait: float = 0.0
     drafting: float = 0.0
     device: float = 0.0
+    rank_wait: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -117,6 +119,7 @@ class StepTotals:
     sampling: float = 0.0
     cpu_wait: float = 0.0
     device: float = 0.0
+    rank_wait: float = 0.0
 
     @property
     def flops(self) -> int:
@@ -130,6 +133,7 @@ class StepTotals:
         self.sampling += record.sampling
         self.cpu_wait += record.cpu_wait
         self.device += record.device
+        self.rank_wait += record.rank_wait
         for cost in (record.prefill, record.decode):
             self.linear_flops += cost.linear_flops
             self.attention_flops += cost.attention_flops

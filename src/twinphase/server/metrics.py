@@ -140,6 +140,7 @@ class Metrics:
         by = "phase", PHASES
         self._step_tokens = of.counters("step_tokens", "Tokens computed in steps.", *by)
         self._step_seconds = of.counters("step_seconds", "Time of steps, divided by the cost model.", *by)
+        self._rank_wait = of.counter("rank_wait_seconds", "Time of steps in which rank 0 waited for other ranks.")
         self._step_flops = of.counters("step_flops", "FLOP that the algorithm needs.", *by)
         self._step_bytes = of.counters("step_bytes", "Bytes that the algorithm moves.", *by)
 
@@ -235,6 +236,7 @@ class Metrics:
             counters["prefill"].inc(prefill)
             counters["decode"].inc(decode)
 
+        self._rank_wait.inc(stats.rank_wait)
         self._drafts.inc(stats.num_drafts)
         self._draft_tokens.inc(stats.num_draft_tokens)
         self._accepted_tokens.inc(sum(stats.accepted))

@@ -263,7 +263,7 @@ class Operations:
             args += [mine.ctypes.data, strides[0], all_ranks.ctypes.data + unit * first, strides[1], unit * size]
         tiles, written = program.tiles(x.rows, ROWS_PER_TILE), [(whole.data, 0)]
         program.add("copy_columns", tiles, args + [0] * (COPY_ARGS - len(args)), [source.data], written)
-        args = [group.address, group.rank, group.ranks, libc_address("usleep")]
+        args = [group.address, group.rank, group.ranks, libc_address("usleep"), libc_address("clock_gettime")]
         program.add("meet", program.cells.constant(1), args, [whole.data], written)
         program.met()
         return whole

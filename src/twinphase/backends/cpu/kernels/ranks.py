@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,25 +57,47 @@ def _sleep(ctx: Any, usleep: Any, microseconds: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
+@intrinsic
+def _clock(ctx: Any, clock_gettime: Any, place: Any) -> Any:
+    """Leave the monotonic clock's seconds and nanoseconds at `place`, by the address of clock_gettime(2)."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        fn = b.inttoptr(args[0], ir.FunctionType(I32, [I32, I64]).as_pointer())
+        b.call(fn, [ir.Constant(I32, time.CLOCK_MONOTONIC), args[1]])
+        return ir.Constant(I64, 0)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
 def meet(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """Waits until all ranks have come here, or the first of the group's words says that it is over.
 
-    Arguments: address of the group's words, this rank, how many ranks, address of usleep.
+    The nanoseconds it waits are added to the word behind this rank's. Arguments: address of the group's words, this
+    rank, how many ranks, addresses of usleep and clock_gettime.
     """
-    arguments = fields(4)
+    arguments = fields(5)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        words, rank, ranks, usleep = arguments(args)
+        words, rank, ranks, usleep, clock = arguments(args)
         own = words + (1 + rank) * WORD_BYTES
         mine = atomic_load(own) + 1
         atomic_store(own, mine)
+        waited = False
         for other in range(ranks):
             looks = 0
             while atomic_load(words + (1 + other) * WORD_BYTES) < mine and not atomic_load(words):
+                if not waited:
+                    waited = True
+                    _clock(clock, scratch)
                 looks += 1
                 if looks < SPINS:
                     pause()
                 else:
                     _sleep(usleep, SLEEP_MICROSECONDS)
+        if waited:
+            _clock(clock, scratch + 16)
+            seconds = load_i64(scratch + 16) - load_i64(scratch)
+            nanoseconds = load_i64(scratch + 24) - load_i64(scratch + 8)
+            atomic_store(own + 8, atomic_load(own + 8) + 1_000_000_000 * seconds + nanoseconds)
 
     return KERNEL_SIGNATURE, kernel
