@@ -3,7 +3,8 @@
     python benchmarks/torch_kernels.py            # the table of docs/devices.md; --json for all of it
 
 No GPU and no driver is needed: Triton compiles for a target that it is told, and brings its own ptxas. Shapes are those
-of Llama-3.1-8B. Times are lower bounds from datasheets, not measurements. Without TRITON_INTERPRET in the environment.
+of Llama-3.1-8B, those of mixtures Qwen3-30B-A3B's. Times are lower bounds from datasheets, not measurements. Without
+TRITON_INTERPRET in the environment.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import tempfile
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from twinphase.backends.torch.kernels import attention, elementwise, linear, rope, tiles
+from twinphase.backends.torch.kernels import attention, elementwise, experts, linear, rope, tiles
 from twinphase.estimate.datasheets import find_datasheet
 
 HIDDEN, FFN, HEADS, KV_HEADS, DIM, BLOCK = 4096, 14336, 32, 8, 128, 16
@@ -37,6 +39,18 @@ FORMATS = {
     "Q4_K": (4, 0, True, 5.0),
     "Q8_0": (8, 0, False, 8.5),
 }
+
+
+class Mixture(NamedTuple):
+    """Of Qwen3-30B-A3B, unless other numbers are given."""
+
+    hidden: int = 2048
+    ffn: int = 768
+    count: int = 128
+    used: int = 8
+
+
+MOE = Mixture()
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -98,38 +112,55 @@ def assembled(ptx: str, capability: int) -> tuple[int, int]:
 
 
 def linears(capability: int) -> list[Compiled]:
-    found = []
-    for (phase, rows), (kind, (bits, offset, minimum, width)) in product(ROWS.items(), FORMATS.items()):
-        tile = tiles.tile_of(tiles.TILES[rows <= tiles.FEW], capability)
-        scale = None if bits == 0 else "*fp16"
-        types = [
-            "*bf16",
-            {0: "*bf16", 4: "*u8", 8: "*i8"}[bits],
-            scale,
-            scale if minimum else None,
-            None,
-            None,
-            "*bf16",
-        ]
-        constants = {
-            "BITS": bits, "GROUP": 32, "OFFSET": offset, "HAS_MINIMUM": minimum, "HAS_BIAS": False,
-            "HAS_RESIDUAL": False, "ROWS": tile.rows, "OUTPUTS": tile.outputs, "PRECISION": "tf32",
-        }  # fmt: skip
-        nbytes = HIDDEN * 2 * FFN * width / 8 + rows * 2 * (HIDDEN + 2 * FFN)
-        found.append(
-            compiled(
-                f"linear {kind}",
-                phase,
-                capability,
-                linear.linear_kernel,
-                [*types, *["i32"] * 4],
-                constants,
-                (tile.num_warps, tile.num_stages),
-                nbytes,
-                2 * rows * HIDDEN * 2 * FFN,
-            )  # fmt: skip
-        )
-    return found
+    """The gate and up matrices, dense and of the experts that the rows of a step choose."""
+    return [
+        product_of(capability, phase, rows, kind, moe)
+        for moe in (None, MOE)
+        for (phase, rows), kind in product(ROWS.items(), FORMATS)
+        if moe is None or kind in ("BF16", "Q4_K")
+    ]
+
+
+def product_of(capability: int, phase: str, rows: int, kind: str, moe: Mixture | None) -> Compiled:
+    bits, offset, minimum, width = FORMATS[kind]
+    hidden, outputs, tile = HIDDEN, 2 * FFN, tiles.tile_of(tiles.TILES[rows <= tiles.FEW], capability)
+    read, num_rows = 1.0, rows  # matrices that are read
+    if moe is not None:
+        hidden, outputs, num_rows = moe.hidden, 2 * moe.ffn, rows * moe.used
+        few, of_tile = tiles.rows_per_expert(num_rows, moe.count, capability)
+        tile = tiles.tile_of(tiles.TILES[few], capability)._replace(rows=of_tile)
+        read = moe.count * (1 - (1 - moe.used / moe.count) ** rows)  # on average, if all are equally likely
+    scale = None if bits == 0 else "*fp16"
+    weights = [{0: "*bf16", 4: "*u8", 8: "*i8"}[bits], scale, scale if minimum else None]
+    types = ["*bf16", *weights, None, None, "*bf16", *(["*i32"] * 2 if moe else [None] * 2), *["i32"] * 4]
+    constants = {
+        "BITS": bits, "GROUP": 32, "OFFSET": offset, "HAS_MINIMUM": minimum, "HAS_BIAS": False,
+        "HAS_RESIDUAL": False, "USED": moe.used if moe else 0, "ROWS": tile.rows, "OUTPUTS": tile.outputs,
+        "PRECISION": "tf32",
+    }  # fmt: skip
+    nbytes = read * hidden * outputs * width / 8 + 2 * (rows * hidden + num_rows * outputs)
+    name, kernel = f"{'experts' if moe else 'linear'} {kind}", linear.linear_kernel
+    shape = (tile.num_warps, tile.num_stages), nbytes, 2 * num_rows * hidden * outputs
+    return compiled(name, phase, capability, kernel, types, constants, *shape)
+
+
+def routings(capability: int) -> list[Compiled]:
+    """Which experts the rows of a prefill choose, their order, and the sum of what they give."""
+    moe, rows = MOE, ROWS["prefill"]
+    pairs, block = rows * moe.used, experts.BLOCK
+    choice = {"USED": moe.used, "RENORMALIZE": True, "CHOICES": 8, "BLOCK": moe.count}
+    of_tile = tiles.rows_per_expert(pairs, moe.count, capability)[1]
+    order = {"ROWS": of_tile, "BINS": 2 * moe.count, "BLOCK": block}
+    types = ["*bf16", "*fp32", "*fp32", "i32"]
+    each = (
+        ("choose", experts.choose_kernel, ["*bf16", "*i32", "*fp32", "i32"], choice, 1, 2 * rows * moe.count),
+        ("sort", experts.sort_kernel, ["*i32", "*i32", "*i32", "i32", "i32"], order, 4, 8 * pairs),
+        ("combine", experts.combine_kernel, types, {"USED": moe.used, "BLOCK": block}, 4, 2 * pairs * moe.hidden),
+    )
+    return [
+        compiled(f"experts, {name}", "both", capability, fn, types, constants, (warps, 3), nbytes, 0)
+        for name, fn, types, constants, warps, nbytes in each
+    ]
 
 
 def attentions(capability: int, dim: int) -> list[Compiled]:
@@ -200,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     wanted = parser.parse_args()
-    found = [one for each in (linears, rows_of_a_step) for capability in SHARED for one in each(capability)]
+    found = [one for each in (linears, routings, rows_of_a_step) for capability in SHARED for one in each(capability)]
     found += [one for width in (64, 128, 256) for capability in SHARED for one in attentions(capability, width)]
     print(json.dumps([asdict(one) for one in found], indent=1) if wanted.json else table(found))
 

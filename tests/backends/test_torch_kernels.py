@@ -14,7 +14,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -36,20 +37,23 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
+from twinphase.backends.torch.experts import mixture  # noqa: E402
 from twinphase.backends.torch.kernel_backend import KernelBackend  # noqa: E402
 from twinphase.backends.torch.kernels import attention as attention_kernels  # noqa: E402
 from twinphase.backends.torch.kernels import tiles  # noqa: E402
 from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile  # noqa: E402
+from twinphase.backends.torch.kernels.experts import route  # noqa: E402
 from twinphase.backends.torch.kernels.linear import linear  # noqa: E402
 from twinphase.backends.torch.kernels.tiles import FEW, Tile  # noqa: E402
 from twinphase.backends.torch.tune import tune  # noqa: E402
 from twinphase.backends.torch.weights import Matrix, pack  # noqa: E402
+from twinphase.blueprint import Experts  # noqa: E402
 
 F32 = NDArray[np.float32]
 CPU = torch.device("cpu")
 TOKENS = np.random.default_rng(0).integers(3, 320, 24, dtype=np.int32)
-# Caps, windows and norms behind; norms over the width; sinks, experts and biases; norms of heads; a part rotated.
-ONE_OF_EACH = ("gemma2", "olmo2", "gpt-oss", "qwen3", "glm4")
+# Caps, windows and norms behind; norms over the width; sinks and experts with biases; norms of heads; a part rotated.
+ONE_OF_EACH = ("gemma2", "olmo2", "gpt-oss", "qwen3-moe", "glm4")
 FORMATS_HERE = [name for name, fmt in FORMATS.items() if fmt.quantized or name == "F16"]
 few_shapes = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 
@@ -211,6 +215,64 @@ def test_attention(
     torch.testing.assert_close(results[0].double(), expected, **near)
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "used", "kinds", "dtype", "biased"),
+    [
+        (1, 5, 4, ("Q4_0", "Q8_0"), torch.float32, ""),
+        (1, 3, 1, ("F32", "Q4_1"), torch.float16, "all"),
+        (9, 4, 2, ("MXFP4", "MXFP4"), torch.float16, "all"),
+        (FEW + 1, 4, 2, ("Q4_0", "Q4_0"), torch.float32, "one"),  # an expert has a row more than a tile, others none
+        (35, 2, 1, ("Q5_0", "Q5_0"), torch.float32, "all"),  # many
+        (33, 20, 2, ("Q4_0", "Q4_1"), torch.float16, ""),
+    ],
+)
+def test_experts(rows: int, count: int, used: int, kinds: tuple[str, str], dtype: torch.dtype, biased: str) -> None:
+    """Few pairs of an expert and many, none, or all of them: as expert by expert, and each row's bits are its own."""
+    rng, hidden, ffn = np.random.default_rng(rows), 32, 64
+
+    def matrix(outputs: int, inputs: int, *kinds: str) -> Matrix:
+        raws = [random_raw(rng, (count * outputs, inputs), kind).reshape(-1) for kind in kinds]
+        shape = count, outputs, inputs
+        return Matrix([pack(raw, shape, kind, dtype, CPU) for raw, kind in zip(raws, kinds, strict=True)])
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+
+    backend = KernelBackend("cpu", str(dtype).removeprefix("torch."))
+    backend.blueprint = cast("Any", SimpleNamespace(share=None, activation="silu"))
+    gate_up, down = matrix(ffn, hidden, *kinds), matrix(hidden, ffn, kinds[1])
+    raw = normal(count, hidden).numpy().view(np.uint8).reshape(-1)
+    router = Matrix([pack(raw, (count, hidden), "F32", dtype, CPU)])
+    biases = {"router_bias": normal(count), "gate_up_bias": normal(count, 2 * ffn), "down_bias": normal(count, hidden)}
+    if biased == "one":
+        biases = {"router_bias": 100 * torch.eye(count)[count // 2]}
+    weights, biases = (router, gate_up, down), biases if biased else {}
+    x, config = normal(rows, hidden).to(dtype), Experts(count, used, ffn, renormalize=rows % 2 > 0)
+    found = backend.moe(x, *weights, config, **biases)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    torch.testing.assert_close(found, mixture(backend, x, weights, config, **biases), **near)
+    same_bits(backend.moe(x[-1:], *weights, config, **biases).numpy(), found[-1:].numpy())
+    # The products themselves are those of each expert alone, bit for bit.
+    routed = route(backend.linear(x, router, bias=biases.get("router_bias")), config, 0)
+    products = backend.linear(x, gate_up, bias=biases.get("gate_up_bias"), routed=routed)
+    seen = torch.zeros(rows * used, dtype=torch.bool)
+    for expert, first, end in (tile for tile in routed.tiles.T.tolist() if tile[1] < tile[2]):
+        pairs, own = routed.pairs[first : min(end, first + routed.rows)].long(), biases.get("gate_up_bias")
+        alone = backend.linear(x[pairs // used], gate_up[expert], bias=None if own is None else own[expert])
+        same_bits(products[pairs].float().numpy(), alone.float().numpy())
+        assert not seen[pairs].any()
+        seen[pairs] = True
+    assert seen.all()
+
+
+def test_a_router_whose_logits_are_not_finite_chooses_experts_that_exist() -> None:
+    logits = torch.tensor([[torch.nan] * 3, [torch.nan, 1.0, 2.0], [torch.inf, torch.inf, -torch.inf]])
+    with np.errstate(invalid="ignore"):
+        routed = route(logits, Experts(3, 2, 8, renormalize=True), 0)
+    assert sorted(routed.pairs.tolist()) == list(range(6)) and set(routed.tiles[0].tolist()) <= {0, 1, 2}
+    assert routed.weights.isnan().any(dim=1).all()
+
+
 def tiles_of(lengths: list[tuple[int, int]], group: int, head_dim: int, decode: bool) -> Tiles:
     rows, start, found = rows_of_tile(group, head_dim, decode), 0, []
     for i, (_, count) in enumerate(lengths):
@@ -253,7 +315,7 @@ def test_what_the_compiler_makes_of_them() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks/torch_kernels.py"), "--json"]
     kernels = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-    assert {one["capability"] for one in kernels} == {80, 90, 120} and len(kernels) == 60
+    assert {one["capability"] for one in kernels} == {80, 90, 120} and len(kernels) == 81
     for one in kernels:
         assert one["spilled"] == 0 and one["shared"] <= one["shared_limit"] and one["blocks"] >= 1, one
         if one["phase"] == "prefill":

@@ -1,4 +1,4 @@
-"""A mixture of experts in torch, over the backend's linear layers."""
+"""A mixture of experts in plain torch, expert by expert: the host counts the rows of each."""
 
 from __future__ import annotations
 

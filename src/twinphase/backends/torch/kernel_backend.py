@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,11 @@ from twinphase.backends.torch.backend import ALIGNED, RopeTables, TorchBackend
 from twinphase.backends.torch.device import bind
 from twinphase.backends.torch.kernels import elementwise, rope, tiles
 from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile
+from twinphase.backends.torch.kernels.experts import Routed, combine, route
 from twinphase.backends.torch.kernels.linear import linear
 from twinphase.backends.torch.tune import tune
 from twinphase.backends.torch.weights import Matrix, Packed, pack
+from twinphase.blueprint import Experts
 from twinphase.weights.checkpoint import Checkpoint
 
 __all__ = ["KernelBackend"]
@@ -113,21 +116,28 @@ class KernelBackend(TorchBackend):
         return elementwise.rms_norm(h, weight, eps, self.dtype, x, scale)
 
     def linear(
-        self, x: Tensor, weight: Matrix, *, residual: Tensor | None = None, first: int = 0, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Matrix,
+        *,
+        residual: Tensor | None = None,
+        first: int = 0,
+        bias: Tensor | None = None,
+        routed: Routed | None = None,
     ) -> Tensor:
-        """See `TorchBackend`; added in float32 before it is rounded."""
+        """See `TorchBackend`; added in float32 before it is rounded. Of experts with `routed`, a row for each pair."""
         x, parts = x.to(self.dtype), weight.parts
         if residual is not None and self.blueprint.share is not None:
             residual = residual[:, first : first + self.blueprint.share.hidden.size].contiguous()
         if len(parts) == 1:
-            return linear(x, parts[0], bias, residual, self.capability)
-        sizes = [part.codes.shape[0] for part in parts]
+            return linear(x, parts[0], bias, residual, self.capability, routed=routed)
+        sizes = [part.codes.shape[-2] for part in parts]
         biases, residuals = (
             [None] * len(parts) if term is None else [own.contiguous() for own in torch.split(term, sizes, -1)]
             for term in (bias, residual)
         )
         each = zip(parts, biases, residuals, strict=True)
-        return torch.cat([linear(x, *one, self.capability) for one in each], -1)
+        return torch.cat([linear(x, *one, self.capability, routed=routed) for one in each], -1)
 
     def rope_kv_write(
         self,
@@ -169,3 +179,14 @@ class KernelBackend(TorchBackend):
     def gate_mul(self, gate_up: Tensor) -> Tensor:
         """See `TorchBackend`."""
         return elementwise.gate_mul(gate_up, self.blueprint.activation, self.dtype)
+
+    def moe(
+        self, x: Tensor, router: Matrix, gate_up: Matrix, down: Matrix, experts: Experts, **biases: Tensor | None
+    ) -> Tensor:
+        """See `TorchBackend`; all experts in one product, and the host does not learn who was chosen."""
+        share, bias = self.blueprint.share, biases.get
+        routed = route(self.linear(x, router, bias=bias("router_bias")), experts, self.capability)
+        h = self.gate_mul(self.linear(x, gate_up, bias=bias("gate_up_bias"), routed=routed))
+        h = self.gather(h, share.ffn) if share else h
+        h = self.linear(h, down, bias=bias("down_bias"), routed=replace(routed, used=1))
+        return combine(h, routed.weights)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
+from twinphase.backends.torch.kernels.experts import Routed
 from twinphase.backends.torch.kernels.tiles import FEW, Tile, tile_for
 from twinphase.backends.torch.weights import PAIR, Packed
 
@@ -26,6 +27,8 @@ def linear_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    pairs_ptr,  # where there are experts, see `Routed`
+    tiles_ptr,
     num_rows,
     num_outputs,
     num_inputs,  # of x
@@ -36,13 +39,36 @@ def linear_kernel(
     HAS_MINIMUM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    USED: tl.constexpr,  # pairs of experts that share a row of x; 0 without experts
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out [rows, outputs] = x [rows, inputs] @ weights.T + bias + residual, added in float32."""
+    """out [rows, outputs] = x [rows, inputs] @ weights.T + bias + residual, added in float32.
+
+    With experts a row of `out` is a pair of `Routed`.
+    """
     n = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)[:, None]
-    m = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
+    tile = tl.program_id(1)
+    if USED == 0:
+        m = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
+        real, row = m < num_rows, m
+    else:
+        num_tiles = tl.num_programs(1)
+        first, end = tl.load(tiles_ptr + num_tiles + tile), tl.load(tiles_ptr + 2 * num_tiles + tile)
+        if first >= end:
+            return
+        at = (first + tl.arange(0, ROWS))[None, :]
+        real = at < end
+        m = tl.load(pairs_ptr + at, mask=real, other=0).to(tl.int64)
+        row, skipped = m // USED, tl.load(tiles_ptr + tile).to(tl.int64) * num_outputs
+        codes_ptr += skipped * (padded // 2 if BITS == 4 else padded)
+        if BITS > 0:
+            scale_ptr += skipped * (padded // GROUP)
+        if HAS_MINIMUM:
+            minimum_ptr += skipped * (padded // GROUP)
+        if HAS_BIAS:
+            bias_ptr += skipped
     j = tl.arange(0, 32)
     groups = padded // GROUP
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -51,7 +77,7 @@ def linear_kernel(
             packed = tl.load(codes_ptr + n * (padded // 2) + k0 // 2 + j[None, :], mask=n < num_outputs, other=0)
         for half in tl.static_range(2):
             k = k0 + 32 * half + j
-            x = tl.load(x_ptr + m * num_inputs + k[:, None], mask=(m < num_rows) & (k[:, None] < num_inputs), other=0.0)
+            x = tl.load(x_ptr + row * num_inputs + k[:, None], mask=real & (k[:, None] < num_inputs), other=0.0)
             if BITS == 0:
                 inside = (n < num_outputs) & (k[None, :] < padded)
                 w = tl.load(codes_ptr + n * padded + k[None, :], mask=inside, other=0.0)
@@ -69,7 +95,7 @@ def linear_kernel(
                     values += tl.load(minimum_ptr + group, mask=n < num_outputs, other=0.0).to(tl.float32)
                 w = values.to(x_ptr.dtype.element_ty)
             total = tl.dot(w, x, total, input_precision=PRECISION)
-    inside = (n < num_outputs) & (m < num_rows)
+    inside = (n < num_outputs) & real
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0)
     if HAS_RESIDUAL:
@@ -84,24 +110,28 @@ def linear(
     residual: Tensor | None = None,
     capability: int = 0,
     tile: Tile | None = None,
+    routed: Routed | None = None,
 ) -> Tensor:
     """x @ weight.T + bias + residual, [rows, outputs]; float32 where something is added, else of x's type.
 
-    Without a `tile` that of the tables is taken.
+    Without a `tile` that of the tables is taken. With `routed`, weights and biases have experts in front, and the
+    result has a row for each pair.
     """
     x = x.contiguous()
-    rows, outputs = len(x), weight.codes.shape[0]
+    rows, outputs = len(x) if routed is None else len(routed.pairs), weight.codes.shape[-2]
     added = bias is not None or residual is not None
     out = torch.empty(rows, outputs, dtype=torch.float32 if added else x.dtype, device=x.device)
-    tile = tile or tile_for(rows <= FEW, weight.bits, outputs, weight.padded, capability)
-    grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows))
+    few = rows <= FEW if routed is None else routed.few
+    tile = tile or tile_for(few, weight.bits, outputs, weight.padded, capability)
+    of_tile, pairs, tiles = (tile.rows, None, None) if routed is None else (routed.rows, routed.pairs, routed.tiles)
+    grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, of_tile) if tiles is None else tiles.shape[1])
     if rows:
         linear_kernel[grid](
-            x, weight.codes, weight.scale, weight.minimum, bias, residual, out,
+            x, weight.codes, weight.scale, weight.minimum, bias, residual, out, pairs, tiles,
             rows, outputs, x.shape[1], weight.padded,
             BITS=weight.bits, GROUP=weight.group, OFFSET=weight.offset, HAS_MINIMUM=weight.minimum is not None,
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            ROWS=tile.rows, OUTPUTS=tile.outputs, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, USED=routed.used if routed else 0,
+            ROWS=of_tile, OUTPUTS=tile.outputs, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return out

@@ -14,7 +14,18 @@ from typing import Any, NamedTuple
 
 from twinphase.weights.storage import cache_root, write_atomically
 
-__all__ = ["FEW", "TILES", "Tile", "key_of", "keep_tuned", "read_tuned", "tile_for", "tile_of", "tuned_path"]
+__all__ = [
+    "FEW",
+    "TILES",
+    "Tile",
+    "key_of",
+    "keep_tuned",
+    "read_tuned",
+    "rows_per_expert",
+    "tile_for",
+    "tile_of",
+    "tuned_path",
+]
 
 LOG = logging.getLogger(__name__)
 FEW = 16  # rows: up to here the time is that of reading the weights
@@ -52,6 +63,13 @@ def tile_for(few: bool, bits: int, outputs: int, inputs: int, capability: int) -
     """The tuned tile of a shape, else the shipped one of the capability."""
     found: Tile = tuned.get(key_of(few, bits, outputs, inputs)) or tile_of(TILES[few], capability)
     return found
+
+
+def rows_per_expert(pairs: int, experts: int, capability: int) -> tuple[bool, int]:
+    """Whether an expert has few of the `pairs` on average, and how many rows a program of it then has."""
+    average = max(1, pairs // experts)
+    few = average <= FEW
+    return few, min(tile_of(TILES[few], capability).rows, max(16, 1 << (average - 1).bit_length()))
 
 
 def tuned_path(device: str) -> Path:
