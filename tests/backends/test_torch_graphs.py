@@ -1,20 +1,15 @@
-"""The bookkeeping of captured decode steps, with a graph that records torch's operations and does them again.
-
-It knows what a CUDA graph knows: memory. Numbers that the host put into an operation are those of the capture.
-"""
+"""The bookkeeping of captured decode steps, with a graph that records what is done and does it again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from recorded_graph import Recorder
 from steps import Piece, Steps
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.torch.backend import TorchBackend
@@ -22,44 +17,14 @@ from twinphase.engine.loading import LoadedEngine
 from twinphase.errors import OutOfMemoryError
 from twinphase.request import Request, SamplingParams
 
-NEEDS_HOST = {"aten::_local_scalar_dense", "aten::nonzero"}
 TOKENS = np.random.default_rng(0).integers(3, 300, 60, dtype=np.int32)
 
 
-class Recorder(TorchDispatchMode):
-    """A `Graph` on a processor."""
-
-    made = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-        self.replays = 0
-        Recorder.made += 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.name().split(".")[0] not in NEEDS_HOST, f"{func} waits for the device: it cannot be captured"
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
-
-    def capture(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with self:
-            return compute()
-
-    def replay(self) -> None:
-        self.replays += 1
-        for func, args, kwargs, out in self.calls:
-            pairs = zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True)
-            for old, new in pairs:
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-def captured(path: Path, sequences: int = 4) -> Steps:
+def captured(path: Path, sequences: int = 4, kept: tuple[int, ...] = ()) -> Steps:
     backend = TorchBackend("cpu", "float64")
     backend.make_graph = Recorder
     steps = Steps(path, backend, num_blocks=32)
+    steps.model.kept = kept
     backend.capture(steps.model.forward, sequences, 64, None)
     return steps
 
@@ -80,8 +45,13 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("starts", [[5], [7, 50, 21], [3, 9, 30, 44]])
 def test_a_replay_gives_what_the_step_gives(path: Path, starts: list[int]) -> None:
-    steps, eager = captured(path), Steps(path, TorchBackend("cpu", "float64"), num_blocks=32)
+    kept = (1, 2)  # the second layer's input and what the head reads, for a drafter
+    steps, eager = captured(path, kept=kept), Steps(path, TorchBackend("cpu", "float64"), num_blocks=32)
+    eager.model.kept = kept
     found, expected = decodes(steps, starts), decodes(eager, starts)
+    hidden = steps.backend.kept()
+    assert [x.shape for x in hidden] == [(len(starts), 64)] * 2
+    np.testing.assert_allclose(hidden, eager.backend.kept(), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     backend = steps.backend
     assert sum(size.graph.replays for size in backend.graphs.sizes) == 1

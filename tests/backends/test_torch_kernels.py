@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tiny_families import make_model
 
+from recorded_graph import Recorder, record_kernels
 from steps import Piece, Steps
 from tiny_gguf import random_raw, write_tiny_gguf
 from twinphase.backends.reference import ReferenceBackend
@@ -92,36 +93,22 @@ def test_architectures(tmp_path: Path, family: str) -> None:
     same_bits(steps.run([decode, chunk]), np.concatenate([found[23:], found[13:]]))
 
 
-class Again:
-    """A graph that computes once more what was captured, with what the kernels read then."""
-
-    def __init__(self, backend: KernelBackend) -> None:
-        self.backend = backend
-
-    def capture(self, compute: Any) -> torch.Tensor:
-        self.compute, self.seen, self.replays = compute, (self.backend.step, self.backend.phases), 0
-        self.logits: torch.Tensor = compute()
-        return self.logits
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.backend.step, self.backend.phases = self.seen
-        self.logits.copy_(self.compute())
-
-
-@pytest.mark.slow
-def test_a_captured_step_has_the_bits_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two sequences, in a step for four of them behind longer contexts."""
+@pytest.mark.parametrize("experts", [None, (5, 2)], ids=["dense", "experts"])
+def test_a_captured_step_has_the_bits_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: tuple[int, int] | None
+) -> None:
+    """Of two sequences, in a step for four of them behind longer contexts; the host learns nothing in between."""
     monkeypatch.setattr("twinphase.backends.torch.graphs.SHORTEST", 48)
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    record_kernels(monkeypatch)
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", layers=1, experts=experts)
     results = []
     for capture in (True, False):
         backend = KernelBackend("cpu", "float32")
         steps = Steps(path, backend, num_blocks=4)
         if capture:
-            backend.make_graph = lambda backend=backend: Again(backend)
+            backend.make_graph = Recorder
+            monkeypatch.setattr("twinphase.backends.torch.graphs._doubling", lambda _, last: [last])  # one size
             backend.capture(steps.model.forward, 4, 48, None)
-            del backend.graphs.sizes[1:]  # that of four
         pieces = [Piece(TOKENS[:5], 0, steps.blocks[:2]), Piece(TOKENS[:17], 0, steps.blocks[2:])]
         steps.run(pieces)
         results.append(steps.run([Piece(TOKENS[17:18], one.start + len(one.tokens), one.blocks) for one in pieces]))

@@ -68,6 +68,7 @@ class TorchBackend:
         self.make_graph: Callable[[], Graph] | None = cuda_graphs() if cuda else None
         self.graphs: Graphs | None = None
         self._longest: int | None = None  # context of the step that is captured
+        self._kept: list[Tensor] = []
         self._wanted: dict[str, int] = {}  # bytes, by what for
         if threads is not None:
             torch.set_num_threads(threads)
@@ -191,7 +192,7 @@ class TorchBackend:
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
         """Replay the step where it was captured, else run it operation by operation; logits stay on the device."""
         bind(self.device)
-        self.inputs, self._kept, start = inputs, list[NDArray[np.float32]](), mark(self.device)
+        self.inputs, self._kept, start = inputs, list[Tensor](), mark(self.device)
         with self._step_memory():
             captured = self.graphs.find(inputs) if self.graphs is not None else None
             if captured is None:
@@ -201,6 +202,7 @@ class TorchBackend:
                 captured.buffer.copy_(self._flat(self._arrays(captured.padded(inputs))), non_blocking=True)
                 captured.graph.replay()
                 self.logits = captured.logits[: inputs.num_tokens]
+                self._kept = [x[: inputs.num_tokens] for x in captured.kept]
         self._times = start, mark(self.device)
 
     def capture(
@@ -208,10 +210,10 @@ class TorchBackend:
     ) -> None:
         """See `Drawer`; not where something in `forward` needs the host."""
         bind(self.device)
-        if self.make_graph is None or self.blueprint.experts is not None:  # whose rows are counted by expert
-            return
+        if self.make_graph is None or (self.blueprint.experts is not None and not self.kernels):
+            return  # plain torch asks which rows each expert has
         graphs = Graphs(self.kv_spec, max_num_seqs, max_model_len)
-        self._kept, self.inputs = [], graphs.sizes[0].padded(None)
+        self.inputs = graphs.sizes[0].padded(None)
         tell, fix = progress or (lambda *_: None), "Use --enforce-eager, or lower --num-kv-blocks or --max-num-seqs."
         with torch.inference_mode(), self._memory("graphs", graphs.sizes[0].rows * self._row_bytes, fix):
             for done, size in enumerate(graphs.sizes):
@@ -219,13 +221,10 @@ class TorchBackend:
                 self.inputs, self._longest = size.padded(None), size.context
                 size.buffer = self._upload(self._arrays(self.inputs))
                 forward(self)  # loads what it needs, which may not happen while capturing
-                if self._kept:  # hidden states go to the host
-                    break
-                size.graph = self.make_graph()
+                self._kept, size.graph = [], self.make_graph()
                 size.logits = size.graph.capture(lambda: forward(self))
-            else:
-                self.graphs = graphs
-        self._longest = None
+                size.kept, self._kept = self._kept, []
+        self.graphs, self._longest = graphs, None
         tell(len(graphs.sizes), len(graphs.sizes), "graphs")
 
     def draw(self, draws: Draws) -> Drawn:
@@ -272,11 +271,11 @@ class TorchBackend:
 
     def kept(self) -> list[NDArray[np.float32]]:
         """See `Backend`."""
-        return self._kept
+        return [x.to("cpu", torch.float32, copy=True).numpy() for x in self._kept]
 
     def keep(self, x: Tensor) -> None:
-        """A copy in the host's memory."""
-        self._kept.append(x.float().cpu().numpy().copy())
+        """On the device, until `kept` is asked for."""
+        self._kept.append(x)
 
     def embed(self, table: Array, scale: float = 1.0) -> Tensor:
         """Rows of the table, scaled, float32."""

@@ -60,7 +60,7 @@ def cuda_graphs() -> Callable[[], Graph]:
 
 @dataclass
 class Captured:
-    """A step of `rows` sequences that decode behind `context` tokens at most; the last three are the capture's."""
+    """A step of `rows` sequences that decode behind `context` tokens at most; the last four are the capture's."""
 
     rows: int
     context: int
@@ -68,6 +68,7 @@ class Captured:
     graph: Graph = field(init=False)
     buffer: Tensor = field(init=False)  # what its kernels read besides weights and cache
     logits: Tensor = field(init=False)
+    kept: list[Tensor] = field(init=False)  # hidden states, see `Backend.keep`
 
     def padded(self, inputs: StepInputs | None) -> StepInputs:
         """The step filled up to this size; None is a step of no sequence."""

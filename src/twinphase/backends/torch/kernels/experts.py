@@ -116,7 +116,8 @@ def route(logits: Tensor, experts: Experts, capability: int) -> Routed:
     """The experts of each row of the router's `logits` [rows, experts.count]."""
     rows, count, used, device = len(logits), experts.count, experts.used, logits.device
     weights = torch.empty(rows, used, dtype=torch.float32, device=device)
-    chosen, pairs = torch.empty(2, rows * used, dtype=torch.int32, device=device)
+    # Each by itself: Triton compiles again for pointers that are not multiples of 16 bytes.
+    chosen, pairs = (torch.empty(rows * used, dtype=torch.int32, device=device) for _ in range(2))
     few, of_tile = rows_per_expert(rows * used, count, capability)
     # An expert that has pairs fills all of its tiles but one, which has at least one row.
     most = (rows * used + min(count, rows * used) * (of_tile - 1)) // of_tile
