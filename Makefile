@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 help:
 	@echo "make demo   answer a question with $(MODEL), and show both phases"
 	@echo "make test   the tests of every promise, in minutes (installs the test extras, torch for CPU among them)"
-	@echo "make test-all  those and the long proofs: every instruction-set path, 200 mixes, fuzzing, the browser"
+	@echo "make test-all  those and the long proofs: every instruction-set path, hundreds of mixes, fuzzing, the browser"
 	@echo "make test-clients  OpenAI's, Anthropic's and Ollama's clients and others, each installed by itself (CLIENTS=NAME)"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  twinphase beside other engines; see benchmarks/"

@@ -449,7 +449,7 @@ QUICK = {"compared": 50, "compared after a hit": 5, "mixed steps": 50, "forced p
 QUICK |= {"accepted drafts": 500, "rejected drafts": 100}  # how many are worth it depends on how fast steps are
 QUICK |= {"compared with a grammar": 10, "compared with an end of thinking": 10}
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
-LONG = {"compared": 1000, "compared after a hit": 300, "compared after preemption": 50, "mixed steps": 1000}
+LONG = {"compared": 1000, "compared after a hit": 300, "compared after preemption": 40, "mixed steps": 1000}
 LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5, "failures": 5}
 
 
@@ -458,10 +458,10 @@ LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5
     ("num_mixes", "model", "kv_cache_dtype", "least"),
     (
         (32, "dense", "auto", QUICK),
-        pytest.param(200, "dense", "auto", LONG, marks=pytest.mark.slow),
+        pytest.param(100, "dense", "auto", LONG, marks=pytest.mark.slow),
         pytest.param(40, "dense", "int8", COMPARED, marks=pytest.mark.slow),
-        pytest.param(200, "windowed", "auto", LONG, marks=pytest.mark.slow),
-        pytest.param(200, "mixture", "auto", LONG, marks=pytest.mark.slow),
+        pytest.param(100, "windowed", "auto", LONG, marks=pytest.mark.slow),
+        pytest.param(100, "mixture", "auto", LONG, marks=pytest.mark.slow),
     ),
 )
 def test_mixes(folder: Path, num_mixes: int, model: str, kv_cache_dtype: str, least: dict[str, int]) -> None:
@@ -519,7 +519,7 @@ def test_every_guesser(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_mixes", (32, pytest.param(200, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("num_mixes", (32, pytest.param(100, marks=pytest.mark.slow)))
 def test_a_draft_model(folder: Path, num_mixes: int) -> None:
     """It has the same weights in 32 bits, so that it is often right, and not always."""
     path = write_tiny_gguf(folder / "eight.gguf", vocab=VOCAB, tensor_type="Q8_0")

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-__all__ = ["Oracle", "chunks", "negative_log_likelihood", "requantized"]
+__all__ = ["Oracle", "chunks", "negative_log_likelihood", "rewritten"]
 
 F32 = NDArray[np.float32]
 CHUNK = 512  # rows whose logits are in memory at a time
@@ -45,27 +45,31 @@ def chunks(count: int) -> Iterator[slice]:
 def negative_log_likelihood(ids: Sequence[int], at: slice, logits: F32) -> float:
     """Sum of -log p(the id that follows) over the positions `at`; the last of all has none."""
     next_ids = ids[at.start + 1 : at.stop + 1]
-    rows = logits[: len(next_ids)].astype(np.float64)
-    rows -= rows.max(axis=1, keepdims=True)
-    log_sum = np.log(np.exp(rows).sum(axis=1))
+    rows = logits[: len(next_ids)] - logits[: len(next_ids)].max(axis=1, keepdims=True)
+    log_sum = np.log(np.exp(rows).sum(axis=1, dtype=np.float64))
     return float((log_sum - rows[np.arange(len(rows)), list(next_ids)]).sum())
 
 
-def requantized(source: Path, target: Path, tensor_type: str) -> Path:
-    """The model with the matrices of its layers rounded to another format; the embedding stays as it is."""
+def rewritten(source: Path, target: Path, tensor_type: str | None = None) -> Path:
+    """The model without its vocabulary, which transformers would read for longer than the weights.
+
+    With a `tensor_type`, the matrices of its layers are rounded to that format; the embedding stays as it is.
+    """
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, "llama")
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, architecture)
     for name, field in reader.fields.items():
-        if name.startswith("llama."):
+        if name.startswith(f"{architecture}.") and name != f"{architecture}.vocab_size":
             add = writer.add_float32 if field.types[0] == gguf.GGUFValueType.FLOAT32 else writer.add_uint32
             add(name, field.contents())
-    kind = gguf.GGMLQuantizationType[tensor_type]
     for tensor in reader.tensors:
-        if tensor.name.startswith("blk.") and len(tensor.shape) == 2:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        data, kind = tensor.data, tensor.tensor_type
+        if tensor.name == "token_embd.weight":
+            writer.add_vocab_size(int(tensor.shape[1]))
+        elif tensor_type and tensor.name.startswith("blk.") and len(tensor.shape) == 2:
+            data, kind = gguf.quants.dequantize(data, kind), gguf.GGMLQuantizationType[tensor_type]
+            data = gguf.quants.quantize(data, kind)
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
