@@ -76,7 +76,7 @@ class Share:
         rank, ranks: which of how many.
         whole: the blueprint of the model.
         kv_heads: the KV heads whose cache this rank has; some ranks have the same one where there are few.
-        heads: columns of attention's result, those of this rank's query heads.
+        heads, keys: columns of attention's result, those of this rank's query heads; and of keys.
         ffn: columns between the two halves of the feed-forward layer; of every expert, where there are experts.
         hidden: columns of what each half of a layer adds.
         vocab: columns of the logits.
@@ -87,6 +87,7 @@ class Share:
     whole: Blueprint = field(repr=False)
     kv_heads: Span
     heads: Span
+    keys: Span
     ffn: Span
     hidden: Span
     vocab: Span
@@ -159,6 +160,11 @@ class Blueprint:
     def whole(self) -> Blueprint:
         """The model's blueprint, of which this may be the share of one rank."""
         return self.share.whole if self.share else self
+
+    @property
+    def norm_spans(self) -> tuple[Span | None, Span | None]:
+        """What a rank has of the rows of queries and of keys that are normalized over their whole width, if any are."""
+        return (self.share.heads, self.share.keys) if self.share and self.qk_norm == "width" else (None, None)
 
     @property
     def group(self) -> int:

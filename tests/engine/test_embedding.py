@@ -78,6 +78,7 @@ def test_a_generating_model_embeds_only_when_loaded_for_it(llm, make_llm):
         ("trace_file", "log", "embedding"),
         ("num_kv_blocks", 8, "embedding"),
         ("threads", 2, "encoder"),
+        ("tensor_parallel_size", 2, "encoder"),
         ("isa", "avx2", "encoder"),
         ("kv_cache_dtype", "int8", "encoder"),
     ],

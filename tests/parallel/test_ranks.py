@@ -109,7 +109,7 @@ def test_bits_are_those_of_one_rank(
     np.testing.assert_array_equal(rest.view(np.uint32), expected.view(np.uint32))
 
 
-FAMILIES = ("gemma2", "qwen3-moe", "gpt-oss", "phi3", "granite", "glm4")
+FAMILIES = ("gemma2", "qwen3-moe", "gpt-oss", "phi3", "granite", "glm4", "olmo2", "olmoe")
 
 
 @pytest.mark.slow
@@ -129,6 +129,14 @@ def test_families(folder: Path, family: str, backend: str, ranks: int) -> None:
         return
     np.testing.assert_array_equal(logits.view(np.uint32), expected.view(np.uint32))
     assert found == frames
+
+
+def test_vectors_are_those_of_one_rank(folder: Path) -> None:
+    path = write_tiny_gguf(folder / "Q4_0.gguf", layers=16, hidden=128, ffn=256, tensor_type="Q4_0")
+    texts = ["hello", "the world " * 100]
+    options = {"task": "embed", "threads": 1, "max_num_batched_tokens": 64}
+    expected, found = (LLM(path, tensor_parallel_size=ranks, **options).embed(texts) for ranks in (1, 2))
+    assert [one.outputs.embedding for one in found] == [one.outputs.embedding for one in expected]
 
 
 @pytest.mark.timeout(900)
@@ -217,7 +225,6 @@ def test_a_server_starts_its_ranks_again(folder: Path) -> None:
     [
         ({"tensor_parallel_size": 0}, InvalidRequestError, "tensor_parallel_size is 0"),
         ({"tensor_parallel_size": 5}, InvalidRequestError, "4 attention heads"),
-        ({"tensor_parallel_size": 2, "task": "embed"}, InvalidRequestError, "one process"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -174,17 +174,18 @@ class ReferenceBackend:
         ends = [b.num_heads * b.head_dim, (b.num_heads + b.num_kv_heads) * b.head_dim]
         q, k, v = (part.reshape(rows, -1, b.head_dim) for part in np.split(qkv, ends, axis=1))
         if q_norm is not None and k_norm is not None:
-            q, k = self._normalize(q, q_norm), self._normalize(k, k_norm)
+            q, k = map(self._normalize, (q, k), (q_norm, k_norm), b.norm_spans)
         if rope is not None:
             q, k = self._rotate(q, rope), self._rotate(k, rope)
         self.keys[layer, inputs.slot_mapping] = k
         self.values[layer, inputs.slot_mapping] = v
         return q
 
-    def _normalize(self, x: F32, weight: F32) -> F32:
-        """RMSNorm of each head of x [rows, heads, head_dim], or of all heads together where the weight is as wide."""
-        flat = x.reshape(len(x), -1, len(weight))
-        return self.rms_norm(flat, weight, self.blueprint.norm_eps).reshape(x.shape)
+    def _normalize(self, x: F32, weight: F32, span: Span | None) -> F32:
+        """RMSNorm of each head of x [rows, heads, head_dim], or of rows as wide as the weight: a rank has the span."""
+        rows = x.reshape(len(x), -1, len(weight)) if span is None else self.gather(x.reshape(len(x), -1), span)
+        out = self.rms_norm(rows, weight, self.blueprint.norm_eps)
+        return (out if span is None else out[:, span.first : span.first + span.size]).reshape(x.shape)
 
     def _rotate(self, x: F32, rope: tuple[F32, F32, bool]) -> F32:
         cos_table, sin_table, interleaved = rope

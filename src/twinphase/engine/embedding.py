@@ -21,10 +21,11 @@ from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig
 from twinphase.engine.checks import Prompt, embeds, engine_config
 from twinphase.engine.loading import LoadedEngine, make_backend
+from twinphase.engine.ranked_backend import load_on_ranks
 from twinphase.engine.text import ModelText
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.models.bert import Bert, is_encoder, read_bert_shape
-from twinphase.models.loader import load_model, open_model, read_blueprint
+from twinphase.models.loader import open_model, read_blueprint
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
 
@@ -34,7 +35,7 @@ F32 = NDArray[np.float32]
 
 # Settings of steps, of tokens that follow one another, or of kernels: an embedding has none of these.
 NOT_FOR_EMBEDDINGS = ("itl_slo_ms", "trace_file", "num_kv_blocks")
-NOT_FOR_ENCODERS = ("kv_cache_dtype", "threads", "isa", "device", "dtype")
+NOT_FOR_ENCODERS = ("kv_cache_dtype", "threads", "tensor_parallel_size", "isa", "device", "dtype")
 
 
 @dataclass(frozen=True)
@@ -141,17 +142,13 @@ class _HiddenStates:
         load_progress: Callable[[int, int], None],
     ) -> None:
         """`config` is resolved; its KV cache holds one sequence of the longest length."""
-        if config.tensor_parallel_size > 1:
-            raise InvalidRequestError(
-                f"tensor_parallel_size is {config.tensor_parallel_size}, but models that embed run in one process.",
-                "Leave --tensor-parallel-size out.",
-            )
         assert config.max_model_len is not None, "the configuration is resolved"
-        self._backend = make_backend(replace(config, max_num_seqs=1), compile_progress)
-        self._model = load_model(checkpoint, self._backend, config.max_model_len, load_progress, blueprint)
-        self._chunk, self._block_size = config.max_num_batched_tokens, config.block_size
         num_blocks = -(-config.max_model_len // config.block_size)
-        b = blueprint
+        config = replace(config, task="embed", max_num_seqs=1, num_kv_blocks=num_blocks)
+        backend = make_backend(config, compile_progress)
+        self._model, self._backend = load_on_ranks(checkpoint, blueprint, config, backend, load_progress)
+        self._chunk, self._block_size = config.max_num_batched_tokens, config.block_size
+        b = self._model.blueprint
         self._backend.allocate_kv_cache(
             KVCacheSpec(b.num_layers, b.num_kv_heads, b.head_dim, num_blocks, config.block_size)
         )

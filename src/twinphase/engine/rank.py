@@ -39,12 +39,13 @@ def main(descriptor: int, memory: int) -> int:
     except TwinphaseError as error:
         link.sendall(encode(Failed(type(error).__name__, error.cause, error.fix)))
         return error.exit_code
+    forward = model.hidden if first.config["task"] == "embed" else model.forward
     link.sendall(encode(Ready()))
     while True:
         message = inbox.get()
         if isinstance(message, Step):
             model.kept = message.kept
-            backend.execute(model.forward, message.inputs())
+            backend.execute(forward, message.inputs())
         elif isinstance(message, Read):
             link.sendall(encode(Blocks(backend.read_blocks(message.block_ids))))
         elif isinstance(message, Write):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from twinphase.blueprint import Blueprint, Share, Span
-from twinphase.errors import InvalidRequestError, UnsupportedModelError
+from twinphase.errors import InvalidRequestError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 
 __all__ = ["kv_heads_of", "rank_sizes", "share_of"]
@@ -52,35 +52,28 @@ def share_of(checkpoint: Checkpoint, blueprint: Blueprint, rank: int, ranks: int
 
     Raises:
         InvalidRequestError: more ranks than heads, or than other things to divide.
-        UnsupportedModelError: a model whose layers cannot be divided.
     """
     if ranks == 1:
         return checkpoint, blueprint
     b, name = blueprint, checkpoint.path.name
-    if b.qk_norm == "width":
-        raise UnsupportedModelError(
-            f"{name} normalizes queries and keys over all heads, which tensor parallelism cannot divide.",
-            "Leave --tensor-parallel-size out.",
-        )
     most = min(b.num_heads, b.ffn_size)
     if ranks > most:
         raise InvalidRequestError(
             f"tensor_parallel_size is {ranks}, but {name} has {b.num_heads} attention heads.", f"Use at most {most}."
         )
-    heads, kv_heads = _heads(b, rank, ranks)
-    dim = b.head_dim
-    columns = tuple(dim * _heads(b, other, ranks)[0].first for other in range(ranks))
+    spans = [_heads(b, other, ranks) for other in range(ranks)]
     share = Share(
         rank=rank,
         ranks=ranks,
         whole=b,
-        kv_heads=kv_heads,
-        heads=Span(heads.first * dim, heads.size * dim, heads.total * dim, dim, columns),
+        kv_heads=spans[rank][1],
+        heads=_columns(b, [q for q, _ in spans], rank),
+        keys=_columns(b, [kv for _, kv in spans], rank),
         ffn=_span(b.ffn_size, rank, ranks, ((256, 4 * ranks), (32, ranks), (1, 0))),
         hidden=_span(b.hidden_size, rank, ranks, ((32, ranks), (1, 0))),
         vocab=_span(b.vocab_size, rank, ranks, ((32, ranks), (1, 0))),
     )
-    local = replace(b, num_heads=heads.size, num_kv_heads=kv_heads.size, share=share)
+    local = replace(b, num_heads=spans[rank][0].size, num_kv_heads=share.kv_heads.size, share=share)
     return _shared(checkpoint, b, share), replace(local, tied=False, fused_qkv=False, fused_gate_up=False)
 
 
@@ -105,6 +98,12 @@ def _heads(b: Blueprint, rank: int, ranks: int) -> tuple[Span, Span]:
     sharing = [other for other in range(ranks) if other * count // ranks == head]
     part = _span(b.group, sharing.index(rank), len(sharing), ((1, 0),))
     return Span(head * b.group + part.first, part.size, b.num_heads, 1, ()), Span(head, 1, count, 1, ())
+
+
+def _columns(b: Blueprint, heads: list[Span], rank: int) -> Span:
+    """The columns of a rank's heads, of which `heads` are all ranks'."""
+    dim, mine = b.head_dim, heads[rank]
+    return Span(dim * mine.first, dim * mine.size, dim * mine.total, dim, tuple(dim * one.first for one in heads))
 
 
 def _span(total: int, rank: int, ranks: int, multiples: tuple[tuple[int, int], ...]) -> Span:

@@ -36,8 +36,9 @@ def layer_tensors(blueprint: Blueprint) -> dict[str, Shape]:
             shapes[f"{name}.bias"] = (widths[name],)
     if b.qk_norm != "none":
         by_head = b.qk_norm == "head"
-        shapes["attn_q_norm.weight"] = (b.head_dim if by_head else queries,)
-        shapes["attn_k_norm.weight"] = (b.head_dim if by_head else keys,)
+        whole = b.whole  # of which each rank has all weights of a norm
+        shapes["attn_q_norm.weight"] = (b.head_dim if by_head else whole.num_heads * b.head_dim,)
+        shapes["attn_k_norm.weight"] = (b.head_dim if by_head else whole.num_kv_heads * b.head_dim,)
     if b.sinks:
         shapes["attn_sinks.weight"] = (b.num_heads,)
     shapes["attn_output.weight"] = (hidden, queries)

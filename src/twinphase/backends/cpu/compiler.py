@@ -53,6 +53,7 @@ KERNELS = {
     "pack": ("packing", "pack"),
     "run_program": ("program", "run_program"),
     "copy_columns": ("ranks", "copy_columns"),
+    "norm_columns": ("rope", "norm_columns"),
     "meet": ("ranks", "meet"),
 }
 

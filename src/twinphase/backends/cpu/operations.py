@@ -189,6 +189,8 @@ class Operations:
         columns = qkv.columns
         if len(columns) == 1:  # one stored matrix
             columns = (0, b.num_heads * b.head_dim, (b.num_heads + b.num_kv_heads) * b.head_dim)
+        if b.qk_norm == "width" and q_norm is not None and k_norm is not None:
+            self._norm_columns(qkv, columns, (q_norm, k_norm))
         # The Hadamard transform of both sides multiplies their products by its size.
         scale = b.scale * LOG2_E / kv_layout.spread_size(b.head_dim)
         args = [source.data + 4 * column for column in columns] + [source.stride]
@@ -201,6 +203,17 @@ class Operations:
         spec = rope_spec(b, None if rope is None else rope.rope, self.kv_cache_dtype)
         program.add(spec, program.count("tokens"), args, [source.data], writes)
         return step
+
+    def _norm_columns(self, qkv: Buffer, columns: tuple[int, ...], weights: tuple[Vector, Vector]) -> None:
+        """RMSNorm of queries and of keys over their whole width."""
+        program, x, parts = self._program, qkv.floats, list(zip(columns, self.blueprint.norm_spans, strict=False))
+        wholes = [self._gathered(qkv, span, False, column) if span else x for column, span in parts]
+        for part, ((column, span), whole, weight) in enumerate(zip(parts, wholes, weights, strict=True)):
+            here, width = x.data + 4 * column, weight.width
+            first, count = (span.first, span.size) if span else (0, width)
+            args = [whole.data if span else here, whole.stride, width, here, x.stride, count]
+            args += [weight.values.ctypes.data + 4 * first, float_bits(self.blueprint.norm_eps)]
+            program.add("norm_columns", program.count("tokens"), args, [whole.data, x.data], [(x.data, part)])
 
     def attention(self, q: StepMemory, layer: int, window: int | None = None, sinks: Vector | None = None) -> Buffer:
         """Units of one token, units of several and the merge of those that were cut; whichever the step has."""
@@ -243,14 +256,15 @@ class Operations:
 
         def make(quantized: bool) -> Memory:
             if quantized and not floats and span.multiple % GROUP == 0:
-                return self._gathered(x, span, quantized=True)
+                return self._gathered(x, span, True)
             if not floats:
-                floats.append(self._gathered(x, span, quantized=False))
+                floats.append(self._gathered(x, span, False))
             return self._program.quantize(floats[0]) if quantized else floats[0]
 
         return Buffer(self._program, x.rows, padded(span.total), outputs=span.total, make=make)
 
-    def _gathered(self, x: Buffer, span: Span, *, quantized: bool) -> Memory:
+    def _gathered(self, x: Buffer, span: Span, quantized: bool, column: int = 0) -> Memory:
+        """The ranks' columns; this one's of `x`, which begin at `column` (0 where they are quantized)."""
         program, group = self._program, self.group
         assert group is not None
         source = x.memory(quantized)
@@ -260,7 +274,13 @@ class Operations:
         args = [program.count(x.rows)]
         for unit, mine, all_ranks in zip(units, source.arrays, whole.arrays, strict=True):
             strides = [unit * (memory.groups if quantized else memory.width) for memory in (source, whole)]
-            args += [mine.ctypes.data, strides[0], all_ranks.ctypes.data + unit * first, strides[1], unit * size]
+            args += [
+                mine.ctypes.data + unit * column,
+                strides[0],
+                all_ranks.ctypes.data + unit * first,
+                strides[1],
+                unit * size,
+            ]
         tiles, written = program.tiles(x.rows, ROWS_PER_TILE), [(whole.data, 0)]
         program.add("copy_columns", tiles, args + [0] * (COPY_ARGS - len(args)), [source.data], written)
         args = [group.address, group.rank, group.ranks, libc_address("usleep"), libc_address("clock_gettime")]

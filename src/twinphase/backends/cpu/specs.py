@@ -45,7 +45,8 @@ def most_rows(blueprint: Blueprint) -> int:
 def rope_spec(blueprint: Blueprint, rope: Rope | None, dtype: str) -> str:
     """Normalizing, rotating and writing; `dtype` is the KV cache's."""
     turned, interleaved = (rope.dim, int(rope.interleaved)) if rope else (0, 0)
-    return f"rope_kv_write:{blueprint.head_dim}:{turned}:{interleaved}:{dtype}:{blueprint.qk_norm}"
+    norm = "none" if blueprint.qk_norm == "width" else blueprint.qk_norm  # which is an operation of its own
+    return f"rope_kv_write:{blueprint.head_dim}:{turned}:{interleaved}:{dtype}:{norm}"
 
 
 def attention_spec(phase: str, blueprint: Blueprint, dtype: str) -> str:
@@ -96,6 +97,8 @@ def model_specs(checkpoint: Checkpoint, blueprint: Blueprint, dtype: str) -> lis
     ]
     if blueprint.share:
         specs += ["copy_columns", "meet"]
+    if blueprint.qk_norm == "width":
+        specs.append("norm_columns")
     if blueprint.norm_after:
         specs.append("add_norm")
     if blueprint.residual_scale != 1 or blueprint.output_bias or blueprint.experts:

@@ -327,7 +327,7 @@ class TorchBackend:
         q, k, v = torch.split(qkv.view(len(qkv), -1, b.head_dim), [b.num_heads, b.num_kv_heads, b.num_kv_heads], 1)
         q, k = q.to(self.wide), k.to(self.wide)
         if q_norm is not None and k_norm is not None:
-            q, k = self._normalize(q, q_norm), self._normalize(k, k_norm)
+            q, k = map(self._normalize, (q, k), (q_norm, k_norm), b.norm_spans)
         if rope is not None:
             cos, sin = (table[self.step["positions"]][:, None, :] for table in rope[:2])
             q, k = (rotated(x, cos, sin, rope[2]) for x in (q, k))
@@ -336,9 +336,11 @@ class TorchBackend:
         self.slots[layer, 1, slots] = v.to(self.dtype)
         return q.to(self.dtype)
 
-    def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm of each head of x [rows, heads, head_dim], or of all heads together where the weight is as wide."""
-        return self._norm(x.reshape(len(x), -1, len(weight)), weight, self.blueprint.norm_eps).view(x.shape)
+    def _normalize(self, x: Tensor, weight: Tensor, span: Span | None) -> Tensor:
+        """RMSNorm of each head of x [rows, heads, head_dim], or of rows as wide as the weight: a rank has the span."""
+        rows = x.reshape(len(x), -1, len(weight)) if span is None else self.gather(x.flatten(1), span)
+        out = self._norm(rows, weight, self.blueprint.norm_eps)
+        return (out if span is None else out[:, span.first : span.first + span.size]).view(x.shape)
 
     def attention(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         """softmax(scale * q k^T) v, causal and within the window, over gathered keys and values.

@@ -21,7 +21,7 @@ from twinphase.backends.torch.kernels.experts import Routed, combine, route
 from twinphase.backends.torch.kernels.linear import linear
 from twinphase.backends.torch.tune import tune
 from twinphase.backends.torch.weights import Matrix, Packed, pack
-from twinphase.blueprint import Experts
+from twinphase.blueprint import Experts, Span
 from twinphase.weights.checkpoint import Checkpoint
 
 __all__ = ["KernelBackend"]
@@ -153,15 +153,18 @@ class KernelBackend(TorchBackend):
             norms = q_norm, k_norm
             if len(q_norm) != b.head_dim:
                 sizes = [b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim, b.num_kv_heads * b.head_dim]
-                parts = torch.split(qkv, sizes, 1)
-                q, k = (
-                    elementwise.rms_norm(part, weight, b.norm_eps, torch.float32)
-                    for part, weight in zip(parts, norms, strict=False)
-                )
-                qkv, norms = torch.cat([q, k, parts[2].float()], 1), None
+                q, k, v = torch.split(qkv, sizes, 1)
+                q, k = (self._norm_columns(*one) for one in zip((q, k), norms, b.norm_spans, strict=True))
+                qkv, norms = torch.cat([q, k, v.float()], 1), None
         keys, values = self.slots[layer]
         where = self.step["positions"], self.step["slot_mapping"], keys, values, b.num_heads
         return rope.rope_kv_write(qkv.contiguous(), rope_tables, norms, b.norm_eps, *where)
+
+    def _norm_columns(self, x: Tensor, weight: Tensor, span: Span | None) -> Tensor:
+        """RMSNorm over the whole width, of which a rank has the span."""
+        whole = x if span is None else self.gather(x, span)
+        whole = elementwise.rms_norm(whole, weight, self.blueprint.norm_eps, torch.float32)
+        return whole if span is None else whole[:, span.first : span.first + span.size]
 
     def attention(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         """See `TorchBackend`; decodes and prefills by their own kernels."""

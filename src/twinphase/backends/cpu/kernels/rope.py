@@ -17,7 +17,7 @@ from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
 from twinphase.backends.cpu.kv_layout import CELL, CHUNK, key_bytes, scale_bytes, spread_size, value_bytes
 
-__all__ = ["rope_kv_write"]
+__all__ = ["norm_columns", "rope_kv_write"]
 
 LARGEST_VALUE = 65504.0  # of float16
 
@@ -198,43 +198,61 @@ def _value(isa: Isa, dim: int, dtype: str) -> Any:
     return emitted(isa, 4, write)
 
 
+def norm_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+    """One row a tile: RMSNorm, where they lie, of columns of a row whose other columns another rank may have.
+
+    Arguments: the whole rows, their stride and width; the columns in row 0, their stride and number; weights, eps bits.
+    """
+    arguments, inverse_rms = fields(8), _inverse_rms(isa)
+
+    def write(e: Emit, x: Value, count: Value, weight: Value, factor: Value) -> None:
+        with e.loop(0, count, 16) as i:
+            at = e.mul(i, 4)
+            value = e.load(vector(F32, 16), x, at)
+            value = e.b.fmul(value, e.broadcast(e.b.bitcast(e.b.trunc(factor, I32), F32), 16))
+            e.store(e.b.fmul(value, e.load(value.type, weight, at)), x, at)
+
+    scaled = emitted(isa, 4, write)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        whole, whole_stride, width, x, stride, count, weight, eps = arguments(args)
+        scaled(x + tile * stride, count, weight, inverse_rms(whole + tile * whole_stride, width, eps))
+
+    return KERNEL_SIGNATURE, kernel
+
+
 def rope_kv_write(
     isa: Isa, head_dim: str, rotary: str, interleaved: str, dtype: str, qk_norm: str
 ) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One row a tile: RMSNorm of queries and keys (of a head, of the whole width, or none), rotation, writing.
+    """One row a tile: RMSNorm of each head of queries and keys (or "none"), rotation, writing.
 
     Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV heads, keys,
     scales and values of the layer, int8 queries, their scales, their sums, softmax scale bits, cells of a chunk,
     weights of the norms of q and k, eps bits.
     """
-    dim, turned, normalized = int(head_dim), int(rotary), qk_norm != "none"
-    by_head, by_width = qk_norm == "head", qk_norm == "width"
+    dim, turned, normalized = int(head_dim), int(rotary), qk_norm == "head"
     query = _query(isa, dim, turned, interleaved == "1", normalized)
     key, value = _key(isa, dim, turned, interleaved == "1", normalized), _value(isa, dim, dtype)
     cell_bytes, scale_size, value_size = key_bytes(dim), scale_bytes(dtype), value_bytes(dim, dtype)
     table_stride, arguments, inverse_rms = 4 * (turned // 2), fields(21), _inverse_rms(isa)
-    weight_stride = 4 * dim if by_width else 0  # one head's weights serve all heads
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (q, k, v, stride, cos, sin, positions, slots, heads, kv_heads, keys, scales, values, data, query_scales, sums,
          factor, per_chunk, q_norm, k_norm, eps) = arguments(args)  # fmt: skip
         turn = load_u32(positions + 4 * tile) * table_stride
         cos, sin, slot = cos + turn, sin + turn, load_i64(slots + 8 * tile)
-        q_root = inverse_rms(q + tile * stride, heads * dim, eps) if by_width else 0
-        k_root = inverse_rms(k + tile * stride, kv_heads * dim, eps) if by_width else 0
+        q_root = k_root = 0
         for head in range(heads):
             at, x = tile * heads + head, q + tile * stride + head * dim * 4
-            if by_head:
+            if normalized:
                 q_root = inverse_rms(x, dim, eps)
-            query(x, cos, sin, data + at * dim, query_scales + 4 * at, sums + 4 * at, factor,
-                  q_norm + head * weight_stride, q_root)  # fmt: skip
+            query(x, cos, sin, data + at * dim, query_scales + 4 * at, sums + 4 * at, factor, q_norm, q_root)
         for head in range(kv_heads):
             at = slot // (CELL * CHUNK) * per_chunk + head * CHUNK + slot // CELL % CHUNK
             here = tile * stride + head * dim * 4
-            if by_head:
+            if normalized:
                 k_root = inverse_rms(k + here, dim, eps)
-            key(k + here, cos, sin, keys + at * cell_bytes, scales + at * scale_size, slot % CELL,
-                k_norm + head * weight_stride, k_root)  # fmt: skip
+            key(k + here, cos, sin, keys + at * cell_bytes, scales + at * scale_size, slot % CELL, k_norm, k_root)
             value(v + here, values + at * value_size, scales + at * scale_size, slot % CELL)
 
     return KERNEL_SIGNATURE, kernel
