@@ -151,6 +151,11 @@ class EngineConfig:
     enforce_eager: bool = setting(
         False, "Start every kernel of the torch backend by itself: no captured CUDA graphs of decode steps."
     )
+    dequantize: bool = setting(
+        False,
+        "Dequantize weights while loading, instead of in the torch backend's kernels on a GPU: prefill unpacks "
+        "nothing, and decode reads 2 bytes per parameter.",
+    )
     task: str | None = setting(
         None,
         "What the model is loaded for: generate (text) or embed (vectors); an encoder only embeds.",
@@ -175,7 +180,8 @@ class EngineConfig:
             raise InvalidRequestError(f"device is {self.device!r}.", "Use cpu, cuda or cuda:N.")
         if self.backend == "torch" and self.isa is not None:
             raise InvalidRequestError(f"isa is {self.isa!r}, but torch chooses its own kernels.", "Leave it out.")
-        for name, default in (("device", None), ("dtype", "auto"), ("enforce_eager", False)):
+        own = {"device": None, "dtype": "auto", "enforce_eager": False, "dequantize": False}
+        for name, default in own.items():
             value = getattr(self, name)
             if value != default and self.backend != "torch":
                 raise InvalidRequestError(

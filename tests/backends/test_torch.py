@@ -34,6 +34,7 @@ from twinphase.terminal import report_lines
         ({"isa": "avx2"}, "isa is 'avx2'"),
         ({"backend": "cpu", "device": "cuda"}, "device is 'cuda' with the cpu backend. Use the torch backend"),
         ({"backend": "cpu", "enforce_eager": True}, "enforce_eager is True with the cpu backend"),
+        ({"backend": "cpu", "dequantize": True}, "dequantize is True with the cpu backend"),
         ({"backend": "reference", "dtype": "float16"}, "dtype is 'float16' with the reference backend"),
     ),
 )

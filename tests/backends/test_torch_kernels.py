@@ -116,6 +116,18 @@ def test_a_captured_step_has_the_bits_of_the_step(
     same_bits(*results)
 
 
+def test_weights_dequantized_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits; some rows, or some experts, after others."""
+    monkeypatch.setattr("twinphase.backends.torch.weights.DEQUANTIZED_AT_ONCE", 9000)
+    path, results = write_tiny_gguf(tmp_path / "tiny.gguf", layers=1, experts=(5, 2)), []
+    for whole in (False, True):
+        backend = KernelBackend("cpu", "float16", dequantize=whole)
+        steps = Steps(path, backend, num_blocks=4)
+        results.append(steps.run([Piece(TOKENS[:3], 0, steps.blocks)]))
+        assert {part.bits for matrix in backend.matrices for part in matrix.parts} == ({0} if whole else {0, 4})
+    same_bits(*results)
+
+
 @pytest.mark.parametrize("kind", FORMATS_HERE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_every_format(kind: str, dtype: torch.dtype) -> None:

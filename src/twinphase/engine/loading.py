@@ -216,7 +216,7 @@ def make_backend(config: EngineConfig, compile_progress: Callable[[int, int, str
         from twinphase.backends.torch.backend import open_backend
 
         eager = config.enforce_eager or config.tensor_parallel_size > 1  # collectives have not been captured yet
-        return open_backend(config.device, config.dtype, config.rank_threads, eager)
+        return open_backend(config.device, config.dtype, config.rank_threads, eager, config.dequantize)
     from twinphase.backends.cpu.backend import CpuBackend
 
     backend: Backend = CpuBackend(

@@ -25,7 +25,7 @@ from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.backends.torch.collective import Collective
-from twinphase.backends.torch.device import bind, find_device, find_dtype, mark, seconds_between
+from twinphase.backends.torch.device import bind, find_device, find_dtype, mark, pinned, seconds_between
 from twinphase.backends.torch.experts import mixture
 from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
 from twinphase.backends.torch.parts import execute_in_parts
@@ -47,6 +47,7 @@ class TorchBackend:
 
     name = "torch"
     kernels = ""  # whose they are, where they are not torch's
+    dequantize = True  # while loading
     block_multiple = 1
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     group: Group | None = None
@@ -107,7 +108,8 @@ class TorchBackend:
 
     def _weight_memory(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
         tensors, wide = checkpoint.tensors.values(), self.dtype.itemsize > 2
-        wanted = sum(info.nbytes if self.kernels else math.prod(info.shape) * self.dtype.itemsize for info in tensors)
+        packed = self.kernels and not self.dequantize
+        wanted = sum(info.nbytes if packed else math.prod(info.shape) * self.dtype.itemsize for info in tensors)
         return self._memory(
             "weights", wanted, "Use a smaller model" + (", or --dtype float16 or bfloat16." if wide else ".")
         )
@@ -154,7 +156,8 @@ class TorchBackend:
         cuda = self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if cuda else torch.backends.cpu.get_cpu_capability()
         facts = {"backend": self.name, "torch": torch.__version__, "device": device, "dtype": str(self.dtype)}
-        return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts, kernels=self.kernels)
+        facts |= {"kernels": self.kernels, "dequantized": str(self.dequantize)}
+        return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """[layers, 2, block_size, kv_heads, head_dim] in the element type each."""
@@ -168,7 +171,7 @@ class TorchBackend:
         nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
         rows = unpack_frames(self.kv_fingerprint, frames, nbytes)
         layers, both, _, *block = self.kv.shape
-        blocks = self._pinned(rows).to(self.device).view(self.dtype).view(len(rows), layers, both, *block)
+        blocks = pinned(rows, self.device).to(self.device).view(self.dtype).view(len(rows), layers, both, *block)
         self.kv[:, :, list(block_ids)] = blocks.movedim(0, 2)
 
     def frame_parts(self) -> list[tuple[int, int]]:
@@ -263,11 +266,7 @@ class TorchBackend:
     def _flat(self, arrays: dict[str, NDArray[np.signedinteger]]) -> Tensor:
         """One array behind the other, so that one copy takes them to the device."""
         parts = [np.pad(array.ravel(), (0, -array.size % ALIGNED)) for array in arrays.values()]
-        return self._pinned(np.concatenate(parts, dtype=np.int64))
-
-    def _pinned(self, array: NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return pinned(np.concatenate(parts, dtype=np.int64), self.device)
 
     def kept(self) -> list[NDArray[np.float32]]:
         """See `Backend`."""
@@ -382,7 +381,9 @@ class TorchBackend:
         return logits if softcap is None else capped(logits, softcap)
 
 
-def open_backend(device: str | None, dtype: str, threads: int | None, enforce_eager: bool = False) -> TorchBackend:
+def open_backend(
+    device: str | None, dtype: str, threads: int | None, enforce_eager: bool = False, dequantize: bool = False
+) -> TorchBackend:
     """The backend of a device: with kernels of our own for 16 bits on a GPU, unless Triton is not installed.
 
     In float32 tensor cores are of no use, and Triton takes minutes to compile products without them.
@@ -392,5 +393,5 @@ def open_backend(device: str | None, dtype: str, threads: int | None, enforce_ea
     if found.type == "cuda" and narrow and find_spec("triton") is not None:
         from twinphase.backends.torch.kernel_backend import KernelBackend
 
-        return KernelBackend(device, dtype, enforce_eager)
+        return KernelBackend(device, dtype, enforce_eager, dequantize)
     return TorchBackend(device, dtype, threads, enforce_eager)

@@ -6,12 +6,13 @@ import time
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from twinphase.backends.base import Units
 from twinphase.backends.device import MeasuredRates
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["TorchDevice", "bind", "find_device", "find_dtype", "mark", "seconds_between"]
+__all__ = ["TorchDevice", "bind", "find_device", "find_dtype", "mark", "pinned", "seconds_between"]
 
 LEAST_CAPABILITY = (7, 5)  # of the CUDA that torch is built with today
 BF16_CAPABILITY = (8, 0)  # the first with bfloat16 in its tensor cores
@@ -82,6 +83,12 @@ def bind(device: torch.device) -> None:
     """Make it the current one of this thread: graphs and Triton's kernels start there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def pinned(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Where a GPU reads by itself: from other memory, a copy waits for the device even where it is `non_blocking`."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def mark(device: torch.device) -> Any:

@@ -32,8 +32,11 @@ class KernelBackend(TorchBackend):
 
     kernels = "triton"
 
-    def __init__(self, device: str | None = None, dtype: str = "auto", enforce_eager: bool = False) -> None:
+    def __init__(
+        self, device: str | None = None, dtype: str = "auto", enforce_eager: bool = False, dequantize: bool = False
+    ) -> None:
         super().__init__(device, dtype, enforce_eager=enforce_eager)
+        self.dequantize = dequantize
         major, minor = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
         self.capability = 10 * major + minor
         self.matrices: list[Matrix] = []
@@ -78,7 +81,8 @@ class KernelBackend(TorchBackend):
 
     def _packed(self, checkpoint: Checkpoint, name: str) -> Packed:
         info = checkpoint.tensors[name]
-        return pack(checkpoint.raw(name), info.shape, info.type, self.dtype, self.device)
+        packed = pack(checkpoint.raw(name), info.shape, info.type, self.dtype, self.device)
+        return packed.dequantized() if self.dequantize and packed.bits else packed
 
     # One step.
     def _arrays(self, inputs: StepInputs) -> dict[str, NDArray[np.signedinteger]]:

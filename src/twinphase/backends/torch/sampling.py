@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinphase.backends.base import Drawn, Draws
+from twinphase.backends.torch.device import pinned
 
 __all__ = ["draw"]
 
@@ -44,7 +45,7 @@ def draw(logits: Tensor, draws: Draws) -> Drawn:
 
 
 def _put(array: NDArray[Any], like: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(like.device)
+    return pinned(array, like.device).to(like.device, non_blocking=True)
 
 
 def _process(logits: Tensor, draws: Draws) -> Tensor:

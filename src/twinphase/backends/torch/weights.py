@@ -21,6 +21,8 @@ __all__ = ["PAIR", "Matrix", "Packed", "pack"]
 
 PAIR = 64  # inputs whose nibbles share 32 bytes: byte j has input j below and input 32 + j above
 
+DEQUANTIZED_AT_ONCE = 1 << 26  # bytes of codes
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -45,7 +47,7 @@ class Packed:
     def padded(self) -> int:
         return self.codes.shape[-1] * (2 if self.bits == 4 else 1)
 
-    def __getitem__(self, index: int | Tensor) -> Packed:
+    def __getitem__(self, index: int | slice | Tensor) -> Packed:
         """One expert, or some rows."""
         parts = (None if part is None else part[index] for part in (self.codes, self.scale, self.minimum))
         codes, scale, minimum = parts
@@ -64,6 +66,12 @@ class Packed:
         if self.minimum is not None:
             values = values + self.minimum.float().repeat_interleave(self.group, -1)
         return values[..., : self.inputs].to(self.dtype)
+
+    def dequantized(self) -> Packed:
+        """With the values that the kernels would unpack; some rows or experts after others, to need little memory."""
+        step = max(1, DEQUANTIZED_AT_ONCE // self.codes[0].numel())
+        values = torch.cat([self[i : i + step].values() for i in range(0, len(self.codes), step)])
+        return Packed(values, None, None, 0, 32, 0, self.inputs, self.dtype)
 
 
 def pack(raw: NDArray[np.uint8], shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: torch.device) -> Packed:
