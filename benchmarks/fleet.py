@@ -3,29 +3,22 @@
     python benchmarks/fleet.py conversation_trace.jsonl
     python benchmarks/fleet.py conversation_trace.jsonl --prefill 8 --decode 8 --requests 10000 --load 0.9
     python benchmarks/fleet.py conversation_trace.jsonl --replicas 16
-    python benchmarks/fleet.py conversation_trace.jsonl --prefill 1 --decode 1 --requests 40 --validate
 
 Workers are this machine's, one thread each, by the cost model of the model on it, learned from some of the trace's
 own prompts first. Schedulers, KV bookkeeping and routing are those that serve; tokens are made up. The trace is
 repeated, with other prompts each time, and played at a share of what the fleet can do by that cost model if every
-prefix is read once. Prints one line for each routing policy, then what a decision costs with more workers. With
-`--validate` the requests are also sent to engines of this machine, and the simulation's error is printed: by the
-prices that were learned before, and by those that the workers themselves learned meanwhile.
+prefix is read once. Prints one line for each routing policy, then what a decision costs with more workers.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
-import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -33,21 +26,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from cluster import closed, decoding, prompt, started, timed
 from twinphase import LLM, SamplingParams
 from twinphase.batch import StepWork
 from twinphase.bench.load.slo import Slos
 from twinphase.bench.load.traces import BLOCK_TOKENS, Scaling, TraceLine, read_trace
 from twinphase.bench.statistics import percentile
-from twinphase.cluster.config import ClusterConfig
 from twinphase.cluster.fleet import Fleet
-from twinphase.cluster.launch import make_host
-from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.simulation import FleetSpec, Outcome, Simulation, TraceRequest
 from twinphase.errors import TwinphaseError
-from twinphase.phases.cost import CostModel
-from twinphase.scheduler.chunk import StepTimes
 
 POLICIES = ("predicted", "random")
 LAP = 1 << 20  # ids of prefix blocks in one repetition of the trace, at most
@@ -99,12 +86,11 @@ class Trace:
         return found
 
 
-def learn(args: argparse.Namespace, trace: Trace, console: Console | None = None) -> FleetSpec:
+def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec:
     """A worker as it is on this machine: one thread, its prices learned from prompts of the trace's lengths."""
     llm = LLM(args.model, threads=1, enable_prefix_caching=False, speculative_config=None)
     vocabulary, choose, most = llm.engine.vocab_size, random.Random(0), (llm.config.max_model_len or 64) - 64
     fitting = [number for number in range(len(trace.lines)) if len(trace.prompt(number)) <= most]
-    console = console or Console(quiet=True)
     with console.status("learning what steps take on this machine, with one thread"):
         for _ in range(args.learn):
             group = choose.sample(fitting, 4)
@@ -151,90 +137,6 @@ def play(spec: FleetSpec, trace: Trace, policy: str, count: int, rate: float, pr
     simulation.run(trace.requests(count, rate), tick=lambda: progress.advance(task))
     gc.enable()
     return simulation
-
-
-async def serve(
-    args: argparse.Namespace, asked: list[TraceRequest], console: Console
-) -> tuple[list[Outcome], dict[Role, StepTimes]]:
-    """The requests as the engines of `serve --prefill-workers P --decode-workers D --threads-per-worker 1` do them.
-
-    And the cost models that the workers of each role had in the second half of that time, the mean of each second's:
-    what a step takes depends on what others of this machine do beside it, and long prompts have to be seen first.
-    """
-    cluster = ClusterConfig(prefill_workers=args.prefill, decode_workers=args.decode, threads_per_worker=1)
-    config = {"speculative_config": None, "itl_slo_ms": args.itl_slo_ms}
-    router = make_host(args.model, config, cluster, stall=60.0)
-    assert isinstance(router, Router), "there are two engines and more"
-    engines = await started({"pools": router}, console)
-    (engine,) = engines.values()
-    for length in (700, 900, 300, 500) * 4:  # which the router's cost model learns from
-        await asyncio.gather(*(timed(engine, prompt(some), 16) for some in (length, 40)))
-    began, found = time.perf_counter(), []
-
-    async def send(number: int, one: TraceRequest) -> Outcome:
-        await asyncio.sleep(began + one.arrival - time.perf_counter())
-        tokens, name, fleet = one.prompt(), f"r{number}", router.fleet
-        sent, seen = time.perf_counter(), Outcome(0.0, len(tokens))
-        stream = await engine.submit(tokens, decoding(one.num_outputs), request_id=name)
-        decision = fleet.where(name) if fleet else None
-        seen.read_apart = decision is not None and decision.prefill_worker is not None
-        async for update in stream:
-            new = len(update.output.outputs[0].token_ids) - seen.num_outputs
-            seen.token_times.extend([time.perf_counter() - sent] * new)
-        return seen
-
-    seen_prices: dict[Role, list[tuple[float, ...]]] = {"prefill": [], "decode": [], "both": []}
-
-    async def watch() -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            for view in router.workers_by_name.values():
-                seen_prices[view.role].append(view.prices)
-                seen_prices["both"].append(view.prices)
-
-    watching = asyncio.create_task(watch())
-    with console.status(f"{len(asked)} requests in {asked[-1].arrival:.0f} s and more, on this machine"):
-        found = await asyncio.gather(*(send(number, one) for number, one in enumerate(asked)))
-    watching.cancel()
-    await closed(engines)
-    return found, {role: CostModel([mean(column) for column in zip(*rows[len(rows) // 2 :], strict=True)])
-                   for role, rows in seen_prices.items()}  # fmt: skip
-
-
-def validation(args: argparse.Namespace, spec: FleetSpec, trace: Trace, rate: float, console: Console) -> Table:
-    """What the simulation says of requests, and what came of them on this machine."""
-    vocabulary = 40_000  # token ids that the model has
-    asked = [
-        TraceRequest(one.arrival, one.num_outputs, partial(list, [token % vocabulary for token in one.prompt()]))
-        for one in trace.requests(args.requests, rate)
-    ]
-    real, times = asyncio.run(serve(args, asked, console))
-    runs = []
-    for one in (spec, replace(spec, times=times["both"], own_times=times)):
-        runs.append(Simulation(one, Routing(block_size=spec.block_size)))
-        runs[-1].run(asked)
-    title = f"{args.prefill}P{args.decode}D, {len(asked)} requests at {rate:.2f} per second"
-    columns = "", "here", "simulated before", "error", "by what the workers learned", "error"
-    shown = Table(*columns, title=title, title_justify="left")
-
-    def gaps(one: Outcome) -> list[float]:
-        return [after - before for before, after in pairwise(one.token_times)]
-
-    kinds: dict[str, Callable[[Outcome], list[float]]] = {
-        "TTFT": lambda one: [one.ttft],
-        "first gap behind another's prefill": lambda one: gaps(one)[:1] if one.read_apart else [],
-        "ITL": gaps,
-        "E2E": lambda one: [one.token_times[-1] - one.arrival],
-    }
-    for name, of in kinds.items():
-        for q in (50, 99):
-            outcomes = real, *(run.outcomes for run in runs)
-            here, *there = (percentile([x for one in run for x in of(one)], q) for run in outcomes)
-            found = [text for one in there for text in (f"{1e3 * one:,.0f}", f"{one / here - 1:+.0%}")]
-            shown.add_row(f"{name} p{q} (ms)", f"{1e3 * here:,.0f}", *found)
-    here, before, after = (f"{mean(one.read_apart for one in run):.0%}" for run in outcomes)
-    shown.add_row("read apart", here, before, "", after, "")
-    return shown
 
 
 def table(runs: dict[str, tuple[Simulation, float]], slos: Slos, title: str) -> Table:
@@ -300,28 +202,15 @@ def main() -> None:
     parser.add_argument("--goodput", nargs="+", default=["ttft:5000", "tpot:100"], metavar="NAME:MS")
     parser.add_argument("--itl-slo-ms", type=float, default=100.0, help="of the workers' chunks")
     parser.add_argument("--gbytes-per-second", type=float, default=0.4, help="of KV between two workers")
-    parser.add_argument("--validate", action="store_true", help="send the requests to engines of this machine too")
     parser.add_argument("--learn", type=int, default=8, help="groups of four prompts to learn step times from")
     args = parser.parse_args()
     console = Console()
-    beside = []
     try:
         trace, slos = Trace.read(args.trace, args.scale_lengths), Slos.parse(args.goodput)
-        for _ in range(
-            (args.prefill + args.decode - 1) * args.validate
-        ):  # they share the memory, so they learn together
-            beside.append(multiprocessing.get_context("spawn").Process(target=learn, args=(args, trace), daemon=True))
-            beside[-1].start()
         spec = learn(args, trace, console)
     except TwinphaseError as error:
         sys.exit(str(error))
-    for process in beside:
-        process.kill()
-        process.join()
     whole = capacity(spec, trace, slos)
-    if args.validate:
-        console.print(validation(args, spec, trace, args.load * whole, console))
-        return
     runs = {}
     with Progress(console=console) as progress:
         for policy in args.routing:

@@ -2,11 +2,9 @@
 
     python benchmarks/server.py overhead     # throughput over HTTP against the engine alone, and CPU per token
     python benchmarks/server.py soak         # minutes of mixed load, clients that leave: leaks, and every token right
-    python benchmarks/server.py overload     # four times what it can do: refusals at once, the accepted undisturbed
     python benchmarks/server.py drain        # SIGTERM under load: nothing accepted is lost
     python benchmarks/server.py kill         # the engine's process killed under load: errors, and back again
     python benchmarks/server.py pools        # workers of pools killed under load: every answer right, nothing leaked
-    python benchmarks/server.py tenants      # one key's flood and another's requests; streams beside long prompts
 
 Prints Markdown and saves every value as JSON. Engine, server and client share this machine's cores. It needs the
 extras `bench` and `test`.
@@ -22,7 +20,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # the server that tests start
-from serving import drain, kill, overhead, overload, pools, soak, tenants  # noqa: E402
+from serving import drain, kill, overhead, pools, soak  # noqa: E402
 
 from twinphase.bench.conditions import Bystanders, conditions  # noqa: E402
 from twinphase.bench.report.markdown import markdown  # noqa: E402
@@ -30,8 +28,7 @@ from twinphase.bench.report.report import Report  # noqa: E402
 from twinphase.bench.report.result import result_json  # noqa: E402
 from twinphase.weights.hub import resolve_model  # noqa: E402
 
-SUBJECTS = {"overhead": overhead, "soak": soak, "overload": overload, "drain": drain, "kill": kill, "pools": pools,
-            "tenants": tenants}  # fmt: skip
+SUBJECTS = {"overhead": overhead, "soak": soak, "drain": drain, "kill": kill, "pools": pools}
 RESULTS = Path(__file__).resolve().parent / "results"
 
 

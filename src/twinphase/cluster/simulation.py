@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from time import thread_time
@@ -35,8 +35,7 @@ class FleetSpec:
 
     Attributes:
         roles: of each worker.
-        times: the cost model of all, by which the router chooses.
-        own_times: cost models of workers of a role, where they differ from that.
+        times: what steps take, by which the router chooses and the clock goes on.
         num_blocks: of each worker's KV cache, of `block_size` tokens each.
         max_num_batched_tokens, max_num_seqs, itl_slo_ms: as in `EngineConfig`.
         between_steps: what Python does there, seconds.
@@ -54,11 +53,6 @@ class FleetSpec:
     block_bytes: int = 0
     bytes_per_second: float = 4e8
     between_steps: float = 0.0
-    own_times: Mapping[Role, StepTimes] = field(default_factory=dict)
-
-    def times_of(self, role: Role) -> StepTimes:
-        """What a worker of a role knows of its own steps, and what they take."""
-        return self.own_times.get(role, self.times)
 
     def names(self) -> list[str]:
         """A name for each worker, by its role: `prefill-0`, `decode-0`, `worker-0`."""
@@ -153,7 +147,7 @@ class Simulation:
         self._workers: dict[str, _Worker] = {}
         for name, role in zip(spec.names(), spec.roles, strict=True):
             self.fleet.join(name, role, spec.times)
-            self._workers[name] = _Worker(name, self._scheduler(role), spec.times_of(role))
+            self._workers[name] = _Worker(name, self._scheduler(role), spec.times)
             self._workers[name].prefix_cache.watch()
         self.busy_seconds = dict.fromkeys(self._workers, 0.0)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -175,7 +169,7 @@ class Simulation:
             KVCacheManager(spec.num_blocks, spec.block_size),
             max_model_len=spec.max_model_len,
             eos_token_ids=(),
-            times=spec.times_of(role),
+            times=spec.times,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_num_seqs=spec.max_num_seqs,
             itl_slo_ms=spec.itl_slo_ms,
