@@ -154,7 +154,7 @@ def test_load_instead_of_the_sweep(url, on_time, capsys):
         ("URL --request-rate 0", "--request-rate is 0.0"),
         ("URL --request-rate nan", "--request-rate is nan"),
         ("URL --constant", "--constant needs a load"),
-        ("URL --max-concurrency 2 --constant", "--constant is a way of --request-rate or --saturate"),
+        ("URL --max-concurrency 2 --constant", "--constant is a way of --request-rate"),
         ("URL --num-prompts 0 --request-rate 1", "--num-prompts is 0"),
         ("URL --random-input-len 0 --request-rate 1", "prompt lengths 0 to 0"),
         ("URL --random-input-len 5", "--random-input-len needs a load"),
@@ -170,11 +170,7 @@ def test_load_instead_of_the_sweep(url, on_time, capsys):
         ("x.gguf --timeout 5", "--timeout has no meaning"),
         ("x.gguf --api-key k", "--api-key has no meaning"),
         ("x.gguf --kv-cache-dtype int3", "kv_cache_dtype is 'int3'"),
-        ("transformers:x --saturate", "one batch at a time"),
-        ("URL --saturate --trace x", "--trace has no meaning with --saturate"),
-        ("URL --saturate --num-prompts 5", "--num-prompts has no meaning with --saturate"),
-        ("URL --saturate --repetitions 5", "--repetitions has no meaning with --saturate"),
-        ("URL --saturate --max-seconds 5", "--max-seconds has no meaning with --saturate"),
+        ("transformers:x --request-rate 2", "one batch at a time"),
         ("URL --request-rate 2 --scale-lengths 1", "--scale-lengths needs --trace"),
         ("URL --request-rate 2 --time-scale 1", "--time-scale needs --trace"),
         ("URL --trace x --request-rate 2 --time-scale 0.5", "--time-scale has no meaning where a rate"),
@@ -195,8 +191,6 @@ def test_bad_usage_is_one_line_that_names_the_option_and_exit_code_2(words, name
 
 def test_options_that_are_used_are_not_refused():
     LoadOptions(trace=Path("x"), scale_lengths=0.5, time_scale=2.0, num_prompts=5, repetitions=3).check()
-    LoadOptions(saturate=True, max_concurrency=2, input_len=5, output_len=5).check()
-    LoadOptions(saturate=True, repetitions=3, max_seconds=60.0, quick=True, beside_sweep=True).check()
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,6 @@ def bench(
     max_concurrency: int = typer.Option(
         None, min=1, help="Number of requests to keep in flight (closed loop).", rich_help_panel=LOAD
     ),
-    saturate: bool = typer.Option(
-        False, "--saturate", help="Raise the load until the target is saturated.", rich_help_panel=LOAD
-    ),
     trace: Path = typer.Option(
         None,
         "--trace",
@@ -117,7 +114,7 @@ def bench(
 ) -> None:
     """Measure a target's two phases apart, or compare two results.
 
-    Any of --request-rate, --max-concurrency, --saturate and --trace runs a load instead; --all runs both. Exit code 10
+    Any of --request-rate, --max-concurrency and --trace runs a load instead; --all runs both. Exit code 10
     means that figures are void because the client was the limit.
     """
     given = locals()

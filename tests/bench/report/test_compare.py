@@ -74,7 +74,6 @@ def test_the_interval_errs_as_often_as_it_says(monkeypatch):
         ("m", (0.0,) * 9, "a ratio needs values above 0"),
         ("m", (float("nan"),) * 9, "9 and 0 repetitions, 5 needed: --repetitions 5"),
         ("m", (), "9 and 0 repetitions, 5 needed: --repetitions 5"),
-        ("capacity_rate", (5.0,), "9 and 1 values, 5 needed"),  # a search cannot be repeated by an option
     ],
 )
 def test_what_cannot_be_compared_says_why(name, values, reason):

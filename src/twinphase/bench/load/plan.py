@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from twinphase.bench.client.client import run
-from twinphase.bench.load import report, saturation_report
+from twinphase.bench.load import report
 from twinphase.bench.load.arrivals import Arrivals, Closed, Constant, Poisson, Traced
 from twinphase.bench.load.run import LoadResult, run_load
-from twinphase.bench.load.saturation import SearchPlan, find_saturation
 from twinphase.bench.load.slo import Slos
 from twinphase.bench.load.traces import Scaling, trace_workload
 from twinphase.bench.load.workload import Lengths, PromptMaker, Sizing, Workload, make_workload
@@ -27,8 +25,7 @@ __all__ = ["LoadOptions", "load_parts"]
 NUM_PROMPTS, QUICK_PROMPTS = 100, 20
 INPUT_LEN, OUTPUT_LEN = 256, 64  # tokens
 SEED_STEP = 100_003  # between runs, so that neither prompts nor random gaps of two runs begin alike
-WITHOUT_LOAD = "needs a load: --request-rate, --max-concurrency, --saturate or --trace"
-QUICK_SECONDS = 8.0  # of each load of a search for saturation
+WITHOUT_LOAD = "needs a load: --request-rate, --max-concurrency or --trace"
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,7 @@ class LoadOptions:
 
     request_rate: float | None = None  # requests per second, open loop
     constant: bool = False  # even gaps instead of random (Poisson) ones
-    max_concurrency: int | None = None  # closed loop; with `saturate` only which of the two is raised
-    saturate: bool = False  # raise the load until it is too much
+    max_concurrency: int | None = None  # closed loop
     trace: Path | None = None  # file of requests, sent at its own times unless a rate or a concurrency is given
     scale_lengths: float | None = None
     time_scale: float | None = None
@@ -55,7 +51,7 @@ class LoadOptions:
     @property
     def wanted(self) -> bool:
         """Whether a load was asked for at all."""
-        return self.saturate or any(x is not None for x in (self.request_rate, self.max_concurrency, self.trace))
+        return any(x is not None for x in (self.request_rate, self.max_concurrency, self.trace))
 
     def check(self) -> None:
         """Refuse what cannot be, and what would be ignored, before anything is loaded.
@@ -63,8 +59,6 @@ class LoadOptions:
         Raises:
             InvalidRequestError: naming the option.
         """
-        if self.request_rate is not None and self.saturate:
-            raise InvalidRequestError("--request-rate excludes --saturate.", "Give one of them.")
         if self.request_rate is not None and self.max_concurrency is not None:
             raise InvalidRequestError(
                 "--request-rate with --max-concurrency, a cap on the open loop in vLLM, is not supported: requests "
@@ -93,23 +87,15 @@ class LoadOptions:
         lengths, scales = ("--random-input-len", "--random-output-len"), ("--scale-lengths", "--time-scale")
         rules: list[tuple[bool, tuple[str, ...], str]] = [
             (not self.wanted, tuple(given), WITHOUT_LOAD),
-            (closed, ("--constant",), "is a way of --request-rate or --saturate, not of --max-concurrency"),
+            (closed, ("--constant",), "is a way of --request-rate, not of --max-concurrency"),
             (traced and not paced, ("--constant",), "has no meaning at the times of a trace"),
-            (self.saturate, ("--num-prompts",), "has no meaning with --saturate, which counts by itself"),
             (not traced, scales, "needs --trace"),
             (paced, ("--time-scale",), "has no meaning where a rate or a concurrency is given"),
             (traced, lengths, "has no meaning with --trace, which has lengths"),
         ]
         if self.wanted and not self.beside_sweep:
-            given |= {
-                "--quick": self.quick,
-                "--repetitions": self.repetitions is not None,
-                "--max-seconds": self.max_seconds is not None,
-            }
+            given["--quick"] = self.quick
             rules.append((traced, ("--quick",), "has no meaning with --trace (see --num-prompts)"))
-            rules.append((self.saturate, ("--repetitions", "--max-seconds"), "has no meaning with --saturate"))
-        if traced and self.saturate:
-            yield "--trace", "has no meaning with --saturate, which makes its own prompts"
         for applies, options, why in rules:
             yield from ((option, why) for option in options if applies and given[option])
 
@@ -149,32 +135,13 @@ def load_parts(target: Any, options: LoadOptions, progress: Progress) -> Parts:
     async def load_and_close() -> Parts:
         try:
             sizing = await target.sizing()
-            parts = await (_saturation if options.saturate else _runs)(target, options, sizing, progress)
+            parts = await _runs(target, options, sizing, progress)
         finally:
             await target.close()
         cache = target.facts.details.get("prefix caching")  # a sweep beside it has another
         return parts if cache is None else replace(parts, flags={**parts.flags, "prefix caching in the load": cache})
 
     return run(load_and_close())
-
-
-async def _saturation(target: Any, options: LoadOptions, sizing: Sizing, progress: Progress) -> Parts:
-    seconds = QUICK_SECONDS if options.quick else SearchPlan.seconds
-    plan = SearchPlan(options.max_concurrency is not None, seconds, not options.constant, options.seed)
-
-    def make(number: int, seed: int) -> Workload:
-        return make_workload(options.lengths, number, sizing, seed=seed, num_warm_up=1)
-
-    measure = partial(run_load, target, slos=Slos.parse(options.goodput), progress=progress)
-    found = await find_saturation(measure, make, plan, progress)
-    return Parts(
-        "saturation",
-        saturation_report.saturation_verdicts(found),
-        [saturation_report.saturation_section(found)],
-        saturation_report.saturation_metrics(found),
-        data=saturation_report.saturation_data(found),
-        flags={"load": f"raised until saturated, {options.lengths}"},
-    )
 
 
 async def _runs(target: Any, options: LoadOptions, sizing: Sizing, progress: Progress) -> Parts:

@@ -1,14 +1,12 @@
-"""Plots of loads: distributions, requests in time, latency against load."""
+"""Plots of loads: distributions, requests in time."""
 
 from __future__ import annotations
 
 from twinphase.bench.load.run import LoadResult
-from twinphase.bench.load.saturation import SaturationSearch
-from twinphase.bench.report.plots import Row, distribution, lines, spans
+from twinphase.bench.report.plots import Row, distribution, spans
 from twinphase.bench.report.report import Plot
-from twinphase.bench.statistics import percentile
 
-__all__ = ["latency_plots", "saturation_plots", "timeline_plot"]
+__all__ = ["latency_plots", "timeline_plot"]
 
 BARS = 150  # most requests that the timeline shows
 TIMELINE_HEIGHT = 400  # pixels; more or less where that makes a bar too thin or too thick
@@ -70,36 +68,6 @@ def timeline_plot(result: LoadResult) -> Plot:
         height=max(4, min(26, TIMELINE_HEIGHT // max(1, len(shown)))) * len(shown),
         caption=caption,
     )
-
-
-def saturation_plots(search: SaturationSearch) -> tuple[Plot, ...]:
-    """Latency, and what was served, against the load; void loads are left out."""
-    x = ("load", "requests at once" if search.plan.closed else "offered, req/s")
-    latency, served = [], []
-    for point in search.ordered:
-        result = point.result
-        if result.void:
-            continue
-        for name, values in (("TTFT", result.ttft), ("TPOT", result.tpot)):
-            rows = ((f"{name} p{q}", 1e3 * percentile(values, q)) for q in (50, 99) if values)
-            latency += [{"load": point.value, "ms": ms, "series": series} for series, ms in rows]
-        rates = {"served": result.request_rate}
-        if result.goodput is not None and result.goodput.rate is not None:
-            rates[f"goodput ({result.slos})"] = result.goodput.rate
-        served += [{"load": point.value, "rate": rate, "series": series} for series, rate in rates.items()]
-    plots = []
-    if latency:
-        caption = "Requests that succeeded; the last load is the one at which the search stopped."
-        plots.append(
-            lines("load-latency", "Latency against load", latency, x, ("ms", "ms"), series="series", log_y=True,
-                  caption=caption)
-        )  # fmt: skip
-    if served:
-        title = "Served and good requests against load"
-        plots.append(
-            lines("load-goodput", title, served, x, ("rate", "req/s"), series="series", caption=search.stopped)
-        )
-    return tuple(plots)
 
 
 def _name(result: LoadResult, plot: str) -> str:

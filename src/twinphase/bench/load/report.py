@@ -1,6 +1,6 @@
 """A load, and its repetitions, as parts of a report: verdicts, tables with their definitions, plots, metrics, raw data.
 
-`saturation_report.py` reports a search for saturation, `bench/targets/server_times.py` what a server says of itself.
+Not for what a server says of itself (`bench/targets/server_times.py`).
 """
 
 from __future__ import annotations
@@ -268,21 +268,20 @@ def _failures(result: LoadResult) -> Table:
     return Table("Failures", (Column("kind"), Column("requests"), Column("the first one")), tuple(rows))
 
 
-def load_metrics(results: Sequence[LoadResult], point: str = "") -> tuple[Metric, ...]:
+def load_metrics(results: Sequence[LoadResult]) -> tuple[Metric, ...]:
     """What `bench compare` compares, of the runs of one load: one value per run that is neither void nor empty.
 
     The requests of a run wait in one queue and depend on each other; taken as independent, they would make any two
-    runs differ. `point` is in the names, "rate=4" for instance, where a report has several loads.
+    runs differ.
     """
     runs = [run for run in results if not run.void and run.succeeded]
-    at = f"[{point}]" if point else ""
     found = []
     for name in ("TTFT", "TPOT", "E2E"):
         known = [values for run in runs if (values := getattr(run, name.lower()))]
         for q in (50, 99):
             definition = f"p{q} over a run's requests of {DEFINITIONS[name]}"
             values = tuple(percentile(of_run, q) for of_run in known)
-            found.append(Metric(f"{name.lower()}_p{q}_seconds{at}", "s", "lower", values, definition))
+            found.append(Metric(f"{name.lower()}_p{q}_seconds", "s", "lower", values, definition))
     goodput = [run.goodput.rate for run in runs if run.goodput]
     for name, unit, rates, definition in (
         ("requests_per_second", "req/s", [run.request_rate for run in runs], "succeeded requests / seconds"),
@@ -290,7 +289,7 @@ def load_metrics(results: Sequence[LoadResult], point: str = "") -> tuple[Metric
         ("goodput", "req/s", goodput, "requests that met the levels / seconds"),
     ):
         values = tuple(rate for rate in rates if rate is not None)
-        found.append(Metric(f"{name}{at}", unit, "higher", values, f"{definition}, of each run"))
+        found.append(Metric(name, unit, "higher", values, f"{definition}, of each run"))
     return tuple(metric for metric in found if metric.values)
 
 

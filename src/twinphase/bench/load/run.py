@@ -157,7 +157,6 @@ async def run_load(
     send_seconds: float = math.inf,
     progress: Progress = lambda what, done, total: None,
     claims: ClaimsReader | None = None,
-    warm_up_at_once: int = 1,
 ) -> LoadResult:
     """Warm up, then send a workload.
 
@@ -170,16 +169,15 @@ async def run_load(
         send_seconds: send nothing after so many seconds.
         progress: told how many requests have ended.
         claims: asks the server before and after.
-        warm_up_at_once: warm-up requests in flight; where it is more than one, they may fail, as under load.
 
     Raises:
         InvalidRequestError: the workload does not fit the target, or the arrivals need times that it has not.
-        LoadFailedError: a warm-up request, sent alone, failed.
+        LoadFailedError: a warm-up request failed.
     """
     workload.require_fit(target.facts.context_length)
     offsets = arrivals.offsets(workload.requests)
     allow_connections(min(MAX_IN_FLIGHT, len(workload.requests)))
-    await _warm_up(target, workload, progress, warm_up_at_once)
+    await _warm_up(target, workload, progress)
     if claims is not None:
         await claims.before()
     client = ClientHealth()
@@ -208,18 +206,13 @@ async def run_load(
     )
 
 
-async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress, at_once: int) -> None:
-    """So that the measured requests meet a server that has done this before, and had so many at once."""
-    waiting, total = iter(enumerate(workload.warm_up)), len(workload.warm_up)
-
-    async def user() -> None:
-        for number, request in waiting:
-            progress("warm-up", number, total)
-            seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
-            if seen.error and at_once == 1:
-                raise LoadFailedError(f"{target.facts.name} failed on a warm-up request: {seen.error}.", "See its log.")
-
-    await asyncio.gather(*(user() for _ in range(min(at_once, total))))
+async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress) -> None:
+    """So that the measured requests meet a server that has done this before."""
+    for number, request in enumerate(workload.warm_up):
+        progress("warm-up", number, len(workload.warm_up))
+        seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
+        if seen.error:
+            raise LoadFailedError(f"{target.facts.name} failed on a warm-up request: {seen.error}.", "See its log.")
 
 
 async def _watched(client: ClientHealth, sending: Coroutine[Any, Any, None]) -> list[Beat]:

@@ -44,7 +44,6 @@ NEARLY = {"prompts": 0.02}  # conditions that are measured: numbers so close, as
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 SPEEDS = ("s", "ms", "us", "µs", "tok/s", "req/s")
 SAME, CANNOT = "no difference shown", "unknown"
-SEARCHED = re.compile(r"\[(?:rate|concurrency)=|^capacity_")  # found by --saturate, which takes no --repetitions
 TONES = {"faster": "good", "slower": "bad", "better": "good", "worse": "bad"}
 
 
@@ -124,7 +123,7 @@ def _compared(kind: str, a: Metric, b: Metric) -> Comparison:
     positive = min([*x, *y], default=0.0) > 0
     ratio = statistics.median(y) / statistics.median(x) if x and y and positive else math.nan
     if min(len(x), len(y)) < FEWEST:
-        return Comparison(a, b, ratio, None, CANNOT, _too_few(kind, a.name, len(x), len(y)))
+        return Comparison(a, b, ratio, None, CANNOT, _too_few(kind, len(x), len(y)))
     if not positive:
         return Comparison(a, b, ratio, None, CANNOT, "a ratio needs values above 0")
     interval, verdict = _interval(x, y), SAME
@@ -134,9 +133,9 @@ def _compared(kind: str, a: Metric, b: Metric) -> Comparison:
     return Comparison(a, b, ratio, interval, verdict)
 
 
-def _too_few(kind: str, name: str, number_a: int, number_b: int) -> str:
+def _too_few(kind: str, number_a: int, number_b: int) -> str:
     """How many values there are, how many are needed, and where they would come from."""
-    what = "repetitions" if kind == "bench" and not SEARCHED.search(name) else "values"
+    what = "repetitions" if kind == "bench" else "values"
     found = f"{number_a} {what} each" if number_a == number_b else f"{number_a} and {number_b} {what}"
     return f"{found}, {FEWEST} needed" + (f": --repetitions {FEWEST}" if what == "repetitions" else "")
 
