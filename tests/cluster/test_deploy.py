@@ -98,9 +98,10 @@ one = lambda: build_openai_app({"llm_configs": [config]})
 two = lambda: build_pd_openai_app({"prefill_config": config, "decode_config": config})
 ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR")
 serve.start(http_options={"host": "127.0.0.1", "port": port})
-serve.run({"one": one, "two": two}[sys.argv[3]]())
-print("serving", flush=True)
-sys.stdin.read()
+for application in (one, two):
+    serve.run(application())
+    print("serving", flush=True)
+    sys.stdin.readline()
 serve.shutdown()
 ray.shutdown()
 """
@@ -108,8 +109,8 @@ ray.shutdown()
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("halves", ["one", "two"])
-def test_replicas_answer_as_the_engine_does(tmp_path, halves):
+def test_replicas_answer_as_the_engine_does(tmp_path):
+    """Of one application, and of one in two halves, which replaces it."""
     pytest.importorskip("ray.serve")
     model = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0")
     params = {"max_tokens": 12, "temperature": 1.2, "seed": 5}
@@ -122,18 +123,20 @@ def test_replicas_answer_as_the_engine_does(tmp_path, halves):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", SERVE, json.dumps(config), str(port), halves]
+    command = [sys.executable, "-c", SERVE, json.dumps(config), str(port)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert any(line.strip() == "serving" for line in process.stdout), "Ray Serve did not start"
-        url = f"http://127.0.0.1:{port}/v1/completions"
-        answer = httpx.post(url, json={"model": "tiny", "prompt": "one two", **params}, timeout=60)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"][0]["text"] == wanted.outputs[0].text
-        assert httpx.post(url, json={"prompt": "a", "top_p": 7}, timeout=60).status_code == 400
-        roles = [one["role"] for one in httpx.get(f"http://127.0.0.1:{port}/v1/cluster").json()["workers"]]
-        assert sorted(roles) == {"one": ["both"], "two": ["decode", "prefill"]}[halves]
-        process.stdin.close()
+        for halves in (["both"], ["decode", "prefill"]):
+            assert any(line.strip() == "serving" for line in process.stdout), "Ray Serve did not start"
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            answer = httpx.post(url, json={"model": "tiny", "prompt": "one two", **params}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == wanted.outputs[0].text
+            assert httpx.post(url, json={"prompt": "a", "top_p": 7}, timeout=60).status_code == 400
+            roles = [one["role"] for one in httpx.get(f"http://127.0.0.1:{port}/v1/cluster").json()["workers"]]
+            assert sorted(roles) == halves
+            process.stdin.write("\n")
+            process.stdin.flush()
         assert process.wait(60) == 0
     finally:
         end(process)

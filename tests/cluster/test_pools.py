@@ -6,12 +6,11 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from children import descendants
-from routed import CONFIG, LONG, all_of, mix, read, same, until
+from routed import CONFIG, all_of, mix, same, until
 from twinphase.cli import run_app
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
@@ -27,29 +26,29 @@ def worker_pids(parent):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ray_starts_workers_and_starts_them_again(tiny_path, lone, monkeypatch):
+def test_ray_starts_workers_of_both_roles_and_starts_them_again(tiny_path, lone, monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    prompts = [[30 + number, 31] for number in range(2)]
-    expected = lone.generate(prompts, LONG)
-    cluster = ClusterConfig(replicas=2, threads_per_worker=1, ray_address="local")
+    monkeypatch.setattr("twinphase.engine.host.LONGEST_DELAY", 1.0)
+    asked = list(mix(5))
+    expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    cluster = ClusterConfig(prefill_workers=1, decode_workers=1, threads_per_worker=1, ray_address="local")
 
     async def main():
         engine = AsyncEngine(make_host(str(tiny_path), ENGINE, cluster, stall=60.0))
         router = engine.host
         try:
-            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
-            streams = [await engine.submit(prompt, LONG) for prompt in prompts]
-            await anext(streams[0])
-            dead = router.workers_by_name[router._sent[streams[0].request_id].worker]
-            pids = worker_pids(os.getpid())
-            assert len(pids) == 2
-            for pid in pids:
-                connected = str(dead.host.where.rpartition(":")[2])
-                if connected in listening_ports(pid):
+            for turn in range(2):
+                await until(lambda: all(one.state == "ready" for one in router.workers()))
+                roles = [("prefill-0", "prefill"), ("decode-0", "decode")]
+                assert [(one.id, one.role) for one in router.workers()] == roles
+                router.fleet._routing.policy = "random"  # all prompts go to the one that reads
+                found = await all_of(engine, asked)
+                assert all(map(same, found, expected))
+                reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
+                assert sum(reason.startswith("decode-0: ") and "blocks there" in reason for reason in reasons) > 5
+                for pid in () if turn else worker_pids(os.getpid()):
                     os.kill(pid, signal.SIGKILL)
-            outputs = await asyncio.gather(*map(read, streams))
-            assert all(map(same, outputs, expected)) and router.num_continued
-            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+                await until(lambda turn=turn: turn or router.num_restarts == 2)
         finally:
             await asyncio.to_thread(engine.close)
 
@@ -58,40 +57,6 @@ def test_ray_starts_workers_and_starts_them_again(tiny_path, lone, monkeypatch):
     while worker_pids(os.getpid()):
         assert time.monotonic() < deadline, "a worker outlives its server"
         time.sleep(0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ray_starts_workers_of_both_roles(tiny_path, lone, monkeypatch):
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    asked = list(mix(5))
-    expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-    cluster = ClusterConfig(prefill_workers=1, decode_workers=1, threads_per_worker=1, ray_address="local")
-
-    async def main():
-        engine = AsyncEngine(make_host(str(tiny_path), ENGINE, cluster, stall=60.0))
-        try:
-            await until(lambda: all(one.state == "ready" for one in engine.host.workers()))
-            assert [(one.id, one.role) for one in engine.host.workers()] == [
-                ("prefill-0", "prefill"),
-                ("decode-0", "decode"),
-            ]
-            engine.host.fleet._routing.policy = "random"  # all prompts go to the one that reads
-            found = await all_of(engine, asked)
-            assert all(map(same, found, expected))
-            reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
-            assert sum(reason.startswith("decode-0: ") and "blocks there" in reason for reason in reasons) > 5
-        finally:
-            await asyncio.to_thread(engine.close)
-
-    asyncio.run(asyncio.wait_for(main(), 250))
-
-
-def listening_ports(pid):
-    """Ports of a process's listening TCP sockets, as texts."""
-    inodes = {os.readlink(path)[8:-1] for path in Path(f"/proc/{pid}/fd").iterdir() if "socket:" in os.readlink(path)}
-    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    return {str(int(row[1].rpartition(":")[2], 16)) for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
 def test_without_ray_a_line_names_the_extra(tiny_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -78,7 +79,8 @@ def test_while_the_decode_pool_stands_still_no_more_is_let_in_than_it_has_seats_
 def test_the_server_outlives_ray_and_has_its_workers_again_when_ray_is_back(start):
     """Answers go on without Ray, until it is given up and started again: those that are open then can be sent again."""
     pytest.importorskip("ray")
-    with start("--replicas", "1", "--threads-per-worker", "1", "--ray-address", "local") as running:
+    flags = ("--replicas", "1", "--threads-per-worker", "1", "--ray-address", "local")
+    with start(*flags, path=Path(__file__).parent / "impatient") as running:
         expected = tokens(running.post(PATH, LONG)[1])
         (raylet,) = descendants(running.process.pid, lambda words: words.split(b"\0")[0].endswith(b"/raylet"))
         os.kill(raylet, signal.SIGKILL)
