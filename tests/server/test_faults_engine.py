@@ -54,6 +54,9 @@ def test_logits_that_are_not_finite_fail_one_request(poisoned):
         (status, body), *rest = at_once(poisoned, [bad, sound, {**sound, "cache_salt": "a"}])
         assert status == 500 and "not finite" in body["error"]["message"]
         assert [tokens(body) for _, body in rest] == [alone, alone]
+        for scored in ({"prompt_logprobs": 0}, {"prompt_logprobs": 2, "prompt": [5, POISON] + [7] * 200}):
+            status, body = poisoned.post(PATH, {**bad, **scored})
+            assert status == 500 and "not finite" in body["error"]["message"]
         with send(poisoned, PATH, {**bad, "stream": True}) as client:
             error, last = events(client)
             assert "not finite" in error["error"]["message"] and last == "[DONE]"

@@ -66,18 +66,21 @@ class DrawnRows(Rows):
 
     def token(self, row: int, share: ScheduledRequest, accepted: Sequence[int]) -> int:
         """See `Rows`."""
-        token_id = int(self.drawn.token_ids[row])
-        if token_id < 0:
-            raise NonFiniteLogitsError(NON_FINITE_LOGITS)
+        self._check_finite(row)
         if row in self._errors:
             raise self._errors[row]
-        return token_id
+        return int(self.drawn.token_ids[row])
 
     def logprobs(self, row: int, token_id: int, num_top: int) -> TokenLogprobs:
         """See `Rows`; of the token that the row gave, or of the prompt's next."""
+        self._check_finite(row)
         drawn = self.drawn
         top = zip(drawn.top_ids[row, :num_top].tolist(), drawn.top_logprobs[row, :num_top].tolist(), strict=True)
         return TokenLogprobs(token_id, float(drawn.logprobs[row]), int(drawn.ranks[row]), list(top))
+
+    def _check_finite(self, row: int) -> None:
+        if self.drawn.token_ids[row] < 0:
+            raise NonFiniteLogitsError(NON_FINITE_LOGITS)
 
     def _plan(self, share: ScheduledRequest, rows: range) -> None:
         """What is to be done with the rows of one request."""

@@ -113,7 +113,11 @@ def token_logprobs(logits: F32, token_id: int, num_top: int) -> TokenLogprobs:
     """Log probabilities of raw logits: the sampled token's with its rank, and the `num_top` most likely tokens'.
 
     The rank counts the tokens at least as likely, as vLLM does. Ties among the top are in order of id.
+
+    Raises:
+        NonFiniteLogitsError: the largest logit is NaN or infinite.
     """
+    _argmax(logits)
     normalizer = log_normalizer(logits)
     value = logits[token_id]
     top: list[tuple[int, float]] = []

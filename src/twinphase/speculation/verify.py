@@ -40,15 +40,13 @@ def sample(logits: F32 | Rows, batch: Batch, eos_token_ids: Collection[int]) -> 
         if not share.num_logits:
             continue
         rows, row = range(row, row + share.num_logits), row + share.num_logits
-        if scored := share.scored:
-            output.prompt_logprobs[share.request_id] = (scored.start + 1, score(step, rows, share))
-            rows = rows[len(scored) :]
-        if not share.samples:
-            continue
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         try:
-            for token_id, entry in verify(step, rows, share, eos_token_ids):
+            if scored := share.scored:
+                output.prompt_logprobs[share.request_id] = (scored.start + 1, score(step, rows, share))
+                rows = rows[len(scored) :]
+            for token_id, entry in verify(step, rows, share, eos_token_ids) if share.samples else ():
                 token_ids.append(token_id)
                 if entry is not None:
                     logprobs.append(entry)
@@ -58,9 +56,10 @@ def sample(logits: F32 | Rows, batch: Batch, eos_token_ids: Collection[int]) -> 
             if not token_ids:  # else the row where it failed comes again, as the first of a step
                 output.errors[share.request_id] = _reason(error)
                 continue
-        output.token_ids[share.request_id] = token_ids
-        if share.sampling_params.logprobs is not None:
-            output.logprobs[share.request_id] = logprobs
+        if share.samples:
+            output.token_ids[share.request_id] = token_ids
+            if share.sampling_params.logprobs is not None:
+                output.logprobs[share.request_id] = logprobs
     return output
 
 
