@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -174,5 +175,7 @@ class _Server(uvicorn.Server):
         terminal.transient("")
         if service.facts is None:
             return
+        gc.collect()
+        gc.freeze()  # or the collector goes through every route and type in the middle of an answer, for 0.1 s
         for line in facts_lines(service.facts, service, self._url):
             terminal.note(line)
