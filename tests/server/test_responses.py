@@ -1,5 +1,6 @@
 """OpenAI's Responses API, by its official client: the answers of chats in items and events; what is kept, and whose."""
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -9,16 +10,22 @@ from typing import Literal
 import httpx
 import openai
 import pytest
+from fastapi import APIRouter
 from pydantic import BaseModel
 from pydantic_core import from_json
 
 from raw_client import events, send
 from twinphase.batch import TokenLogprobs
-from twinphase.errors import RequestNotFoundError
+from twinphase.engine.text import EncodedPrompt
+from twinphase.errors import InvalidRequestError, RequestNotFoundError
+from twinphase.request import SamplingParams
 from twinphase.server import answers
 from twinphase.server.answers import ContentTokens
+from twinphase.server.dialects import responses
 from twinphase.server.dialects.kept_responses import Kept, Responses
 from twinphase.server.dialects.responses import ResponseCancelledError
+from twinphase.server.dialects.responses_types import ResponsesRequest
+from twinphase.server.jobs import Job
 from twinphase.server.problems import headers
 from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import ToolCallParser
@@ -202,6 +209,46 @@ def test_a_response_that_ends_inside_a_call_is_gone_on_with(server, client):
     said = {"role": "assistant", "content": "", "tool_calls": calls}
     expected, _ = chat(server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "on"}])
     assert next.output_text == expected["message"]["content"]
+
+
+@pytest.mark.parametrize("cancel_first", [True, False])
+def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
+    class Asked:
+        """A response whose body a thread may write at any time, while it is still being sent."""
+
+        def __init__(self, service, chat, make_replies, adjust):
+            prompt = EncodedPrompt("a", [1], 0.0, 0.0, False)
+            job = adjust(Job("x", "chat", 0, "m", [prompt], SamplingParams(), 1, 0, None))
+            choice = SimpleNamespace(
+                job=job, stream=SimpleNamespace(transcript=SimpleNamespace(tokenizer=tokenizer)), content="hi",
+                reasoning="", tool_calls=[], logprobs=[], finish_reason="stop",
+            )  # fmt: skip
+            self.replies, self.ends = make_replies(job, [choice], tokenizer), []
+            self.expire = self.ends.append
+            service.in_flight.add(self)
+
+    tokenizer = SimpleNamespace(strips_leading_space=False)
+    for name, found in (("answer_chat", Asked), ("timings", lambda *_: {}), ("_usage", lambda *_: {})):
+        monkeypatch.setattr(responses, name, found)
+    api, service = APIRouter(), SimpleNamespace(config=SimpleNamespace(kept_responses=4), in_flight=set())
+    responses.add_responses(api, service)
+    create, get, _, cancel = (route.endpoint for route in api.routes if not route.path.endswith("input_items"))
+    request = SimpleNamespace(state=SimpleNamespace(tenant="a"))
+
+    async def late():
+        asked = await create(ResponsesRequest.model_validate({"input": "hello"}), request)
+        name = asked.replies.job.id
+        if cancel_first:
+            await cancel(name, request)
+            asked.replies.body()
+        else:
+            asked.replies.body()
+            with pytest.raises(InvalidRequestError, match="Cannot cancel a synchronous response"):
+                await cancel(name, request)
+        assert len(asked.ends) == cancel_first
+        return json.loads((await get(name, request)).body)["status"]
+
+    assert asyncio.run(late()) == ("cancelled" if cancel_first else "completed")
 
 
 def test_who_waits_for_a_cancelled_response_is_told_not_to_try_again():

@@ -130,7 +130,7 @@ def server_timing(timeline: RequestTimeline) -> str:
 
 
 @dataclass(frozen=True)
-class Kept:
+class _Finished:
     """A finished request, small: numbers, its timeline as bytes, and what a list says of it."""
 
     tenant: str
@@ -139,7 +139,7 @@ class Kept:
     summary: dict[str, Any]
 
     @classmethod
-    def of(cls, tenant: str, counts: RequestCounts, timeline: RequestTimeline) -> Kept:
+    def of(cls, tenant: str, counts: RequestCounts, timeline: RequestTimeline) -> _Finished:
         totals = timeline.totals()
         summary = {
             "id": counts.request_id,
@@ -161,7 +161,7 @@ class Timelines:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._finished: OrderedDict[str, Kept] = OrderedDict()
+        self._finished: OrderedDict[str, _Finished] = OrderedDict()
         self._running: dict[str, tuple[str, Choice]] = {}
 
     def begin(self, tenant: str, choice: Choice) -> None:
@@ -179,7 +179,7 @@ class Timelines:
         if miss is not None and part is not None:
             counts = replace(counts, prefix_miss=replace(miss, part=part.kind))
         timeline.mark(IntervalKind.SEND, max(perf_counter(), timeline.end))
-        self._finished[choice.stream.request_id] = Kept.of(tenant, counts, timeline)
+        self._finished[choice.stream.request_id] = _Finished.of(tenant, counts, timeline)
         while len(self._finished) > self._limit:
             self._finished.popitem(last=False)
 

@@ -127,6 +127,7 @@ class ResponseReplies(ChatReplies):
         self._number = 0  # of the next event
         self._items: list[dict[str, Any]] = []  # the last of them grows while `_open`
         self._open = False
+        self._ended: dict[str, dict[str, Any]] = {}  # the response that is told and kept, once it is whole
         self._tokens = ContentTokens(self._choice)
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
 
@@ -169,11 +170,10 @@ class ResponseReplies(ChatReplies):
     def body(self) -> dict[str, Any]:
         return self._finished(self._whole(short=self._choice.finish_reason == "length"))
 
-    def cancelled(self) -> dict[str, Any]:
-        """The response as far as it came, which is kept like a finished one."""
+    def cancelled(self) -> dict[str, Any] | None:
+        """The response as far as it came, which is kept like a finished one; None if it has finished."""
         response = self._response("cancelled", self._whole(short=True))
-        self._keep(response)
-        return response
+        return response if self._end_with(response) is response else None
 
     def _whole(self, *, short: bool) -> list[dict[str, Any]]:
         """The items of what came so far; the last of them is cut `short`."""
@@ -260,13 +260,15 @@ class ResponseReplies(ChatReplies):
         response["incomplete_details"] = {"reason": "max_output_tokens"} if short else None
         response["usage"] = _usage(self.job, self.choices)
         response["timings"] = timings(self.job, self._choice, self.shape)
-        self._keep(response)
-        return response
+        return self._end_with(response)
 
-    def _keep(self, response: dict[str, Any]) -> None:
-        if self._body.store:
+    def _end_with(self, response: dict[str, Any]) -> dict[str, Any]:
+        """The first end that a response comes to stands, and is kept: threads write bodies while others cancel."""
+        first = self._ended.setdefault("response", response)  # which no other thread can come between
+        if first is response and self._body.store:
             kept = Kept(encode(response), encode([*self._messages, _said(self._choice)]))
             self._known.put(self._tenant, self.job.id, kept)
+        return first
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         body, params = self._body, self.job.params
@@ -372,13 +374,15 @@ def add_responses(api: APIRouter, service: Service) -> None:
     async def cancel_response(response_id: str, request: Request) -> Response:
         """End a response that is being written; its stream, or its request, ends with an error."""
         tenant = request.state.tenant
-        generation = known.running.get((tenant, response_id))
-        if generation is None or generation not in service.in_flight:
+        generation, response = known.running.get((tenant, response_id)), None
+        if generation is not None and generation in service.in_flight:
+            response = {"id": response_id, "object": "response", "status": "cancelled", "output": []}
+            if isinstance(generation.replies, ResponseReplies):
+                response = generation.replies.cancelled()
+        if generation is None or response is None:
             known.get(tenant, response_id)
             raise InvalidRequestError("Cannot cancel a synchronous response.", "It is over: GET it, or DELETE it.")
         generation.expire(
             ResponseCancelledError("The response was cancelled.", "Send it again if you want it after all.")
         )
-        if isinstance(generation.replies, ResponseReplies):
-            return JSONResponse(generation.replies.cancelled())
-        return JSONResponse({"id": response_id, "object": "response", "status": "cancelled", "output": []})
+        return JSONResponse(response)
