@@ -130,7 +130,8 @@ def prefill_kernel(
     SPAN_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The rows of a tile, all spans in order; KV tiles that no row sees are skipped."""
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    # The last rows first: they see the most, and whoever ends late ought to begin early.
+    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     first, end = tl.load(first_ptr + tile), tl.load(end_ptr + tile)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     q, at, inside, positions = _queries(q_ptr, positions_ptr, first, end, kv_head, HEADS, GROUP, DIM, ROWS, COLUMNS)

@@ -18,6 +18,16 @@ from twinphase.backends.torch.weights import PAIR, Packed
 __all__ = ["TritonError", "linear"]
 
 
+@triton.jit
+def _of_group(pointers, mask, GROUP: tl.constexpr):
+    """What each output has for 32 inputs, [outputs, 1 or 32]: loaded once for all of them, not once for each."""
+    values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)[:, None]
+    if GROUP == 16:
+        behind = tl.load(pointers + 1, mask=mask, other=0.0).to(tl.float32)[:, None]
+        values = tl.where(tl.arange(0, 32)[None, :] < 16, values, behind)
+    return values
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x_ptr,
@@ -48,13 +58,16 @@ def linear_kernel(
 
     With experts a row of `out` is a pair of `Routed`.
     """
-    n = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)[:, None]
-    tile = tl.program_id(1)
+    # All rows of some outputs, then the next outputs: programs that run at once read the same weights.
+    tile = tl.program_id(0)
+    output = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
+    n = output[:, None]
+    groups = padded // GROUP
     if USED == 0:
         m = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
         real, row = m < num_rows, m
     else:
-        num_tiles = tl.num_programs(1)
+        num_tiles = tl.num_programs(0)
         first, end = tl.load(tiles_ptr + num_tiles + tile), tl.load(tiles_ptr + 2 * num_tiles + tile)
         if first >= end:
             return
@@ -64,13 +77,12 @@ def linear_kernel(
         row, skipped = m // USED, tl.load(tiles_ptr + tile).to(tl.int64) * num_outputs
         codes_ptr += skipped * (padded // 2 if BITS == 4 else padded)
         if BITS > 0:
-            scale_ptr += skipped * (padded // GROUP)
+            scale_ptr += skipped * groups
         if HAS_MINIMUM:
-            minimum_ptr += skipped * (padded // GROUP)
+            minimum_ptr += skipped * groups
         if HAS_BIAS:
             bias_ptr += skipped
     j = tl.arange(0, 32)
-    groups = padded // GROUP
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for k0 in range(0, padded, 64):
         if BITS == 4:  # one byte holds an input of each half
@@ -86,13 +98,10 @@ def linear_kernel(
                     q = (packed >> (4 * half)) & 15
                 else:
                     q = tl.load(codes_ptr + n * padded + k[None, :], mask=n < num_outputs, other=0)
-                group = n * groups + (k // GROUP)[None, :]
-                if GROUP == 32:  # one for all of them
-                    group = n * groups + (k0 // 32 + half)
-                scale = tl.load(scale_ptr + group, mask=n < num_outputs, other=0.0).to(tl.float32)
-                values = (q.to(tl.float32) - OFFSET) * scale
+                group = output * groups + (k0 + 32 * half) // GROUP
+                values = (q.to(tl.float32) - OFFSET) * _of_group(scale_ptr + group, output < num_outputs, GROUP)
                 if HAS_MINIMUM:
-                    values += tl.load(minimum_ptr + group, mask=n < num_outputs, other=0.0).to(tl.float32)
+                    values += _of_group(minimum_ptr + group, output < num_outputs, GROUP)
                 w = values.to(x_ptr.dtype.element_ty)
             total = tl.dot(w, x, total, input_precision=PRECISION)
     inside = (n < num_outputs) & real
@@ -124,7 +133,7 @@ def linear(
     few = rows <= FEW if routed is None else routed.few
     tile = tile or tile_for(few, weight.bits, outputs, weight.padded, capability)
     of_tile, pairs, tiles = (tile.rows, None, None) if routed is None else (routed.rows, routed.pairs, routed.tiles)
-    grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, of_tile) if tiles is None else tiles.shape[1])
+    grid = (triton.cdiv(rows, of_tile) if tiles is None else tiles.shape[1], triton.cdiv(outputs, tile.outputs))
     if rows:
         linear_kernel[grid](
             x, weight.codes, weight.scale, weight.minimum, bias, residual, out, pairs, tiles,
