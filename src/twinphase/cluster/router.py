@@ -51,7 +51,6 @@ from twinphase.request import FinishReason
 __all__ = ["Router"]
 
 LOG = logging.getLogger("twinphase.cluster")
-MOST_VAIN = 3  # workers that may die in a row before they give a request a token
 STALL_LOOKS = 1.0  # seconds between two looks at who makes no steps
 
 
@@ -383,9 +382,7 @@ class Router:
             return
         self.num_continued += 1
         try:
-            if sent.num_vain >= MOST_VAIN:
-                cause = f"{sent.num_vain} workers died one after the other when they had the request."
-                raise TwinphaseError(cause, "Change it: it may be what kills them.")
+            sent.check_hope()
             self._send(sent)
         except TwinphaseError as error:
             del self._sent[name]

@@ -13,10 +13,13 @@ from twinphase.batch import TokenLogprobs
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.timelines import joined
 from twinphase.engine.messages import Add, EngineFacts, Finished, News, PushTo
+from twinphase.errors import TwinphaseError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import FinishReason, Request, RequestCounts, SamplingParams
 
 __all__ = ["Sent", "chain_of"]
+
+MOST_VAIN = 3  # workers that may die in a row before they give a request a token
 
 
 class Said(NamedTuple):
@@ -126,6 +129,12 @@ class Sent:
         self.then, self.waits, self.differs, self.fresh = "", False, False, False
         self.route_until_now(f"{worker}, which died with {len(self.token_ids)} tokens")
         self.num_vain = 0 if len(self.token_ids) > self.num_when_sent else self.num_vain + 1
+
+    def check_hope(self) -> None:
+        """Refuse to go on with a request that may be what kills workers."""
+        if self.num_vain >= MOST_VAIN:
+            cause = f"{self.num_vain} workers died one after the other when they had the request."
+            raise TwinphaseError(cause, "Change it: it may be what kills them.")
 
     def whole(self, timeline: RequestTimeline) -> RequestTimeline:
         """The request's life, of which the worker tells its part."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import typer
+
+from twinphase.arguments import Options, with_options
+from twinphase.config import EngineConfig
 
 __all__ = ["roofline"]
 
 MEASURE = "Measuring"
+MODEL_OPTIONS = Options(
+    EngineConfig,
+    only={"threads", "isa", "backend", "device", "dtype", "kv_cache_dtype", "max_num_batched_tokens"},
+)
 
 
+@with_options(engine=MODEL_OPTIONS)
 def roofline(
     model: str = typer.Argument(
         None, help="GGUF file, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME. [default: the machine alone]"
@@ -34,20 +43,13 @@ def roofline(
     repetitions: int = typer.Option(None, help="Repetitions of every point. [default: 5]", rich_help_panel=MEASURE),
     steps: int = typer.Option(None, help="Decode steps per repetition. [default: 8]", rich_help_panel=MEASURE),
     ceiling_repetitions: int = typer.Option(3, min=1, help="Repetitions of the ceilings.", rich_help_panel=MEASURE),
-    threads: int = typer.Option(
-        None, min=1, help="Threads of the model. [default: one per core]", rich_help_panel=MEASURE
-    ),
-    isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2.", rich_help_panel=MEASURE),
-    backend: str = typer.Option(None, help="cpu or torch. [default: cpu]", rich_help_panel=MEASURE),
-    device: str = typer.Option(None, help="Device of the torch backend: cpu, cuda or cuda:N.", rich_help_panel=MEASURE),
-    dtype: str = typer.Option(None, help="Element type of the torch backend.", rich_help_panel=MEASURE),
-    kv_cache_dtype: str = typer.Option(None, help="Precision of the KV cache: auto or int8.", rich_help_panel=MEASURE),
-    max_num_batched_tokens: int = typer.Option(None, help="Largest prefill chunk, in tokens.", rich_help_panel=MEASURE),
     out: Path = typer.Option(None, help="Write the report (HTML, PNG, JSON, Markdown) to this folder."),
     json: bool = typer.Option(False, "--json", help="Print the report as JSON instead of tables."),
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Measure this machine's roofline, and place both phases of a model under it."""
-    given = {name: value for name, value in locals().items() if value is not None}
+    given = {name: value for name, value in locals().items() if value is not None} | engine
     if list_hardware:
         from twinphase.estimate.datasheets import DATASHEETS
 
