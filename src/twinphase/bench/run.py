@@ -49,7 +49,7 @@ def run_sweep(target: Target, options: SweepOptions, progress: Progress) -> Phas
         context = int(context * TEXT_LENGTHS_OFF)
     pace = calibrate(target, progress)
     if isinstance(target, PhasesOfUrl):
-        target.begin_claims()
+        target.forget()
     plan = make_plan(context, options, pace)
     # A server on this machine is one of the others; and what it did elsewhere cannot be seen.
     return sweep(target, plan, progress, watch_others=not server)

@@ -196,7 +196,7 @@ def test_pieces_that_are_not_tokens_are_not_scaled():
 
 def stamped(stub, target):
     """A prefill and a decode of three requests, and by how much each differs from what the stub stamped."""
-    target.begin_claims()
+    target.forget()
     stub.script({"first": 0.05})
     sample, entry = target.prefill(100), stub.log()[-1]
     first = entry["sent"][0] - entry["received"]
@@ -235,7 +235,7 @@ def test_a_client_that_is_late_is_noticed_and_measured_again(stub, monkeypatch):
     """What the client stamps late is its own lateness: repeated, and if it stays, the sweep is void."""
     stub.script({"first": 0.1})
     target = PhasesOfUrl(stub.url)
-    target.begin_claims()
+    target.forget()
     start, asked = target.target.start, []
 
     async def blocked(*arguments):

@@ -14,10 +14,9 @@ from twinphase.bench.load.arrivals import Arrivals, Closed, Constant, Poisson, T
 from twinphase.bench.load.run import LoadResult, run_load
 from twinphase.bench.load.slo import Slos
 from twinphase.bench.load.traces import Scaling, trace_workload
-from twinphase.bench.load.workload import Lengths, PromptMaker, Sizing, Workload, make_workload
+from twinphase.bench.load.workload import Lengths, Sizing, Workload, make_workload
 from twinphase.bench.progress import Progress
 from twinphase.bench.run import Parts
-from twinphase.bench.targets.server_times import claims_reader
 from twinphase.errors import InvalidRequestError
 
 __all__ = ["LoadOptions", "load_parts"]
@@ -153,7 +152,6 @@ async def _runs(target: Any, options: LoadOptions, sizing: Sizing, progress: Pro
     for index in range(number):
         if number > 1:
             progress("repetition", index, number)
-        reader = claims_reader(target, PromptMaker(sizing, options.seed + 1 + index * SEED_STEP))
         results.append(
             await run_load(
                 target,
@@ -162,7 +160,6 @@ async def _runs(target: Any, options: LoadOptions, sizing: Sizing, progress: Pro
                 slos=slos,
                 send_seconds=options.max_seconds or math.inf,
                 progress=progress,
-                claims=reader,
             )
         )
     return _parts_of_runs(results)

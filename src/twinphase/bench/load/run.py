@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from twinphase.bench.client.client import CLIENT_LIMIT, SEND_NOW, allow_connections
 from twinphase.bench.client.health import HEARTBEAT_SECONDS, Beat, ClientHealth, lags_of_stamps, watch_loop
@@ -37,14 +37,6 @@ class LoadFailedError(TwinphaseError):
     """The target fails before anything is measured."""
 
 
-class ClaimsReader(Protocol):
-    """Reads what a server says of itself, before the first measured request and after the last."""
-
-    async def before(self) -> None: ...
-
-    async def after(self) -> None: ...
-
-
 @dataclass
 class LoadResult:
     """One load: what was asked for, and every request as the client saw it. Times and latencies are seconds."""
@@ -60,7 +52,6 @@ class LoadResult:
     slos: Slos = field(default_factory=Slos)
     conditions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what a reader must know to judge it
-    claims: Any = None  # the reader that saw the server before and after
 
     @property
     def succeeded(self) -> list[Observation]:
@@ -156,7 +147,6 @@ async def run_load(
     slos: Slos | None = None,
     send_seconds: float = math.inf,
     progress: Progress = lambda what, done, total: None,
-    claims: ClaimsReader | None = None,
 ) -> LoadResult:
     """Warm up, then send a workload.
 
@@ -168,7 +158,6 @@ async def run_load(
         slos: for goodput.
         send_seconds: send nothing after so many seconds.
         progress: told how many requests have ended.
-        claims: asks the server before and after.
 
     Raises:
         InvalidRequestError: the workload does not fit the target, or the arrivals need times that it has not.
@@ -178,16 +167,12 @@ async def run_load(
     offsets = arrivals.offsets(workload.requests)
     allow_connections(min(MAX_IN_FLIGHT, len(workload.requests)))
     await _warm_up(target, workload, progress)
-    if claims is not None:
-        await claims.before()
     client = ClientHealth()
     sender = _Sender(target, workload.requests, client, progress)
     if isinstance(arrivals, Closed):
         beats = await _watched(client, sender.closed(arrivals.concurrency, send_seconds))
     else:
         beats = await _watched(client, sender.open(offsets or (), send_seconds))
-    if claims is not None:
-        await claims.after()
     observations = sender.read()
     _judge(client, observations, beats)
     return LoadResult(
@@ -202,7 +187,6 @@ async def run_load(
         slos=slos or Slos(),
         conditions={**workload.conditions, "arrivals": str(arrivals)},
         notes=(*workload.notes, *getattr(target, "notes", ())),
-        claims=claims,
     )
 
 

@@ -15,7 +15,6 @@ from twinphase.bench.load.arrivals import Closed
 from twinphase.bench.load.run import LoadResult, run_load
 from twinphase.bench.load.workload import LoadRequest, PromptMaker, Workload
 from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
-from twinphase.bench.targets.server_times import claims_reader
 from twinphase.bench.targets.target import DecodeSample, PrefillSample
 
 __all__ = ["PhasesOfUrl", "window_gaps"]
@@ -65,7 +64,6 @@ class PhasesOfUrl:
         self.observations: list[Observation] = []
         self.num_measured, self.late = 0, list[str]()
         self._client = ClientHealth()
-        self._reader = claims_reader(self.target, self._prompts)
         self.facts = replace(self.target.facts, prefill_definition=PREFILL, decode_definition=DECODE)
 
     def prefill(self, num_tokens: int) -> PrefillSample:
@@ -115,18 +113,13 @@ class PhasesOfUrl:
         self._refuse_failed(seen)
         return seen
 
-    def begin_claims(self) -> None:
-        """Count requests from here on, and let the server's own counters begin."""
+    def forget(self) -> None:
+        """Count requests from here on."""
         self.observations.clear()
         self.num_measured, self.late, self._client = 0, [], ClientHealth()
-        self._reader = claims_reader(self.target, self._prompts)
-        if self._reader is not None:
-            run(self._reader.before())
 
     def as_load(self) -> LoadResult:
-        """All requests since `begin_claims`, in the form to which the server's claims are compared."""
-        if self._reader is not None:
-            run(self._reader.after())
+        """All requests since `forget`, in the form to which the server's claims are compared."""
         return LoadResult(
             self.facts,
             workload="the requests of the phase sweep",
@@ -136,7 +129,6 @@ class PhasesOfUrl:
             observations=self.observations,
             num_requests=len(self.observations),
             client=self._client,
-            claims=self._reader,
         )
 
     def close(self) -> None:
