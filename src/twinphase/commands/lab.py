@@ -17,7 +17,7 @@ def lab(
     list_: bool = typer.Option(False, "--list", help="List the claims and their rules without measuring."),
     quick: bool = typer.Option(False, "--quick", help="Try only the claims that are decided in about a minute."),
     seconds: float = typer.Option(
-        None, help="Seconds of measuring; sizes shrink to fit. [default: 200 for all claims]"
+        None, help="Seconds of measuring; sizes shrink to fit. [default: 151 for all claims]"
     ),
     threads: int = typer.Option(None, min=1, help="Compute threads. [default: all cores]"),
     isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2."),

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
-from twinphase.bench.lab.experiments import kv_size
 from twinphase.bench.lab.lab import EXPERIMENTS, choose, planned_seconds, run_lab
 from twinphase.bench.lab.report import _title, make_report
 from twinphase.bench.progress import live
@@ -26,7 +25,6 @@ from twinphase.cli import run_app
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.errors import OutOfMemoryError
 from twinphase.phases.hardware import Ceilings
-from twinphase.phases.work import kv_bytes_per_token
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +63,7 @@ def test_every_claim_gets_a_verdict_with_numbers(made):
 
 def test_what_no_noise_can_change_is_the_same_everywhere(made):
     found = {one.experiment.name: one for one in made[1]}
-    assert found["same-tokens"].status is found["kv-size"].status is Status.HOLDS
+    assert found["same-tokens"].status is Status.HOLDS
     judged = {(name, one.rule.name): one for name, conclusion in found.items() for one in conclusion.judged}
     assert judged["prompt-cache", "answers that differ"].status is Status.HOLDS
     assert judged["no-kv-cache", "tokens that differ"].status is Status.HOLDS
@@ -108,7 +106,7 @@ def written(made, tmp_path_factory):
     return write_report(made[0], tmp_path_factory.mktemp("report"))
 
 
-@pytest.mark.slow  # sixteen PNGs
+@pytest.mark.slow  # thirteen PNGs
 def test_the_files_are_written(made, written):
     assert len(written.plots) == sum(len(section.plots) for section in made[0].sections)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.plots)
@@ -174,15 +172,27 @@ def test_the_terminal_shows_every_claim_and_rule(made, capsys):
 
 
 def test_the_command(tiny, tmp_path, capsys):
-    arguments = ["lab", tiny, "--only", "kv-size", "--only", "14", "--seconds", "1", "--out", str(tmp_path), "--json"]
+    arguments = [
+        "lab",
+        tiny,
+        "--only",
+        "phase-ratio",
+        "--only",
+        "9",
+        "--seconds",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
     assert run_app(arguments) == 0
     result = json.loads(capsys.readouterr().out)
-    assert set(result["data"]["experiments"]) == {"kv-size", "same-tokens"}
+    assert set(result["data"]["experiments"]) == {"phase-ratio", "same-tokens"}
     assert (tmp_path / "report.html").exists()
 
 
-def test_all_claims_take_under_four_minutes_and_the_quick_ones_about_one():
-    assert planned_seconds(EXPERIMENTS) <= 216
+def test_all_claims_take_under_three_minutes_and_the_quick_ones_about_one():
+    assert planned_seconds(EXPERIMENTS) <= 160
     assert planned_seconds(choose(quick=True)) <= 65
 
 
@@ -201,14 +211,6 @@ def test_wrong_arguments_are_told_before_anything_is_measured(tiny, wrong, capsy
     assert "error:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", ["auto", "int8"])
-def test_bytes_of_the_kv_cache_are_those_in_its_memory(tiny, dtype):
-    workshop = Workshop(tiny, max_num_batched_tokens=128, kv_cache_dtype=dtype)
-    assert kv_size._written(workshop) == 0
-    workshop.engine().prefill(workshop.prompt(64))
-    assert kv_size._written(workshop) == 64 * kv_bytes_per_token(workshop.shape)
-
-
 def test_one_experiment_that_fails_loses_only_itself(tiny, tmp_path):
     def no_room(bench):
         raise OutOfMemoryError("No memory for the weights: 99.0 GB.", "Use a smaller model.")
@@ -216,14 +218,14 @@ def test_one_experiment_that_fails_loses_only_itself(tiny, tmp_path):
     def no_memory(bench):
         raise MemoryError
 
-    size, cores, same = choose(["kv-size", "cores", "same-tokens"])
-    broken = (replace(size, measure=no_room), replace(cores, measure=no_memory), same)
+    bounds, cores, same = choose(["bounds", "cores", "same-tokens"])
+    broken = (replace(bounds, measure=no_room), replace(cores, measure=no_memory), same)
     setting, conclusions, bystanders = run_lab(tiny, experiments=broken, seconds=1.0)
     report = make_report(setting, conclusions, bystanders)
     assert [one.status for one in conclusions] == [Status.UNKNOWN, Status.UNKNOWN, Status.HOLDS]
     assert "No memory for the weights: 99.0 GB." in report.verdicts[0].reason
     assert "memory" in report.verdicts[1].reason
-    assert report.data["experiments"]["kv-size"]["runs"] == {}
+    assert report.data["experiments"]["bounds"]["runs"] == {}
     write_report(report, tmp_path)
     show(report, tables="none", console=Console(width=400, highlight=False))
 

@@ -11,8 +11,6 @@ import pytest
 from tiny_gguf import write_tiny_gguf
 from twinphase.bench.lab.ceilings import ideal_milliseconds
 from twinphase.bench.lab.experiment import Figure, Rule, decide, overall, ratios
-from twinphase.bench.lab.experiments import kv_int8 as int8_file
-from twinphase.bench.lab.experiments import kv_size as size_file
 from twinphase.bench.lab.experiments import same_tokens as same_file
 from twinphase.bench.lab.lab import EXPERIMENTS, _choose_size, choose
 from twinphase.bench.lab.presentation import cell, plot, table
@@ -33,7 +31,6 @@ from twinphase.bench.lab.workbench import (
 )
 from twinphase.bench.report.report import Status
 from twinphase.bench.targets.stepped import Workshop
-from twinphase.cache.block_pool import BlockPool
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.timeline import StepRecord
@@ -87,28 +84,12 @@ def prefills(law):
     return lambda n, _: (law(n),)
 
 
-def positions(slope=1e-3, late=1.0):
-    return lambda n, _: {DECODE: 4 + slope * n} if n else {"first": 4, "second": 4 * late}
-
-
 def request(prefill, decode):
     return lambda *_: {PREFILL: prefill, DECODE: decode}
 
 
 def first_then(first, other):
     return lambda _, number: other if number else first
-
-
-def shapes(long_ttft, long_e2e):
-    def values(_, number):
-        ttft, e2e = (20, long_e2e) if number else (long_ttft, long_ttft + 100)
-        return {**dict.fromkeys(choose(["request-shapes"])[0].figure.quantities, 1), TTFT: ttft, E2E: e2e, TPOT: 5}
-
-    return values
-
-
-def shorts(apart, together):
-    return lambda n, _: (apart, together if n < 64 else 1.0)
 
 
 def interruptions(worst, price):  # longest gap, TTFT, usual gap, steps; the whole prompt comes last
@@ -138,10 +119,6 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     ("prefill-length", 4096, prefills(lambda n: 1e-3 * n * n), FAILS),  # not linear anywhere
     ("prefill-length", 512, prefills(lambda n: 1 + 0.4 * n + 1e-3 * n * n), UNDECIDED),  # not attention
     ("prefill-length", 2048, prefills(lambda n: 0.4 * n), UNDECIDED),
-    ("decode-position", 4096, positions(), HOLDS),
-    ("decode-position", 4096, positions(slope=0.0), FAILS),
-    ("decode-position", 4096, positions(late=1.5), FAILS),
-    ("decode-position", 2048, positions(slope=1e-6), UNDECIDED),
     ("phase-ratio", 512, request(200, 5), HOLDS),
     ("phase-ratio", 512, request(2000, 5), FAILS),
     ("phase-ratio", 64, request(2000, 5), UNDECIDED),
@@ -154,18 +131,10 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     ("bounds", 128, first_then((30, 40), (20, 70)), UNDECIDED),
     ("bounds", 512, first_then((120, 2), (20, 70)), UNDECIDED),  # above a ceiling: a count or it is wrong
     ("bounds", 512, first_then((math.nan, 2), (math.nan, 70)), UNDECIDED),
-    ("request-shapes", 528, shapes(500, 2000), HOLDS),
-    ("request-shapes", 528, shapes(30, 2000), FAILS),
-    ("request-shapes", 528, shapes(500, 300), FAILS),
-    ("request-shapes", 272, shapes(30, 300), UNDECIDED),
     ("batching", 32, lambda b, _: {DECODE: 3 + 0.3 * b}, HOLDS),
     ("batching", 32, lambda b, _: {DECODE: 3 + 3.0 * b}, FAILS),
     ("batching", 32, lambda b, _: {DECODE: 3 + 0.0 * b}, FAILS),  # each request as fast as before
     ("batching", 4, lambda b, _: {DECODE: 3 + 0.5 * b}, UNDECIDED),  # 4 cannot be much above 3 times as fast as one
-    ("short-prompts", 256, shorts(2.0, 1.0), HOLDS),
-    ("short-prompts", 256, shorts(1.1, 1.0), FAILS),
-    ("short-prompts", 256, shorts(4.0, 1.5), FAILS),
-    ("short-prompts", 128, shorts(1.1, 1.0), UNDECIDED),
     ("prompt-cache", 1024, lambda *_: (1000, 20, 4, 4, 16, 0), HOLDS),
     ("prompt-cache", 1024, lambda *_: (1000, 500, 4, 4, 16, 0), FAILS),
     ("prompt-cache", 1024, lambda *_: (1000, 20, 4, 4, 16, 1), FAILS),
@@ -179,9 +148,6 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     ("queue", 8, bursts(1000, 20), FAILS),
     ("queue", 8, bursts(100, 4), FAILS),
     ("queue", 4, bursts(150, 4), UNDECIDED),
-    ("kv-int8", 2048, first_then((6,), (4,)), HOLDS),
-    ("kv-int8", 2048, first_then((6,), (7,)), FAILS),
-    ("kv-int8", 512, first_then((6,), (7,)), UNDECIDED),
     ("cores", 256, threads(1.9, 1.2), HOLDS),
     ("cores", 256, threads(1.9, 1.9), FAILS),
     ("cores", 256, threads(1.0, 0.5), FAILS),
@@ -221,7 +187,7 @@ def test_the_verdict_on_made_up_measurements(workshop, name, size, values, expec
 
 
 def test_every_claim_can_hold_and_fail_and_is_tried_once():
-    tried = {name for name, *_ in CASES} | {"kv-size", "same-tokens"}  # what these count has tests of its own
+    tried = {name for name, *_ in CASES} | {"same-tokens"}  # what it counts has tests of its own
     for name in {name for name, *_ in CASES}:
         verdicts = {case[-1] for case in CASES if case[0] == name}
         assert verdicts >= ({HOLDS, FAILS} if name == "cores" else {HOLDS, FAILS, UNDECIDED}), name
@@ -248,32 +214,9 @@ def test_ideal_times_count_what_the_engine_counts(workshop):
     assert all(map(math.isnan, ideal_milliseconds(bench_of(workshop, ceilings=None), 0, 64)))
 
 
-def test_int8_that_spares_too_little_memory_fails(workshop, monkeypatch):
-    (experiment,) = choose(["kv-int8"])
-    sizes = iter([100, 80])
-    monkeypatch.setattr(int8_file, "kv_bytes_per_token", lambda shape: next(sizes))
-    trial = experiment.measure(bench_of(workshop, 2048).of(experiment, first_then((6,), (4,))))
-    assert verdict(experiment, trial, 2048)[0] is FAILS
-
-
 def measured(experiment, workshop, size):
     trial = experiment.measure(bench_of(workshop, size, kind=Workbench))
     return verdict(experiment, trial, size)
-
-
-def test_the_bytes_of_the_kv_cache_are_read_from_its_memory(workshop, monkeypatch):
-    (experiment,) = choose(["kv-size"])
-    status, judged = measured(experiment, workshop, 512)
-    assert status is HOLDS and judged[0].reading.value == pytest.approx(1.0, abs=0.005)
-    monkeypatch.setattr(size_file, "kv_bytes_per_token", lambda shape: 100)  # it stores more than is reckoned
-    assert measured(experiment, workshop, 512)[1][0].status is FAILS
-    monkeypatch.undo()
-    held = BlockPool.num_held
-    monkeypatch.setattr(BlockPool, "num_held", property(lambda pool: 2 * held.fget(pool)))
-    assert measured(experiment, workshop, 512)[1][1].status is FAILS
-    monkeypatch.undo()
-    monkeypatch.setattr(Workshop, "kv_memory", [])
-    assert [one.status for one in measured(experiment, workshop, 512)[1]] == [UNDECIDED, HOLDS]
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,13 @@ from twinphase.bench.lab.experiments.batching import batching
 from twinphase.bench.lab.experiments.bounds import bounds
 from twinphase.bench.lab.experiments.chunked_prefill import chunked_prefill
 from twinphase.bench.lab.experiments.cores import cores
-from twinphase.bench.lab.experiments.decode_position import decode_position
-from twinphase.bench.lab.experiments.kv_int8 import kv_int8
-from twinphase.bench.lab.experiments.kv_size import kv_size
 from twinphase.bench.lab.experiments.no_kv_cache import no_kv_cache
 from twinphase.bench.lab.experiments.phase_ratio import phase_ratio
 from twinphase.bench.lab.experiments.prefill_length import prefill_length
 from twinphase.bench.lab.experiments.prompt_cache import prompt_cache
 from twinphase.bench.lab.experiments.queue import queue
-from twinphase.bench.lab.experiments.request_shapes import request_shapes
 from twinphase.bench.lab.experiments.same_tokens import same_tokens
 from twinphase.bench.lab.experiments.separate_pools import separate_pools
-from twinphase.bench.lab.experiments.short_prompts import short_prompts
 from twinphase.bench.lab.experiments.speculation import speculation
 from twinphase.bench.lab.experiments.static_batching import static_batching
 from twinphase.bench.lab.workbench import ROUNDS, Workbench
@@ -46,17 +41,12 @@ __all__ = ["EXPERIMENTS", "Conclusion", "LabSetting", "choose", "planned_seconds
 
 EXPERIMENTS = (
     prefill_length,
-    decode_position,
     phase_ratio,
     bounds,
-    request_shapes,
     batching,
-    short_prompts,
     prompt_cache,
     chunked_prefill,
     queue,
-    kv_size,
-    kv_int8,
     cores,
     same_tokens,
     no_kv_cache,

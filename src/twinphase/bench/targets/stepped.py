@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from numpy.typing import NDArray
-
 from twinphase.bench.load.workload import PromptMaker, Sizing
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.engine.ceilings import compute_units
@@ -183,12 +181,6 @@ class Workshop:
     def capacity(self) -> int:
         """Tokens that the KV cache holds."""
         return (self.config.num_kv_blocks or 0) * self.config.block_size
-
-    @property
-    def kv_memory(self) -> list[NDArray[Any]]:
-        """The arrays that hold keys and values, zeros until written; empty where this process cannot reach them."""
-        backend = getattr(self.loaded.engine.executor, "backend", None)
-        return list(getattr(backend, "kv_memory", ()))
 
     def engine(
         self,
