@@ -196,7 +196,6 @@ def _measured(given: dict[str, Any]) -> Report:
     of_server = (given["api_key"], given["model"], given["endpoint"])
     options = TargetOptions(given["engine"], *of_server, given["seed"] + SWEEP_SEED, given["timeout"])
     options.check(given["target"], kind)
-    require("scipy.stats")
     if given["out"] is not None or not given["json"]:
         require("vl_convert")  # before minutes are spent
     return _run(given["target"], kind, options, sweep if given["all_"] or not load.wanted else None, load)

@@ -40,7 +40,6 @@ class Place:
     phase: str  # "prefill" or "decode"
     length: int  # prompt tokens; in decode, those before the first decoded one
     batch: int = 1  # sequences that decode together
-    held_out: bool = False  # not given to the fit, which must predict it
 
     def __str__(self) -> str:
         at = f"{self.length:,} tokens"
@@ -81,9 +80,7 @@ class Pace:
 
 
 def make_plan(context_length: int | None, options: SweepOptions, pace: Pace | None = None) -> Plan:
-    """Places for a context: prompt lengths by ratio, some held out; decode on a grid of positions and batches.
-
-    Between neighbouring batch sizes with room between them one size is held out.
+    """Places for a context: prompt lengths by ratio; decode on a grid of positions and batches.
 
     Args:
         context_length: longest prompt + output; None (unknown) plans up to `UNKNOWN_CONTEXT`.
@@ -109,41 +106,23 @@ def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Pla
     sizes = sorted(set(batches))
     # Behind the longest prompt there is room for the tokens of a batch whose prompts are read one after the other.
     longest = max(2, length - tokens - 4)
-    places = [Place("prefill", n, 1, out) for n, out in _lengths(longest, quick)]
+    places = [Place("prefill", n) for n in _lengths(longest, quick)]
     powers = [n for n in POWERS if n <= longest // 2]
     low, middle = 32 if longest >= 256 else max(1, longest // 16), powers[-1] if powers else max(1, longest // 2)
     far = [n for n in powers[2 if quick else 0 :: 2] if n > low]
-    grid = [(p, 1, False) for p in (low, *far, middle, longest)]
-    grid += [(p, 1, True) for p in _between([low, *far, middle, longest])[-2:]]
+    grid = {(position, 1) for position in (low, *far, middle, longest)}
     # Batches behind short prompts only: each sequence's prompt is read anew for every repetition.
-    near = sorted({low, min(middle, 512), *(() if quick else (min(middle, 1024),))})
-    between = [(a + b) // 2 for a, b in zip(sizes, sizes[1:], strict=False) if b - a > 1]
-    grid += [(p, b, False) for b in sizes if b > 1 for p in near]
-    grid += [(p, b, True) for b in between[-2:] for p in near[:2]]
-    seen: dict[tuple[int, int], bool] = {}
-    for p, b, out in grid:
-        seen.setdefault((p, b), out)
-    places += [Place("decode", p, b, out) for (p, b), out in sorted(seen.items(), key=lambda item: item[0][::-1])]
+    near = {low, min(middle, 512), *(() if quick else (min(middle, 1024),))}
+    grid |= {(position, size) for size in sizes if size > 1 for position in near}
+    places += [Place("decode", position, batch) for position, batch in sorted(grid, key=lambda at: at[::-1])]
     return tuple(places), tokens
 
 
-def _lengths(longest: int, quick: bool) -> list[tuple[int, bool]]:
-    """Prompt lengths, and whether each is held out; powers of two, so that sweeps of other lengths share them."""
+def _lengths(longest: int, quick: bool) -> list[int]:
+    """Prompt lengths: powers of two, so that sweeps of other lengths share them, and both ends."""
     powers = [n for n in (16, *POWERS) if n < 0.75 * longest][quick:]
+    shortest = min(SHORTEST_PROMPT, longest)
     if len(powers) < 4:
-        count = 8 if quick else 12
-        shortest = min(SHORTEST_PROMPT, longest)
-        spaced = sorted({round(shortest * (longest / shortest) ** (i / (count - 1))) for i in range(count)})
-        return [(n, 0 < i < len(spaced) - 1 and i % 3 == 2) for i, n in enumerate(spaced)]
-    held = [n * 3 // 2 for n in powers[quick::2] if n * 3 // 2 < longest]
-    return sorted([(n, False) for n in (SHORTEST_PROMPT, *powers, longest)] + [(n, True) for n in held])
-
-
-def _between(positions: Sequence[int]) -> list[int]:
-    """Whole numbers halfway between neighbours by ratio, powers of two where these are."""
-    found = []
-    for a, b in zip(positions, positions[1:], strict=False):
-        middle = round((a * b) ** 0.5)
-        power = 1 << (middle.bit_length() - 1)
-        found.append(power if a < power < b else middle)
-    return [n for n in found if n not in positions]
+        count = 6 if quick else 8
+        return sorted({round(shortest * (longest / shortest) ** (i / (count - 1))) for i in range(count)})
+    return [shortest, *powers, longest]

@@ -1,7 +1,7 @@
 """The phase sweep: prefill time against prompt length, decode time against position and batch, each point repeated.
 
 Rounds over all points in an order drawn anew each time, so that a machine that slows down meanwhile does not look like
-a law. Some points are held out of the fits, which must predict them. Not for what it means (`verdicts.py`).
+a law. Not for what it means (`verdicts.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 
 from twinphase.bench.conditions import Bystanders
 from twinphase.bench.progress import Progress
-from twinphase.bench.sweep.fit import Fit, SweepPoint, fit_decode, fit_prefill
 from twinphase.bench.sweep.plan import ENOUGH_SECONDS, UNKNOWN_CONTEXT, Pace, Place, Plan
 from twinphase.bench.targets.target import DecodeSample, PrefillSample, Target, TargetFacts
 from twinphase.errors import TwinphaseError
 
-__all__ = ["HeldOut", "PhaseSweep", "SweepError", "Visit", "calibrate", "sweep"]
+__all__ = ["PhaseSweep", "SweepError", "SweepPoint", "Visit", "calibrate", "sweep"]
 
 QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
 FEWEST_TICKS = 2  # of the kernel's clock: one alone may have been anything
@@ -66,23 +65,20 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """A point that the fit has not seen: seconds predicted there, and seconds measured."""
+class SweepPoint:
+    """Where it was measured, as (prompt tokens, 1) or (position, batch), and the seconds of each repetition."""
 
-    place: Place
     x: tuple[float, float]
-    predicted: float
-    measured: float
+    values: tuple[float, ...]
 
     @property
-    def error(self) -> float:
-        """(predicted - measured) / measured."""
-        return self.predicted / self.measured - 1
+    def median(self) -> float:
+        return statistics.median(self.values)
 
 
 @dataclass
 class PhaseSweep:
-    """Everything that a sweep measured, and the fits."""
+    """Everything that a sweep measured."""
 
     facts: TargetFacts
     plan: Plan
@@ -101,27 +97,15 @@ class PhaseSweep:
         kept = self.kept()
         return sum(one.disturbed for one in kept) / len(kept) if kept else 0.0
 
-    def points(self, phase: str, held_out: bool | None = None) -> list[tuple[Place, SweepPoint]]:
-        """Places with their repetitions' seconds, in the plan's order; held-out ones, the others, or (None) all."""
+    def points(self, phase: str) -> list[tuple[Place, SweepPoint]]:
+        """Places with their repetitions' seconds, in the plan's order."""
         found = []
         for place in self.plan.places:
             kept = self.kept(place)
-            if place.phase == phase and held_out in (None, place.held_out) and kept:
+            if place.phase == phase and kept:
                 first = statistics.fmean(one.x[0] for one in kept)
                 found.append((place, SweepPoint((first, kept[0].x[1]), tuple(one.seconds for one in kept))))
         return found
-
-    def fit(self, phase: str) -> Fit | None:
-        """The law of a phase through all points but the held-out ones; None where there are too few."""
-        points = [point for _, point in self.points(phase, held_out=False)]
-        return fit_prefill(points) if phase == "prefill" else fit_decode(points)
-
-    def held_out(self, phase: str, found: Fit) -> list[HeldOut]:
-        """What the fit predicts for the held-out points, beside what was measured."""
-        return [
-            HeldOut(place, point.x, found.seconds(point.x), point.median)
-            for place, point in self.points(phase, held_out=True)
-        ]
 
 
 def calibrate(target: Target, progress: Progress = lambda what, done, total: None) -> Pace:

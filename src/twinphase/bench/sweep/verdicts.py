@@ -6,12 +6,10 @@ What binds a phase is told from outside, by behaviour: a foreign engine's bytes 
 from __future__ import annotations
 
 import math
-import statistics
 
 from twinphase.bench.report.report import Status, Verdict
 from twinphase.bench.statistics import median_interval
-from twinphase.bench.sweep.fit import Fit, SweepPoint
-from twinphase.bench.sweep.run import PhaseSweep
+from twinphase.bench.sweep.run import PhaseSweep, SweepPoint
 
 __all__ = ["percent", "rate_text", "sweep_verdicts", "time_text"]
 
@@ -20,7 +18,6 @@ FEWEST_STEPS = 4.0  # a chunk that takes as long as this many decode steps does 
 SHARED = 0.6  # a batch that takes less than this share of its sequences one by one waits for something they share
 SHARING_BATCH = 4  # sequences from which that can be told
 FEWEST_REPETITIONS = 3  # whose spread tells something
-PREDICTED = 0.15  # the median error at held-out points up to which a law is said to predict them
 BUSY_SHARE = 0.2  # of disturbed measurements above which it is the first thing to know
 
 
@@ -45,9 +42,7 @@ def percent(share: float, signed: bool = False) -> str:
 def sweep_verdicts(result: PhaseSweep) -> list[Verdict]:
     """The findings, most important first."""
     found = [_busy(result), _rates(result), _prefill_bound(result), _decode_bound(result)]
-    fits = {phase: result.fit(phase) for phase in ("prefill", "decode")}
-    found += [_growth(phase, result, fitted) for phase, fitted in fits.items()]
-    found += [_held_out(phase, result, fitted) for phase, fitted in fits.items() if fitted is not None]
+    found += [_prefill_growth(result), _decode_growth(result)]
     return [verdict for verdict in found if verdict is not None]
 
 
@@ -156,37 +151,26 @@ def _ratio(one: SweepPoint, other: SweepPoint) -> tuple[float, float]:
     return top.low / bottom.high, top.high / bottom.low
 
 
-def _growth(phase: str, result: PhaseSweep, found: Fit | None) -> Verdict:
-    if found is None:
-        return Verdict(Status.UNKNOWN, f"How {phase} grows.", "Too few points were measured for a fit.")
-    if phase == "prefill":
-        longest = max(point.x[0] for point in found.points)
-        _, linear, quadratic = found.coefficients
-        text = (
-            f"Prefill time is {found} (fitted {found.range_text}): {time_text(linear * 1000)} ms per 1,000 prompt "
-            f"tokens, plus a quadratic part that is {percent(quadratic * longest**2 / found.seconds((longest, 1)))} of "
-            f"the time at {longest:,.0f} tokens."
-        )
-        return Verdict(Status.INFO, text)
-    text = f"Decode time per step is {found} (fitted {found.range_text}; nothing is known beyond)."
-    alone = _alone(result)
-    if len(alone) > 1:
-        text += (
-            f" For one request it changes by {percent(alone[-1].median / alone[0].median - 1, signed=True)} from "
-            f"position {alone[0].x[0]:,.0f} to {alone[-1].x[0]:,.0f}."
-        )
-    return Verdict(Status.INFO, text)
-
-
-def _held_out(phase: str, result: PhaseSweep, found: Fit) -> Verdict:
-    what = "prompt lengths" if phase == "prefill" else "positions and batch sizes"
-    claim = f"The law of {phase} predicts {what} that it was not fitted to."
-    errors = [abs(one.error) for one in result.held_out(phase, found)]
-    if not errors:
-        return Verdict(Status.UNKNOWN, claim, "None was measured.")
-    middle = statistics.median(errors)
-    reason = (
-        f"At {len(errors)} held-out points its median error is {percent(middle)}, the largest "
-        f"{percent(max(errors))}; the claim needs a median of at most {percent(PREDICTED)}."
+def _prefill_growth(result: PhaseSweep) -> Verdict | None:
+    points = [point for _, point in result.points("prefill")]
+    best = min(points, key=lambda point: point.median / point.x[0], default=None)
+    if best is None or len(points) < 2:
+        return None
+    prices = {point.x[0]: f"{time_text(point.median / point.x[0])} ms" for point in (points[0], best, points[-1])}
+    told = ", ".join(f"{price} at {tokens:,.0f}" for tokens, price in prices.items())
+    return Verdict(
+        Status.INFO,
+        f"A prompt token takes {told} tokens of prompt.",
     )
-    return Verdict(Status.HOLDS if middle <= PREDICTED else Status.FAILS, claim, reason)
+
+
+def _decode_growth(result: PhaseSweep) -> Verdict | None:
+    alone = _alone(result)
+    if len(alone) < 2:
+        return None
+    change = percent(alone[-1].median / alone[0].median - 1, signed=True)
+    return Verdict(
+        Status.INFO,
+        f"A decode step of one request takes {time_text(alone[0].median)} ms at position {alone[0].x[0]:,.0f} and "
+        f"{time_text(alone[-1].median)} ms at {alone[-1].x[0]:,.0f}: {change}.",
+    )
