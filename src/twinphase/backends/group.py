@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.blueprint import Blueprint
+from twinphase.errors import InvalidRequestError
 
-__all__ = ["WORD_BYTES", "Group", "shared_bytes"]
+__all__ = ["WORD_BYTES", "Group", "shared_bytes", "shared_file"]
 
 WORD_BYTES = 64  # a word that others look at, a cache line each
 PAGE = 4096
@@ -28,6 +29,19 @@ def shared_bytes(blueprint: Blueprint, rows: int) -> int:
     b = blueprint
     width = b.hidden_size + b.num_heads * b.head_dim + b.ffn_size * (b.experts.used if b.experts else 1)
     return 4 * (rows + 8) * (8 * (width + 256) + 2 * (b.vocab_size + 256)) + (1 << 20)
+
+
+def shared_file(nbytes: int) -> int:
+    """Descriptor of memory without a name, of which pages are taken when they are written.
+
+    Raises:
+        InvalidRequestError: the system has no such memory.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise InvalidRequestError("tensor_parallel_size needs Linux.", "Leave --tensor-parallel-size out.")
+    descriptor = os.memfd_create("twinphase-ranks")
+    os.truncate(descriptor, -(-nbytes // PAGE) * PAGE)
+    return descriptor
 
 
 class Group:

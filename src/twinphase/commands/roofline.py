@@ -15,7 +15,8 @@ __all__ = ["roofline"]
 MEASURE = "Measuring"
 MODEL_OPTIONS = Options(
     EngineConfig,
-    only={"threads", "isa", "backend", "device", "dtype", "kv_cache_dtype", "max_num_batched_tokens"},
+    only={"threads", "tensor_parallel_size", "isa", "backend", "device", "dtype", "kv_cache_dtype"}
+    | {"max_num_batched_tokens"},
 )
 
 

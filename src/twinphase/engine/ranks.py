@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from twinphase import errors
-from twinphase.backends.group import Group, shared_bytes
+from twinphase.backends.group import Group, shared_bytes, shared_file
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig, module_command
 from twinphase.engine.messages import RankFacts
 from twinphase.engine.rank_messages import Blocks, Failed, FromRank, LoadShare, Read, Ready, Step, ToRank
 from twinphase.engine.wire import Decoder, encode
-from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
+from twinphase.errors import EngineDeadError, TwinphaseError
 from twinphase.models.share import rank_sizes
 from twinphase.numa import Place, bound_to, rank_places
 from twinphase.weights.checkpoint import Checkpoint
@@ -58,7 +58,7 @@ class Ranks:
         plain = asdict(replace(config, trace_file=None, speculative_config=None))
         cores = [place.cores if place.nodes else frozenset[int]() for place in _places(config)]
         self.cores = cores[0]
-        memory = _shared_file(shared_bytes(blueprint, config.max_num_batched_tokens))
+        memory = shared_file(shared_bytes(blueprint, config.max_num_batched_tokens))
         self._links: list[_Link] = []
         try:
             self.group = Group(0, count, memory, Path(tempfile.gettempdir()) / f"twinphase-{secrets.token_hex(8)}")
@@ -197,15 +197,6 @@ class _Link:
         self.process.kill()
         self.process.wait()
         self.socket.close()
-
-
-def _shared_file(nbytes: int) -> int:
-    """Descriptor of memory without a name, of which pages are taken when they are written."""
-    if not hasattr(os, "memfd_create"):
-        raise InvalidRequestError("tensor_parallel_size needs Linux.", "Leave --tensor-parallel-size out.")
-    descriptor = os.memfd_create("twinphase-ranks")
-    os.truncate(descriptor, -(-nbytes // 4096) * 4096)
-    return descriptor
 
 
 def _watch(links: Sequence[_Link], group: Group, watched: _Watched, stop: threading.Event, seconds: float) -> None:

@@ -420,6 +420,17 @@ def test_a_whole_report(tiny: Path, given_ceilings: tuple[list[list[int]], list[
     assert written.html.stat().st_size > 10_000 and any("roofline" in path.name for path in written.plots)
 
 
+@pytest.mark.timeout(300)
+def test_what_ranks_exchange(tiny: Path, given_ceilings: tuple[list[list[int]], list[Ceilings]]) -> None:
+    settings = Settings(threads=1, tensor_parallel_size=2)
+    report = roofline(None, settings, 1).report
+    assert report.data["link"]["bandwidth"] > 0 and report.data["link"]["latency"] > 0
+    table = report.sections[0].tables[-1]
+    assert [row[0] for row in table.rows] == ["512 rows of 8,192 bytes", "1 row of 256 bytes"]
+    with pytest.raises(InvalidRequestError, match="without a model"):
+        roofline(str(tiny), settings)
+
+
 def test_decode_is_drawn_by_batch_and_by_context() -> None:
     points = {RooflinePoint("decode", 256, batch): [sample(0.1 * batch, 0.2)] * 2 for batch in (1, 2, 4)}
     points |= {RooflinePoint("decode", 64): [sample(0.1, 0.1)] * 2}

@@ -45,6 +45,7 @@ class Settings:
         steps: decode steps of one repetition, so many whole and as many in parts.
         threads: of the model; None is one per core.
         isa, kv_cache_dtype, max_num_batched_tokens, backend, device, dtype: as for `EngineConfig`.
+        tensor_parallel_size: ranks whose exchange is measured, without a model.
     """
 
     prompt_lengths: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048, 4096)
@@ -60,6 +61,7 @@ class Settings:
     backend: str = "cpu"
     device: str | None = None
     dtype: str = "auto"
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for name in ("prompt_lengths", "batches", "contexts"):

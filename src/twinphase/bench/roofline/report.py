@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from twinphase.backends.cpu.link import LARGE, SMALL, LinkRates
 from twinphase.bench.report.report import Column, Metric, Status, Table, Verdict
 from twinphase.bench.roofline.arithmetic import UNITS, Placed, Roofline
 from twinphase.bench.roofline.ceilings import CeilingSweep
@@ -20,6 +21,7 @@ __all__ = [
     "break_even_table",
     "ceilings_table",
     "check_table",
+    "link_table",
     "machine_verdict",
     "metrics",
     "part_table",
@@ -102,6 +104,14 @@ def balance_table(line: Roofline) -> Table:
         for slope in line.slopes
     ]
     return Table("Balance points, FLOP/byte", columns, tuple(rows))
+
+
+def link_table(link: LinkRates) -> Table:
+    """What ranks exchange."""
+    definition = f"{link.ranks} ranks gather rows in shared memory, as a step does, and each reads them whole"
+    large, small = (f"{rows} row{'s' * (rows > 1)} of {4 * columns:,} bytes" for rows, columns in (LARGE, SMALL))
+    rows = ((large, f"{link.bandwidth / 1e9:,.1f} GB/s"), (small, f"{1e6 * link.latency:,.1f} µs"))
+    return Table(f"What {link.ranks} ranks exchange", (Column("rows", definition), Column("best round")), rows)
 
 
 # Tables of a model's points

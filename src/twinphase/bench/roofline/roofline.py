@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from twinphase.backends.cpu.link import LinkRates, measure_link
 from twinphase.backends.device import open_device
 from twinphase.bench.conditions import Bystanders, conditions
 from twinphase.bench.progress import Progress
@@ -27,7 +28,7 @@ from twinphase.bench.roofline.ceilings import CeilingSweep, measure_ceilings, th
 from twinphase.bench.roofline.findings import BreakEven, PointFinding, break_evens, find
 from twinphase.bench.roofline.measure import ModelPoints, Settings, measure_model
 from twinphase.bench.roofline.plots import DrawnPart, roofline_plot
-from twinphase.config import available_cores
+from twinphase.config import EngineConfig, available_cores
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.datasheets import find_datasheet
 from twinphase.phases.hardware import Ceilings, cache_levels
@@ -61,6 +62,7 @@ def roofline(
         progress: told what is measured.
 
     Raises:
+        InvalidRequestError: a model, or another backend, together with ranks.
         TwinphaseError: the model cannot be found, read or run, or the ceilings could not be measured.
     """
     threads, device = settings.threads or available_cores(), None
@@ -71,6 +73,7 @@ def roofline(
     repetitions = ceiling_repetitions, progress, device
     points, found = None, []
     with Bystanders() as others:
+        link = _link(settings, model, progress)
         sweep = measure_ceilings(counts, settings.isa, *repetitions)
         if model is not None:
             points = measure_model(model, replace(settings, threads=threads), progress)
@@ -86,7 +89,7 @@ def roofline(
     line = measured_roofline(ceilings, () if on_gpu else cache_levels(threads))
     turns = break_evens(points, found, ceilings) if points else []
     marks = _marks(found)
-    sections = [_machine_section(sweep, line, marks)]
+    sections = [_machine_section(sweep, line, marks, link)]
     if points:
         sections += [_phase_section(points, ceilings, found, turns, phase) for phase in ("prefill", "decode")]
         sections.append(Section("How the parts were timed", (), (words.HOW_APART,), (words.check_table(found),)))
@@ -98,9 +101,24 @@ def roofline(
         noise=tuple(_noise(sweep, threads, points, others)),
         sections=tuple(sections),
         metrics=tuple(words.metrics(sweep, found)),
-        data=_data(sweep, line, points, turns),
+        data=_data(sweep, line, points, turns) | {"link": link and asdict(link)},
     )
     return Drawing(report, line, marks)
+
+
+def _link(settings: Settings, model: str | None, progress: Progress) -> LinkRates | None:
+    """What ranks exchange, if there are to be several; raises InvalidRequestError where that is not measured."""
+    ranks = settings.tensor_parallel_size
+    if ranks == 1:
+        return None
+    if model is not None or settings.backend == "torch":
+        raise InvalidRequestError(
+            "What ranks exchange is measured on the cpu backend, without a model.",
+            "Leave out MODEL and --backend, or --tensor-parallel-size.",
+        )
+    progress("what ranks exchange", 0, 1)
+    threads = EngineConfig(tensor_parallel_size=ranks, threads=settings.threads).rank_threads
+    return measure_link(ranks, threads or 1, settings.isa)
 
 
 def settings_of(given: Mapping[str, Any]) -> Settings:
@@ -185,7 +203,9 @@ def _noise(sweep: CeilingSweep, threads: int, points: ModelPoints | None, others
     return lines
 
 
-def _machine_section(sweep: CeilingSweep, line: Roofline, marks: Sequence[DrawnPart]) -> Section:
+def _machine_section(
+    sweep: CeilingSweep, line: Roofline, marks: Sequence[DrawnPart], link: LinkRates | None
+) -> Section:
     caption = "Solid lines: bandwidth by working set; dashed: peaks of the arithmetic units; crosses: balance points."
     if marks:
         caption += " Points: medians; the labels are prompt lengths, batches and contexts of a line's ends."
@@ -199,7 +219,8 @@ def _machine_section(sweep: CeilingSweep, line: Roofline, marks: Sequence[DrawnP
     plots = [lines("bandwidth", title, rows, x, y, series="threads", log_x=True, caption="Reads only.")]
     if line.roofs and line.slopes:
         plots.insert(0, roofline_plot(line, marks, caption))
-    return Section("The machine", (), (), (words.balance_table(line), words.ceilings_table(sweep)), tuple(plots))
+    tables = [words.balance_table(line), words.ceilings_table(sweep), *([words.link_table(link)] if link else [])]
+    return Section("The machine", (), (), tuple(tables), tuple(plots))
 
 
 def _phase_section(

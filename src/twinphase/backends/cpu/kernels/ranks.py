@@ -10,8 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from twinphase.backends.cpu.emit import I32, I64, Value
-from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, fields, load_i64, load_u32, store_i32
+from twinphase.backends.cpu.emit import I32, I64, Emit, Value, vector
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.program import atomic_load, atomic_store, pause
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
@@ -24,12 +24,25 @@ SPINS = 5000  # looks, about 0.1 ms, before a rank sleeps between two
 SLEEP_MICROSECONDS = 20
 
 
+def _copy(isa: Isa) -> Any:
+    """Numba-callable (source, target, bytes, a multiple of 4)."""
+
+    def write(e: Emit, source: Value, target: Value, nbytes: Value) -> None:
+        most = e.b.and_(nbytes, e.i64(-64))
+        for kind, start, end, step in ((vector(I32, 16), 0, most, 64), (I32, most, nbytes, 4)):
+            with e.loop(start, end, step) as at:
+                e.store(e.load(kind, source, at), target, at)
+
+    return emitted(isa, 3, write)
+
+
 def copy_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """A rank's columns into rows of all ranks.
 
     Arguments: address of the row count; for each of ARRAYS arrays the source, its stride, the target, its stride and
     the bytes of a row, a multiple of 4.
     """
+    copy = _copy(isa)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         first = tile * ROWS_PER_TILE
@@ -39,8 +52,7 @@ def copy_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
             source, stride = load_i64(place), load_i64(place + 8)
             target, target_stride, nbytes = load_i64(place + 16), load_i64(place + 24), load_i64(place + 32)
             for row in range(first, rows):
-                for at in range(0, nbytes, 4):
-                    store_i32(target + row * target_stride + at, load_u32(source + row * stride + at))
+                copy(source + row * stride, target + row * target_stride, nbytes)
 
     return KERNEL_SIGNATURE, kernel
 

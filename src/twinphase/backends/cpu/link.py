@@ -1,0 +1,113 @@
+"""What ranks can exchange at best, by the commands with which a step gathers rows, and nothing between them.
+
+Runs as a process per rank, on the rank's cores, started by `measure_link`; the first prints what it found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from twinphase.backends.cpu.ceilings import CeilingsError
+from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
+from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.cpu.operations import COPY_ARGS, Operations
+from twinphase.backends.cpu.program import Buffer, Memory, Program
+from twinphase.backends.cpu.threads import ThreadPool
+from twinphase.backends.cpu.tiling import ROWS_PER_TILE
+from twinphase.backends.group import Group, shared_file
+from twinphase.blueprint import Span
+from twinphase.config import module_command
+from twinphase.numa import bound_to, rank_places
+from twinphase.weights.storage import cache_root
+
+__all__ = ["LARGE", "SMALL", "LinkRates", "measure_link"]
+
+SPECS = ("copy_columns", "meet", "run_program")
+LARGE, SMALL = (512, 2048), (1, 64)  # rows and columns, float32
+EXCHANGES, ROUNDS = 32, 40  # of a round; the best round counts
+LIMIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Between ranks: bytes per second of LARGE rows that each gathers and reads, and seconds that SMALL ones take."""
+
+    ranks: int
+    bandwidth: float
+    latency: float
+
+
+def measure_link(ranks: int, threads: int, isa: str | None = None) -> LinkRates:
+    """Measure between so many ranks of so many threads each, in processes of their own (about a second).
+
+    Raises:
+        InvalidRequestError: this processor cannot run `isa`, or the system cannot share memory.
+        CeilingsError: the measuring processes failed.
+    """
+    path = choose_isa(isa)
+    compile_kernels(cache_root() / "kernels", path, SPECS)
+    memory = shared_file((1 << 20) + 4 * 4 * (LARGE[0] + 8) * LARGE[1])  # two of each take turns
+    processes: list[subprocess.Popen[bytes]] = []
+    command = [*module_command("twinphase.backends.cpu.link"), str(memory), str(ranks), str(threads), path.name]
+    try:
+        for rank, place in enumerate(rank_places(ranks)):
+            out = subprocess.DEVNULL if rank else subprocess.PIPE
+            with bound_to(place.cores if place.nodes else ()):
+                processes.append(subprocess.Popen([*command, str(rank)], pass_fds=[memory], stdout=out))
+        return LinkRates(ranks, **json.loads(processes[0].communicate(timeout=LIMIT_SECONDS)[0]))
+    except (subprocess.TimeoutExpired, ValueError):
+        raise CeilingsError(f"Measuring what {ranks} ranks can exchange failed.") from None
+    finally:
+        os.close(memory)
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+class _Exchanges(Operations):
+    """Rows that are gathered, and read by every rank, again and again."""
+
+    def __init__(self, kernels: dict[str, int], group: Group, threads: int, rows: int, width: int) -> None:
+        self.group, self._program = group, Program(kernels, {"tokens": rows}, group)
+        firsts = tuple(rank * width // group.ranks for rank in range(group.ranks + 1))
+        mine = firsts[group.rank : group.rank + 2]
+        span = Span(mine[0], mine[1] - mine[0], width, 1, firsts[:-1])
+        source, own = Buffer(self._program, "tokens", width), Buffer(self._program, "tokens", width).floats
+        for _ in range(EXCHANGES):
+            self._read(self._gathered(source, span, False), own)
+        self._program.cells.update({"tokens": rows})
+        self._pool = ThreadPool(kernels["run_program"], threads, 4096)
+        self._pool.load(self._program.commands)
+
+    def _read(self, whole: Memory, own: Memory) -> None:
+        program, nbytes = self._program, 4 * whole.width
+        args = [program.count("tokens"), whole.data, whole.stride, own.data, own.stride, nbytes]
+        args += [0] * (COPY_ARGS - len(args))
+        program.add("copy_columns", program.tiles("tokens", ROWS_PER_TILE), args, [whole.data], [(own.data, 0)])
+
+    def seconds(self) -> float:
+        """Of one exchange, in the best round."""
+        rounds = []
+        for _ in range(ROUNDS):
+            start = perf_counter()
+            self._pool.run()
+            rounds.append((perf_counter() - start) / EXCHANGES)
+        return min(rounds)
+
+
+def _main(memory: int, ranks: int, threads: int, isa: str, rank: int) -> None:
+    kernels, _engine = load_kernels(cache_root() / "kernels", choose_isa(isa), SPECS)
+    group = Group(rank, ranks, memory, Path())
+    large, small = (_Exchanges(kernels, group, threads, *size).seconds() for size in (LARGE, SMALL))
+    if rank == 0:
+        print(json.dumps({"bandwidth": 4 * LARGE[0] * LARGE[1] / large, "latency": small}), flush=True)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
