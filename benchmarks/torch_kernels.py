@@ -113,30 +113,27 @@ def assembled(ptx: str, capability: int) -> tuple[int, int]:
 
 def linears(capability: int) -> list[Compiled]:
     """The gate and up matrices, dense and of the experts that the rows of a step choose."""
-    return [
-        product_of(capability, phase, rows, kind, moe)
-        for moe in (None, MOE)
-        for (phase, rows), kind in product(ROWS.items(), FORMATS)
-        if moe is None or kind in ("BF16", "Q4_K")
-    ]
+    each = [(phase, rows, kind, None) for (phase, rows), kind in product(ROWS.items(), FORMATS)]
+    each += [("decode of 64", 64, kind, None) for kind in ("BF16", "Q4_K")]
+    each += [(phase, rows, kind, MOE) for (phase, rows), kind in product(ROWS.items(), ("BF16", "Q4_K"))]
+    return [product_of(capability, *one) for one in each]
 
 
 def product_of(capability: int, phase: str, rows: int, kind: str, moe: Mixture | None) -> Compiled:
     bits, offset, minimum, width = FORMATS[kind]
-    hidden, outputs, tile = HIDDEN, 2 * FFN, tiles.tile_of(tiles.TILES[rows <= tiles.FEW], capability)
-    read, num_rows = 1.0, rows  # matrices that are read
+    hidden, outputs, read, num_rows, own = HIDDEN, 2 * FFN, 1.0, rows, rows  # matrices read, rows of all and of one
     if moe is not None:
         hidden, outputs, num_rows = moe.hidden, 2 * moe.ffn, rows * moe.used
-        few, of_tile = tiles.rows_per_expert(num_rows, moe.count, capability)
-        tile = tiles.tile_of(tiles.TILES[few], capability)._replace(rows=of_tile)
+        own = max(1, num_rows // moe.count)
         read = moe.count * (1 - (1 - moe.used / moe.count) ** rows)  # on average, if all are equally likely
+    tile = tiles.tile_of(tiles.TILES[own <= tiles.FEW], capability)
     scale = None if bits == 0 else "*fp16"
     weights = [{0: "*bf16", 4: "*u8", 8: "*i8"}[bits], scale, scale if minimum else None]
     types = ["*bf16", *weights, None, None, "*bf16", *(["*i32"] * 2 if moe else [None] * 2), *["i32"] * 4]
     constants = {
         "BITS": bits, "GROUP": 32, "OFFSET": offset, "HAS_MINIMUM": minimum, "HAS_BIAS": False,
-        "HAS_RESIDUAL": False, "USED": moe.used if moe else 0, "ROWS": tile.rows, "OUTPUTS": tile.outputs,
-        "PRECISION": "tf32",
+        "HAS_RESIDUAL": False, "USED": moe.used if moe else 0, "ROWS": tiles.rows_of_program(own, tile),
+        "OUTPUTS": tile.outputs, "PRECISION": "tf32",
     }  # fmt: skip
     nbytes = read * hidden * outputs * width / 8 + 2 * (rows * hidden + num_rows * outputs)
     name, kernel = f"{'experts' if moe else 'linear'} {kind}", linear.linear_kernel
@@ -149,8 +146,7 @@ def routings(capability: int) -> list[Compiled]:
     moe, rows = MOE, ROWS["prefill"]
     pairs, block = rows * moe.used, experts.BLOCK
     choice = {"USED": moe.used, "RENORMALIZE": True, "CHOICES": 8, "BLOCK": moe.count}
-    of_tile = tiles.rows_per_expert(pairs, moe.count, capability)[1]
-    order = {"ROWS": of_tile, "BINS": 2 * moe.count, "BLOCK": block}
+    order = {"ROWS": 128, "BINS": 2 * moe.count, "BLOCK": block}
     types = ["*bf16", "*fp32", "*fp32", "i32"]
     each = (
         ("choose", experts.choose_kernel, ["*bf16", "*i32", "*fp32", "i32"], choice, 1, 2 * rows * moe.count),

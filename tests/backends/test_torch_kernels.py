@@ -138,7 +138,7 @@ def test_every_format(kind: str, dtype: torch.dtype) -> None:
 
 @few_shapes
 @given(
-    rows=st.sampled_from([1, 2, FEW, FEW + 1, 64, 65]),
+    rows=st.sampled_from([1, 2, 16, 17, FEW, FEW + 1]),
     outputs=st.sampled_from([1, 63, 64, 65, 129]),
     groups=st.integers(1, 5),
     kind=st.sampled_from(["Q4_0", "Q8_0", "Q4_1", "Q5_0", "F32"]),
@@ -220,8 +220,8 @@ def test_attention(
         (1, 5, 4, ("Q4_0", "Q8_0"), torch.float32, ""),
         (1, 3, 1, ("F32", "Q4_1"), torch.float16, "all"),
         (9, 4, 2, ("MXFP4", "MXFP4"), torch.float16, "all"),
-        (FEW + 1, 4, 2, ("Q4_0", "Q4_0"), torch.float32, "one"),  # an expert has a row more than a tile, others none
-        (35, 2, 1, ("Q5_0", "Q5_0"), torch.float32, "all"),  # many
+        (17, 8, 2, ("Q4_0", "Q4_0"), torch.float32, "one"),  # an expert has a row more than a tile, others few
+        (2 * FEW + 2, 2, 1, ("Q5_0", "Q5_0"), torch.float32, "all"),  # many
         (33, 20, 2, ("Q4_0", "Q4_1"), torch.float16, ""),
     ],
 )
@@ -314,7 +314,7 @@ def test_what_the_compiler_makes_of_them() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks/torch_kernels.py"), "--json"]
     kernels = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-    assert {one["capability"] for one in kernels} == {80, 90, 120} and len(kernels) == 81
+    assert {one["capability"] for one in kernels} == {80, 90, 120} and len(kernels) == 87
     for one in kernels:
         assert one["spilled"] == 0 and one["shared"] <= one["shared_limit"] and one["blocks"] >= 1, one
         if one["phase"] == "prefill":

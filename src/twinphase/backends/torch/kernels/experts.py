@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twinphase.backends.torch.kernels.tiles import rows_per_expert
+from twinphase.backends.torch.kernels.tiles import FEW, TILES, rows_of_program, tile_of
 from twinphase.blueprint import Experts
 
 __all__ = ["Routed", "combine", "route"]
@@ -118,7 +118,9 @@ def route(logits: Tensor, experts: Experts, capability: int) -> Routed:
     weights = torch.empty(rows, used, dtype=torch.float32, device=device)
     # Each by itself: Triton compiles again for pointers that are not multiples of 16 bytes.
     chosen, pairs = (torch.empty(rows * used, dtype=torch.int32, device=device) for _ in range(2))
-    few, of_tile = rows_per_expert(rows * used, count, capability)
+    average = max(1, rows * used // count)
+    few = average <= FEW
+    of_tile = rows_of_program(average, tile_of(TILES[few], capability))
     # An expert that has pairs fills all of its tiles but one, which has at least one row.
     most = (rows * used + min(count, rows * used) * (of_tile - 1)) // of_tile
     tiles = torch.empty(3, most, dtype=torch.int32, device=device)

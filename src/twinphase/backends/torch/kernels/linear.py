@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.errors import TritonError
 
 from twinphase.backends.torch.kernels.experts import Routed
-from twinphase.backends.torch.kernels.tiles import FEW, Tile, tile_for
+from twinphase.backends.torch.kernels.tiles import FEW, Tile, rows_of_program, tile_for
 from twinphase.backends.torch.weights import PAIR, Packed
 
 __all__ = ["TritonError", "linear"]
@@ -132,17 +132,20 @@ def linear(
     out = torch.empty(rows, outputs, dtype=torch.float32 if added else x.dtype, device=x.device)
     few = rows <= FEW if routed is None else routed.few
     tile = tile or tile_for(few, weight.bits, outputs, weight.padded, capability)
-    of_tile, pairs, tiles = (tile.rows, None, None) if routed is None else (routed.rows, routed.pairs, routed.tiles)
+    if not rows:
+        return out
+    of_tile, pairs, tiles = rows_of_program(rows, tile), None, None
+    if routed is not None:
+        of_tile, pairs, tiles = routed.rows, routed.pairs, routed.tiles
     grid = (triton.cdiv(rows, of_tile) if tiles is None else tiles.shape[1], triton.cdiv(outputs, tile.outputs))
-    if rows:
-        linear_kernel[grid](
-            x, weight.codes, weight.scale, weight.minimum, bias, residual, out, pairs, tiles,
-            rows, outputs, x.shape[1], weight.padded,
-            BITS=weight.bits, GROUP=weight.group, OFFSET=weight.offset, HAS_MINIMUM=weight.minimum is not None,
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, USED=routed.used if routed else 0,
-            ROWS=of_tile, OUTPUTS=tile.outputs, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    linear_kernel[grid](
+        x, weight.codes, weight.scale, weight.minimum, bias, residual, out, pairs, tiles,
+        rows, outputs, x.shape[1], weight.padded,
+        BITS=weight.bits, GROUP=weight.group, OFFSET=weight.offset, HAS_MINIMUM=weight.minimum is not None,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, USED=routed.used if routed else 0,
+        ROWS=of_tile, OUTPUTS=tile.outputs, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return out
 
 

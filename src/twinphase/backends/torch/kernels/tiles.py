@@ -21,14 +21,14 @@ __all__ = [
     "key_of",
     "keep_tuned",
     "read_tuned",
-    "rows_per_expert",
+    "rows_of_program",
     "tile_for",
     "tile_of",
     "tuned_path",
 ]
 
 LOG = logging.getLogger(__name__)
-FEW = 16  # rows: up to here the time is that of reading the weights
+FEW = 64  # rows: up to here the time is that of reading the weights, which many small programs do fastest
 
 
 class Tile(NamedTuple):
@@ -65,11 +65,9 @@ def tile_for(few: bool, bits: int, outputs: int, inputs: int, capability: int) -
     return found
 
 
-def rows_per_expert(pairs: int, experts: int, capability: int) -> tuple[bool, int]:
-    """Whether an expert has few of the `pairs` on average, and how many rows a program of it then has."""
-    average = max(1, pairs // experts)
-    few = average <= FEW
-    return few, min(tile_of(TILES[few], capability).rows, max(16, 1 << (average - 1).bit_length()))
+def rows_of_program(rows: int, tile: Tile) -> int:
+    """How many of `rows` a program has: all of a few, a power of two."""
+    return max(tile.rows, 1 << (rows - 1).bit_length()) if rows <= FEW else tile.rows
 
 
 def tuned_path(device: str) -> Path:
