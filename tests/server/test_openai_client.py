@@ -139,6 +139,8 @@ def test_streamed_and_whole_answers_are_those_of_the_engine(client, model, llm, 
     choices, usage = whole(reply)
     streamed, streamed_usage = joined(chunks)
     assert streamed == choices
+    (fingerprint,) = {one.system_fingerprint for one in [reply, *chunks]}
+    assert re.fullmatch("fp_[0-9a-f]{10}", fingerprint)
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1) and chunks[-1].choices == []
     cached = streamed_usage.pop("prompt_tokens_details")["cached_tokens"]
     assert usage.pop("prompt_tokens_details")["cached_tokens"] <= cached  # it was the second

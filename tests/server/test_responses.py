@@ -150,6 +150,16 @@ def test_a_response_is_followed_kept_and_forgotten(server, client):
     assert second.output_text == expected["message"]["content"] and second.previous_response_id == first.id
     kept = client.responses.retrieve(first.id)
     assert kept.output == first.output and kept.metadata == {"a": "b"} and kept.instructions == "Be brief."
+    turns = [{"id": "mine", "role": "user", "content": "one"}, first.output[0].model_dump(exclude={"phase"})]
+    asked = client.responses.create(model=model, input=[*turns, {"role": "user", "content": "two"}], **GREEDY)
+    listed = client.responses.input_items.list(asked.id)
+    assert [item.content[0].text for item in listed] == ["two", first.output_text, "one"] and not listed.has_more
+    assert [item.id for item in client.responses.input_items.list(asked.id, order="asc", limit=1)] == [
+        item.id for item in reversed(listed.data)
+    ], "page by page"
+    assert listed.last_id == "mine" and listed.data[1].id == first.output[0].id
+    for query in ("limit=0", "order=up", "after=nobody"):
+        assert server.get(f"{PATH}/{asked.id}/input_items?{query}")[0] == 400
     with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
         client.responses.cancel(first.id)
     client.responses.delete(first.id)
@@ -158,8 +168,9 @@ def test_a_response_is_followed_kept_and_forgotten(server, client):
     expected, _ = chat(server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "and"}, *more])
     assert third.output_text == expected["message"]["content"]
     unkept = client.responses.create(model=model, input="hello", store=False, **GREEDY)
+    items = client.responses.input_items.list
     for gone in (first.id, unkept.id, "resp_x"):
-        for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel, items):
             with pytest.raises(openai.NotFoundError, match="Response 'resp_.*' was not found"):
                 ask(gone)
         with pytest.raises(openai.NotFoundError, match="Response 'resp_.*' was not found"):
@@ -268,16 +279,16 @@ def test_a_tenant_pushes_out_its_own_first(monkeypatch):
         return found
 
     known = Responses(4)
-    known.put("a", "0", Kept(b"x" * 100, b""))
+    known.put("a", "0", Kept(b"x" * 100, b"", b""))
     for name in "0123456":
-        known.put("b", name, Kept(b"", b""))
+        known.put("b", name, Kept(b"", b"", b""))
     assert still(known) == ["a0", "b4", "b5", "b6"]
-    known.put("b", "6", Kept(b"x" * 500, b"y" * 400))
+    known.put("b", "6", Kept(b"x" * 500, b"y" * 400, b""))
     assert still(known) == ["a0", "b4", "b5", "b6"]
-    known.put("b", "7", Kept(b"", b"y"))
+    known.put("b", "7", Kept(b"", b"y", b""))
     assert still(known) == ["a0", "b7"], "the oldest, until the rest fits"
     none = Responses(0)
-    none.put("a", "0", Kept(b"", b""))
+    none.put("a", "0", Kept(b"", b"", b""))
     assert still(none) == []
 
 

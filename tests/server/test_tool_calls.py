@@ -107,7 +107,13 @@ def test_text_behind_a_call_comes_behind_its_end_in_every_stream() -> None:
     assert all(fed[1]), "both in one update"
     params, reader = SimpleNamespace(temperature=0, top_p=1), Reader()
     job = SimpleNamespace(
-        id="x", created=0, model="m", params=params, prompts=[SimpleNamespace(token_ids=[1])], reader=reader
+        id="x",
+        created=0,
+        model="m",
+        fingerprint="fp",
+        params=params,
+        prompts=[SimpleNamespace(token_ids=[1])],
+        reader=reader,
     )
     tokenizer = SimpleNamespace(strips_leading_space=False)
     transcript = SimpleNamespace(num_cached_tokens=0, tokenizer=tokenizer)

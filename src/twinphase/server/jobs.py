@@ -6,6 +6,7 @@ Not for running it (`answers.py`) nor for the shapes of replies (`replies.py`).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from twinphase import __version__
 from twinphase.engine.async_engine import ENCODED_AT_ONCE, AsyncEngine, EncodedPrompt
 from twinphase.engine.text import ModelText
 from twinphase.errors import ContextLengthError, InvalidRequestError
@@ -88,6 +90,7 @@ class Job:
         cache_salt: as the client gave it.
         prompt_only: the one token that the engine cannot do without is kept from the client.
         unread: the fields of the request that change nothing.
+        fingerprint: names what decides an answer's bits beside the request.
     """
 
     id: str
@@ -110,6 +113,7 @@ class Job:
     unread: Sequence[str] = ()
     num_shown: int | None = None
     hides_logprobs: bool = False
+    fingerprint: str | None = None
 
     @property
     def num_choices(self) -> int:
@@ -178,7 +182,7 @@ async def chat_job(
         body.priority,
         body.cache_salt,
         Reader(tags, thinking, format, body.include_reasoning, _markers(tokenizer, tags, format)),
-        **_extras(body, {*effort, *(["reasoning_effort"] if "enable_thinking" in effort else [])}),
+        **_extras(engine, body, {*effort, *(["reasoning_effort"] if "enable_thinking" in effort else [])}),
     )
 
 
@@ -264,7 +268,7 @@ async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: st
         hides_logprobs=body.logprobs is None,
         echo=bool(body.echo),
         prompt_only=body.max_tokens == 0,
-        **_extras(body),
+        **_extras(engine, body),
     )
 
 
@@ -335,9 +339,10 @@ def _is_short(body: ChatCompletionRequest) -> bool:
     return not body.tools and len(body.messages) + parts <= READ_AT_ONCE
 
 
-def _extras(body: GenerationRequest, read: Collection[str] = ()) -> dict[str, Any]:
-    options = body.stream_options
+def _extras(engine: AsyncEngine, body: GenerationRequest, read: Collection[str] = ()) -> dict[str, Any]:
+    options, decides = body.stream_options, f"{__version__};{engine.facts.kv_fingerprint}" if engine.facts else ""
     return {
+        "fingerprint": f"fp_{hashlib.sha256(decides.encode()).hexdigest()[:10]}",
         "include_usage": options is not None and options.include_usage,
         "continuous_usage": options is not None and options.include_usage and options.continuous_usage_stats,
         "return_progress": body.return_progress,

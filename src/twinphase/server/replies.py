@@ -77,7 +77,9 @@ class Replies:
 
     def head(self) -> dict[str, Any]:
         """What every part of the reply begins with."""
-        return {"id": self.job.id, "object": self.chunk_object, "created": self.job.created, "model": self.job.model}
+        job, kind = self.job, self.chunk_object
+        told = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
+        return {**told, "system_fingerprint": job.fingerprint}
 
     def chunk(self, delta: Delta) -> bytes:
         """The event of a delta; empty for one that brings nothing."""

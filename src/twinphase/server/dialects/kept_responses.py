@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
-from twinphase.errors import RequestNotFoundError
+import msgspec
+
+from twinphase.errors import InvalidRequestError, RequestNotFoundError
 from twinphase.server.generation import Generation
 
 __all__ = ["Kept", "Responses"]
@@ -17,14 +20,28 @@ MAX_KEPT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Kept:
-    """A response: its body as JSON, and the conversation up to its end, as messages of a chat."""
+    """A response: its body as JSON, the conversation up to its end, as messages of a chat, and what was sent for it."""
 
     body: bytes
     messages: bytes
+    input_items: bytes
 
     @property
     def num_bytes(self) -> int:
-        return len(self.body) + len(self.messages)
+        return len(self.body) + len(self.messages) + len(self.input_items)
+
+    def page(self, limit: int, order: str, after: str | None) -> dict[str, Any]:
+        """So many of the items, as OpenAI's lists have them: the last ones first, unless `order` is "asc"."""
+        items = msgspec.json.decode(self.input_items)
+        items = items if order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise InvalidRequestError(f"after is {after[:80]!r}, which is no item of this response.", "Leave it out.")
+        first = ids.index(after) + 1 if after is not None else 0
+        data, ids = items[first : first + limit], ids[first : first + limit]
+        more = first + limit < len(items)
+        ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+        return {"object": "list", "data": data, **ends, "has_more": more}
 
 
 class Responses:

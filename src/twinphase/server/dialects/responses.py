@@ -7,18 +7,20 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from twinphase.errors import InvalidRequestError, TwinphaseError
-from twinphase.server.answers import Choice, ContentTokens, Delta
+from twinphase.server.answers import Choice, Delta
 from twinphase.server.dialects.kept_responses import Kept, Responses
+from twinphase.server.dialects.response_items import ResponseItems, new_id
 from twinphase.server.dialects.responses_types import (
     CallItem,
     CallOutputItem,
+    Item,
     MessageItem,
     ReasoningItem,
     RefusalContent,
@@ -33,6 +35,7 @@ from twinphase.server.problems import validated
 from twinphase.server.replies import ChatReplies, encode, usage
 from twinphase.server.service import Service
 from twinphase.server.text_routes import ANSWER, ERRORS
+from twinphase.server.tool_calls import ToolCallDelta
 
 __all__ = ["add_responses"]
 
@@ -124,37 +127,19 @@ class ResponseReplies(ChatReplies):
         super().__init__(*others)
         self._body, self._tenant, self._known, self._messages = body, tenant, known, chat
         self._choice = self.choices[0]
-        self._number = 0  # of the next event
-        self._items: list[dict[str, Any]] = []  # the last of them grows while `_open`
-        self._open = False
+        self._written = ResponseItems(self._choice, self._logprob)
         self._ended: dict[str, dict[str, Any]] = {}  # the response that is told and kept, once it is whole
-        self._tokens = ContentTokens(self._choice)
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
 
     def chunk(self, delta: Delta) -> bytes:
-        events = b""
-        if not self._number:
+        events, written = b"", self._written
+        if not written.num_events:
             begun = self._response("in_progress", [])
-            events += self._event("response.created", response=begun)
-            events += self._event("response.in_progress", response=begun)
-        self._logprobs += [self._logprob(token) for token in self._tokens.take(delta.logprobs, delta.finished)]
-        if delta.reasoning:
-            events += self._text("reasoning", delta.reasoning)
-        for call in delta.tool_calls:
-            if call.id is None:  # the rest of a call stands before the text behind it
-                events += self._arguments(call.arguments)
-        if delta.content:
-            events += self._text("message", delta.content)
-        for call in delta.tool_calls:
-            if call.id is not None:
-                events += self._close() + self._begin(_call_item(call.id, call.name or "", ""))
-                events += self._arguments(call.arguments)
+            events += written.event("response.created", response=begun)
+            events += written.event("response.in_progress", response=begun)
+        events += written.take(delta)
         if delta.finished:
-            if not self._items:
-                events += self._text("message", "")
-            events += self._close(short=self._choice.finish_reason == "length")
-            response = self._finished(self._items)
-            events += self._event(f"response.{response['status']}", response=response)
+            response = self._finished(written.items)
+            events += written.event(f"response.{response['status']}", response=response)
         return events
 
     def end(self) -> bytes:
@@ -163,95 +148,26 @@ class ResponseReplies(ChatReplies):
     def failure(self, problem: bytes) -> bytes:
         error = msgspec.json.decode(problem)["error"]
         told = {name: error[name] for name in ("code", "message", "param")}
-        failed = self._response("failed", self._items)
+        failed = self._response("failed", self._written.items)
         failed["error"] = {"code": "server_error", "message": error["message"]}
-        return self._event("error", **told) + self._event("response.failed", response=failed)
+        return self._written.event("error", **told) + self._written.event("response.failed", response=failed)
 
     def body(self) -> dict[str, Any]:
-        return self._finished(self._whole(short=self._choice.finish_reason == "length"))
+        return self._finished(self._whole(finished=True))
 
     def cancelled(self) -> dict[str, Any] | None:
         """The response as far as it came, which is kept like a finished one; None if it has finished."""
-        response = self._response("cancelled", self._whole(short=True))
+        response = self._response("cancelled", self._whole(finished=False))
         return response if self._end_with(response) is response else None
 
-    def _whole(self, *, short: bool) -> list[dict[str, Any]]:
-        """The items of what came so far; the last of them is cut `short`."""
-        choice, items = self._choice, []
-        if choice.reasoning and self.job.reader.keep_reasoning:
-            items.append({**self._item("reasoning"), "content": [{"type": "reasoning_text", "text": choice.reasoning}]})
-        calls = choice.tool_calls
-        if choice.content or not (items or calls):
-            logprobs = [self._logprob(token) for token in ContentTokens(choice).take(choice.logprobs, True)]
-            items.append({**self._item("message"), "content": [_output_text(choice.content, logprobs)]})
-        items += [_call_item(call.id, call.name, call.arguments) for call in calls]
-        for item in items:
-            item["status"] = "completed"
-        if items and short:
-            items[-1]["status"] = "incomplete"
-        return items
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        data = encode({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-
-    def _item(self, kind: str) -> dict[str, Any]:
-        """A new one, not yet finished."""
-        if kind == "reasoning":
-            return {"id": f"rs_{secrets.token_hex(16)}", "type": kind, "summary": [], "content": []}
-        said = {"role": "assistant", "content": []}
-        return {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **said}
-
-    def _begin(self, item: dict[str, Any]) -> bytes:
-        self._items.append(item)
-        self._open = True
-        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
-
-    def _text(self, kind: str, text: str) -> bytes:
-        """A piece of the thoughts, or of the message."""
-        events = b""
-        if not self._open or self._items[-1]["type"] != kind:
-            events = self._close() + self._begin(self._item(kind))
-            item = self._items[-1]
-            part = _output_text("", []) if kind == "message" else {"type": "reasoning_text", "text": ""}
-            events += self._event("response.content_part.added", **self._where(), part=part)
-            item["content"].append(part)
-        part = self._items[-1]["content"][0]
-        part["text"] += text
-        if kind == "reasoning":
-            return events + self._event("response.reasoning_text.delta", **self._where(), delta=text)
-        news, self._logprobs = self._logprobs, []
-        part["logprobs"] += news
-        return events + self._event("response.output_text.delta", **self._where(), delta=text, logprobs=news)
-
-    def _arguments(self, text: str) -> bytes:
-        """A piece of the last call."""
-        item = self._items[-1]
-        item["arguments"] += text
-        where = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        return self._event("response.function_call_arguments.delta", **where, delta=text)
-
-    def _close(self, *, short: bool = False) -> bytes:
-        if not self._open:
-            return b""
-        self._open = False
-        item, events = self._items[-1], b""
-        item["status"] = "incomplete" if short else "completed"
-        if item["type"] == "function_call":
-            where = {"item_id": item["id"], "output_index": len(self._items) - 1}
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            events += self._event("response.function_call_arguments.done", **where, **told)
-        else:
-            part = item["content"][0]
-            kind = "output_text" if item["type"] == "message" else "reasoning_text"
-            told = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            events += self._event(f"response.{kind}.done", **self._where(), text=part["text"], **told)
-            events += self._event("response.content_part.done", **self._where(), part=part)
-        return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
-
-    def _where(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+    def _whole(self, *, finished: bool) -> list[dict[str, Any]]:
+        """The items of what came so far, as a stream would have them that got it at once."""
+        choice, items = self._choice, ResponseItems(self._choice, self._logprob)
+        calls = [ToolCallDelta(at, call.id, call.name, call.arguments) for at, call in enumerate(choice.tool_calls)]
+        thoughts = choice.reasoning if self.job.reader.keep_reasoning else ""
+        items.take(Delta(choice, choice.content, thoughts, calls, logprobs=choice.logprobs, finished=finished))
+        items.close(short=True)
+        return items.items
 
     def _finished(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The whole response, which is kept unless the client said not to."""
@@ -266,7 +182,8 @@ class ResponseReplies(ChatReplies):
         """The first end that a response comes to stands, and is kept: threads write bodies while others cancel."""
         first = self._ended.setdefault("response", response)  # which no other thread can come between
         if first is response and self._body.store:
-            kept = Kept(encode(response), encode([*self._messages, _said(self._choice)]))
+            messages = encode([*self._messages, _said(self._choice)])
+            kept = Kept(encode(response), messages, encode(list(map(_given_item, self._body.input))))
             self._known.put(self._tenant, self.job.id, kept)
         return first
 
@@ -305,13 +222,10 @@ class ResponseReplies(ChatReplies):
         }
 
 
-def _call_item(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "status": "in_progress"}
-    return {**item, "call_id": call_id, "name": name, "arguments": arguments}
-
-
-def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+def _given_item(item: Item) -> dict[str, Any]:
+    """An item of a request as it is listed, with the client's name for it or a new one."""
+    name = item.id if isinstance(item.id, str) and item.id else new_id(item.type)
+    return {"id": name, "status": "completed", **item.model_dump(exclude_none=True)}
 
 
 def _said(choice: Choice) -> dict[str, Any]:
@@ -363,6 +277,17 @@ def add_responses(api: APIRouter, service: Service) -> None:
     async def get_response(response_id: str, request: Request) -> Response:
         """A response that was kept."""
         return Response(known.get(request.state.tenant, response_id).body, media_type="application/json")
+
+    @api.get("/v1/responses/{response_id}/input_items", responses=ERRORS)
+    async def get_input_items(
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        """The items that a response was asked with, the last ones first."""
+        return known.get(request.state.tenant, response_id).page(limit, order, after)
 
     @api.delete("/v1/responses/{response_id}", responses=ERRORS, response_class=Response)
     async def delete_response(response_id: str, request: Request) -> Response:

@@ -1,0 +1,120 @@
+"""The items of a response of OpenAI's Responses API as they grow, and the events that tell of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from twinphase.batch import TokenLogprobs
+from twinphase.server.answers import Choice, ContentTokens, Delta
+from twinphase.server.replies import encode
+
+__all__ = ["ResponseItems", "new_id"]
+
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}  # of ids
+
+
+def new_id(kind: str) -> str:
+    """For an item of that type."""
+    return f"{PREFIXES[kind]}_{secrets.token_hex(16)}"
+
+
+class ResponseItems:
+    """The thoughts, messages and calls of one answer, in the text's order.
+
+    Attributes:
+        items: the last of them grows until it is closed.
+        num_events: that were made so far.
+    """
+
+    def __init__(self, choice: Choice, logprob: Callable[[TokenLogprobs], dict[str, Any]]) -> None:
+        """`logprob` writes what is known of a token."""
+        self.items: list[dict[str, Any]] = []
+        self.num_events = 0
+        self._choice, self._logprob = choice, logprob
+        self._open = False
+        self._tokens = ContentTokens(choice)
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        data = encode({"type": kind, "sequence_number": self.num_events, **fields})
+        self.num_events += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+    def take(self, delta: Delta) -> bytes:
+        """The events of what an update brought."""
+        events = b""
+        self._logprobs += [self._logprob(token) for token in self._tokens.take(delta.logprobs, delta.finished)]
+        if delta.reasoning:
+            events += self._text("reasoning", delta.reasoning)
+        for call in delta.tool_calls:
+            if call.id is None:  # the rest of a call stands before the text behind it
+                events += self._arguments(call.arguments)
+        if delta.content:
+            events += self._text("message", delta.content)
+        for call in delta.tool_calls:
+            if call.id is not None:
+                events += self._begin("function_call", call_id=call.id, name=call.name or "", arguments="")
+                events += self._arguments(call.arguments)
+        if delta.finished:
+            if not self.items:
+                events += self._text("message", "")
+            events += self.close(short=self._choice.finish_reason == "length")
+        return events
+
+    def close(self, *, short: bool = False) -> bytes:
+        """Ends the last item, if one is open; `short`: it would have gone on."""
+        if not self._open:
+            return b""
+        self._open = False
+        item, where = self.items[-1], self._where()
+        item["status"] = "incomplete" if short else "completed"
+        if item["type"] == "function_call":
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            events = self.event("response.function_call_arguments.done", **where, **told)
+        else:
+            (part,) = item["content"]
+            told = {name: part[name] for name in ("text", "logprobs") if name in part}
+            events = self.event(f"response.{part['type']}.done", **where, **told)
+            events += self.event("response.content_part.done", **where, part=part)
+        return events + self.event("response.output_item.done", output_index=where["output_index"], item=item)
+
+    def _begin(self, kind: str, **fields: Any) -> bytes:
+        """Behind the item that is open now."""
+        events = self.close()
+        status = {} if kind == "reasoning" else {"status": "in_progress"}
+        self.items.append({"id": new_id(kind), "type": kind, **status, **fields})
+        self._open = True
+        return events + self.event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
+
+    def _text(self, kind: str, text: str) -> bytes:
+        """A piece of the thoughts, or of the message."""
+        events = b""
+        if not self._open or self.items[-1]["type"] != kind:
+            if kind == "message":
+                events = self._begin(kind, role="assistant", content=[])
+                part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            else:
+                events = self._begin(kind, summary=[], content=[])
+                part = {"type": "reasoning_text", "text": ""}
+            events += self.event("response.content_part.added", **self._where(), part=part)
+            self.items[-1]["content"].append(part)
+        (part,) = self.items[-1]["content"]
+        part["text"] += text
+        news = {}
+        if kind == "message":
+            news, self._logprobs = {"logprobs": self._logprobs}, []
+            part["logprobs"] += news["logprobs"]
+        return events + self.event(f"response.{part['type']}.delta", **self._where(), delta=text, **news)
+
+    def _arguments(self, text: str) -> bytes:
+        """A piece of the last call."""
+        self.items[-1]["arguments"] += text
+        return self.event("response.function_call_arguments.delta", **self._where(), delta=text)
+
+    def _where(self) -> dict[str, Any]:
+        """What events of the last item name it by."""
+        item = self.items[-1]
+        part = {} if item["type"] == "function_call" else {"content_index": 0}
+        return {"item_id": item["id"], "output_index": len(self.items) - 1, **part}
