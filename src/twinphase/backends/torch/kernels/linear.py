@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.errors import TritonError
 
 from twinphase.backends.torch.kernels.experts import Routed
-from twinphase.backends.torch.kernels.tiles import FEW, Tile, rows_of_program, tile_for
+from twinphase.backends.torch.kernels.tiles import FEW, TILES, Tile, rows_of_program, tile_for, tile_of
 from twinphase.backends.torch.weights import PAIR, Packed
 
 __all__ = ["TritonError", "linear"]
@@ -130,14 +130,18 @@ def linear(
     rows, outputs = len(x) if routed is None else len(routed.pairs), weight.codes.shape[-2]
     added = bias is not None or residual is not None
     out = torch.empty(rows, outputs, dtype=torch.float32 if added else x.dtype, device=x.device)
-    few = rows <= FEW if routed is None else routed.few
-    tile = tile or tile_for(few, weight.bits, outputs, weight.padded, capability)
     if not rows:
         return out
-    of_tile, pairs, tiles = rows_of_program(rows, tile), None, None
-    if routed is not None:
-        of_tile, pairs, tiles = routed.rows, routed.pairs, routed.tiles
-    grid = (triton.cdiv(rows, of_tile) if tiles is None else tiles.shape[1], triton.cdiv(outputs, tile.outputs))
+    shape = weight.bits, outputs, weight.padded, capability
+    pairs, tiles = None, None
+    if routed is None:
+        tile = tile or tile_for(rows <= FEW, *shape)
+        of_tile = rows_of_program(rows, tile)
+        count = triton.cdiv(rows, of_tile)
+    else:  # many rows are cut as in the table that ships
+        tile = tile_for(True, *shape) if routed.few else tile_of(TILES[False], capability)
+        of_tile, pairs, tiles, count = routed.rows, routed.pairs, routed.tiles, routed.tiles.shape[1]
+    grid = count, triton.cdiv(outputs, tile.outputs)
     linear_kernel[grid](
         x, weight.codes, weight.scale, weight.minimum, bias, residual, out, pairs, tiles,
         rows, outputs, x.shape[1], weight.padded,
