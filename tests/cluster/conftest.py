@@ -58,11 +58,11 @@ def serve_pools(tiny_path, own_cache, monkeypatch):
     """Runs a coroutine function with a front end over workers of both roles; every prompt goes to a reader."""
     monkeypatch.setenv(KEY_VARIABLE, "the key of these tests")
 
-    def run(body, roles, heard=None, config=CONFIG, seconds=240, balance=None):
+    def run(body, roles, heard=None, config=CONFIG, seconds=240, balance=None, silence=2.0):
         """`heard` is given each message of a worker, by its name, and returns what the router is told instead."""
 
         async def main():
-            hosts = {name: PortedHost(tiny_path, config, silence=2.0) for name in roles}
+            hosts = {name: PortedHost(tiny_path, config, silence=silence) for name in roles}
             for name, host in hosts.items() if heard else ():
                 take = host.take
                 host.take = lambda message, name=name, take=take: take(heard(name, message))

@@ -47,7 +47,7 @@ def limited(start):
     names = ("--served-model-name", "a", "--served-model-name", "b")
     keys = ("--api-key", "one", "--api-key", "two", "--api-key", "lister")
     limits = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--max-queued-tokens", "100", "--max-n", "2")
-    limits += ("--max-prompts", "3", "--max-body-bytes", "60000", "--kept-timelines", "3")
+    limits += ("--max-prompts", "3", "--max-body-bytes", "60000", "--kept-timelines", "3", "--kept-responses", "2")
     order = ("--max-num-batched-tokens", "16", "--scheduling-policy", "priority")
     with start(*names, *keys, *limits, *order, "--vllm-metrics", "--allowed-origins", PAGE) as running:
         yield running

@@ -118,4 +118,4 @@ def test_a_client_that_does_not_take_the_end_of_its_answer_is_cut(monkeypatch, k
         while client.connections:  # the one connection
             await asyncio.sleep(0.01)
 
-    run(talk, keep_alive=2)
+    run(talk, keep_alive=1)

@@ -292,9 +292,9 @@ def test_a_tenant_pushes_out_its_own_first(monkeypatch):
     assert still(none) == []
 
 
-def test_the_oldest_are_forgotten_first(start):
-    with start("--kept-responses", "2") as server, server.client() as client:
-        ids = [client.responses.create(model=server.model, input="a", **GREEDY).id for _ in range(3)]
+def test_the_oldest_are_forgotten_first(limited):
+    with limited.client("one") as client:
+        ids = [client.responses.create(model="a", input="a", **GREEDY).id for _ in range(3)]
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(ids[0])
         assert [client.responses.retrieve(name).id for name in ids[1:]] == ids[1:]
