@@ -1,4 +1,4 @@
-"""`twinphase roofline`: its options, and which of its three sources draws it."""
+"""`twinphase roofline`: its options."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ def roofline(
     model: str = typer.Argument(
         None, help="GGUF file, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME. [default: the machine alone]"
     ),
-    hardware: str = typer.Option(None, help="Draw the roofline of this datasheet instead; nothing is measured."),
-    list_hardware: bool = typer.Option(False, "--list-hardware", help="List the datasheets."),
     prompt_lengths: str = typer.Option(
         None,
         help="Prompt lengths of the prefills, in tokens. [default: 16,64,256,512,...,4096]",
@@ -51,39 +49,27 @@ def roofline(
 ) -> None:
     """Measure this machine's roofline, and place both phases of a model under it."""
     given = {name: value for name, value in locals().items() if value is not None} | engine
-    if list_hardware:
-        from twinphase.estimate.datasheets import DATASHEETS
-
-        for sheet in DATASHEETS.values():
-            print(f"{sheet.name:24} {sheet.title}")
-        return
     if out is not None:
         from twinphase.bench.extras import require
 
         require("vl_convert")  # before minutes are spent
     from twinphase.bench.progress import live
-    from twinphase.bench.roofline.roofline import datasheet_report, settings_of
     from twinphase.bench.roofline.roofline import roofline as measure
+    from twinphase.bench.roofline.roofline import settings_of
 
-    if hardware is not None:
-        drawing = datasheet_report(hardware, model)
-    else:
-        settings = settings_of(given)
-        with live("twinphase roofline") as progress:
-            drawing = measure(model, settings, ceiling_repetitions, progress)
+    settings = settings_of(given)
+    with live("twinphase roofline") as progress:
+        report = measure(model, settings, ceiling_repetitions, progress)
     if json:
         from twinphase.bench.report.result import result_json
 
-        print(result_json(drawing.report))
+        print(result_json(report))
     else:
         from twinphase.bench.report.terminal import show
-        from twinphase.bench.roofline.plots import text_drawing
-        from twinphase.terminal import answers
 
-        lines = text_drawing(drawing.line, drawing.marks, answers().width)
-        show(drawing.report, drawing=lines, tables="all")
+        show(report, tables="all")
     if out is not None:
         from twinphase.bench.report.render import write_report
         from twinphase.terminal import note
 
-        note(f"Report: {write_report(drawing.report, out).html}")
+        note(f"Report: {write_report(report, out).html}")

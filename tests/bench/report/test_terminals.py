@@ -47,14 +47,13 @@ def test_tables_are_whole_or_left_to_the_files(no_terminal, capsys, tables, show
 def test_a_verdict_has_the_same_word_everywhere(no_terminal, capsys):
     verdicts = tuple(Verdict(status, f"text of {status.value}", "why " * 60) for status in Status)
     told = report(verdicts=verdicts, noise=("others were quiet",))
-    show(told, drawing=["  /-- drawn as it is"])
+    show(told)
     shown = capsys.readouterr().out.splitlines()
     html, text = page(told, "{}"), markdown(told)
     for status, word in zip(Status, ("holds", "fails", "undecided", "finding", "void"), strict=True):
         at = shown.index(f"{word.upper():<10}text of {status.value}")
         assert shown[at + 1].startswith(" " * 10 + "why why") and shown[at + 2].startswith(" " * 10 + "why")
         assert f'<span class="status">{word}</span>' in html and f"**{word}**: text of {status.value}" in text
-    assert shown.index("  /-- drawn as it is") < shown.index("others were quiet")
 
 
 def test_a_terminal_says_its_own_width_and_a_file_gets_room_for_tables(no_terminal, monkeypatch):

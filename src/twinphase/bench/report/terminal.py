@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from rich.console import Console
@@ -27,7 +26,6 @@ MOST_ROWS, WIDEST = 40, 120  # rows and characters of a short table
 def show(
     report: Report,
     *,
-    drawing: Sequence[str] = (),
     tables: Literal["none", "short", "all"] = "short",
     console: Console | None = None,
 ) -> None:
@@ -35,7 +33,6 @@ def show(
 
     Args:
         report: of any command that measures.
-        drawing: lines to print behind the verdicts as they are.
         tables: "short" prints the first table of each section where that is short and narrow.
         console: where to; stdout unless told.
     """
@@ -47,8 +44,6 @@ def show(
         _hanging(console, word, Text(verdict.text))
         if verdict.reason:
             _hanging(console, Text(" " * INDENT), Text(verdict.reason, "dim"))
-    for line in drawing:
-        console.print(Text(line), no_wrap=True, overflow="crop")
     for section in report.sections:
         for table in section.tables[: {"none": 0, "short": 1, "all": None}[tables]]:
             _table(console, table, only_short=tables == "short")

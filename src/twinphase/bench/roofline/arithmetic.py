@@ -1,8 +1,8 @@
 """The roofline (Williams, Waterman and Patterson, 2009): what bounds work of a given arithmetic intensity.
 
 A part of a step does so many FLOP on so many bytes: its arithmetic intensity. Below the balance point of a machine
-(peak / bandwidth) memory bounds it, above it the arithmetic unit. Rates come from measured `Ceilings` or from a
-datasheet; nothing here measures, and what is unknown stays None.
+(peak / bandwidth) memory bounds it, above it the arithmetic unit. Rates come from measured `Ceilings`; nothing here
+measures, and what is unknown stays None.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from twinphase.backends.base import Units
 from twinphase.batch import StepWork
-from twinphase.estimate.datasheets import Datasheet
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
 from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
 
@@ -25,7 +24,6 @@ __all__ = [
     "Roofline",
     "Slope",
     "breakeven_batch",
-    "datasheet_roofline",
     "decode_work",
     "ideal_seconds",
     "knee",
@@ -61,13 +59,11 @@ class Roofline:
 
     Attributes:
         title: which machine.
-        source: "measured" or "datasheet": published numbers, not seen here.
         roofs: the highest first.
         slopes: the fastest first.
     """
 
     title: str
-    source: str
     roofs: tuple[Roof, ...]
     slopes: tuple[Slope, ...]
 
@@ -89,7 +85,7 @@ def measured_roofline(ceilings: Ceilings, caches: Sequence[tuple[str, int]] = ()
     roofs = sorted((Roof(unit, rate) for unit, rate in peaks if rate), key=lambda roof: -roof.rate)
     rates = dict(ceilings.bandwidth)
     slopes = tuple(Slope(name, rates[size]) for size, name in sorted(_memories(sorted(rates), caches).items()))
-    return Roofline(f"{ceilings.processor}, {ceilings.threads} threads", "measured", tuple(roofs), slopes)
+    return Roofline(f"{ceilings.processor}, {ceilings.threads} threads", tuple(roofs), slopes)
 
 
 def _memories(sizes: Sequence[int], caches: Sequence[tuple[str, int]]) -> dict[int, str]:
@@ -106,17 +102,6 @@ def _memories(sizes: Sequence[int], caches: Sequence[tuple[str, int]]) -> dict[i
             chosen[inside[-1]] = f"{name}, {inside[-1] // MIB} MiB"
     dram = "DRAM, " if sizes[-1] > 2 * caches[-1][1] else ""
     return {sizes[-1]: f"{dram}{sizes[-1] // MIB} MiB", **chosen}
-
-
-def datasheet_roofline(sheet: Datasheet) -> Roofline:
-    """A datasheet's published peaks and its one bandwidth; what it does not publish is not drawn.
-
-    Precisions of one peak share a roof, "fp16, bf16".
-    """
-    rates = sorted(set(sheet.peaks.values()), reverse=True)
-    roofs = [Roof(", ".join(name for name, peak in sheet.peaks.items() if peak == rate), rate) for rate in rates]
-    slopes = () if sheet.bandwidth is None else (Slope("memory", sheet.bandwidth),)
-    return Roofline(sheet.title, "datasheet", tuple(roofs), slopes)
 
 
 @dataclass(frozen=True)

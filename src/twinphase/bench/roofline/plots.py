@@ -1,8 +1,7 @@
-"""The roofline drawn: as Vega-Lite for the report, and in characters for a terminal. Not for measuring or judging."""
+"""The roofline drawn as Vega-Lite. Not for measuring or judging."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +10,13 @@ from twinphase.bench.report.plots import log_labels
 from twinphase.bench.report.report import Plot
 from twinphase.bench.report.theme import PHASES, colour, colour_scale, colours_of
 from twinphase.bench.roofline.arithmetic import Roofline, Slope
-from twinphase.bench.roofline.report import PREFIXES, rate_text
+from twinphase.bench.roofline.report import rate_text
 
-__all__ = ["DrawnPart", "canvas", "roofline_plot", "text_drawing"]
+__all__ = ["DrawnPart", "roofline_plot"]
 
 Layer = dict[str, Any]
 SAME = 1.25  # slopes nearer than this factor are drawn as one
 PARTS = {"linear": "linear layers", "attention": "attention"}
-LETTERS = {("prefill", "linear"): "P", ("prefill", "attention"): "p", ("decode", "linear"): "D",
-           ("decode", "attention"): "d"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,7 @@ def roofline_plot(line: Roofline, marks: Sequence[DrawnPart], caption: str) -> P
     layers = [*_roof_layers(line, xs, ys), *(_mark_layers(marks) if marks else ())]
     for layer in layers:
         layer["encoding"] = axes | layer["encoding"]
-    what = "Roofline" if line.source == "measured" else "Roofline from a datasheet, not measured"
-    return Plot("roofline", f"{what}: {line.title}", {"layer": layers}, caption)
+    return Plot("roofline", f"Roofline: {line.title}", {"layer": layers}, caption)
 
 
 def _scaled(field: str, title: str, domain: tuple[float, float]) -> Layer:
@@ -163,65 +159,3 @@ def _mark_layers(marks: Sequence[DrawnPart]) -> list[Layer]:
         style = {"fontSize": 10, "align": align, "dx": dx, "dy": dy}
         layers.append(_layer(chosen, "text", style, color=shade, text={"field": "point"}))
     return layers
-
-
-def canvas(line: Roofline, marks: Sequence[DrawnPart], width: int = 76, height: int = 20) -> list[str]:
-    """The same in characters: lines of text, with axes.
-
-    The roofs are "-", the slopes "/"; P and p are prefill's linear layers and attention, D and d decode's.
-    """
-    (left, _), ys = _ranges(line, marks)
-    xs = (left * 6, max([*(mark.intensity for mark in marks), *(balance for _, _, balance in line.balances)]) * 2)
-    names = {roof.unit: f" {roof.unit} {rate_text(roof.rate, 'FLOP/s')}" for roof in line.roofs}
-    across, up = width - 9 - max(map(len, names.values())), height - 2  # room for the axis and the names
-    grid = [[" "] * across for _ in range(up)]
-
-    def column(x: float) -> int:
-        return round((math.log(x) - math.log(xs[0])) / (math.log(xs[1]) - math.log(xs[0])) * (across - 1))
-
-    def row(y: float) -> int:
-        return up - 1 - round((math.log(y) - math.log(ys[0])) / (math.log(ys[1]) - math.log(ys[0])) * (up - 1))
-
-    slopes = _distinct(line.slopes)
-    for index in range(across):
-        x = xs[0] * (xs[1] / xs[0]) ** (index / (across - 1))
-        for slope in slopes:
-            if ys[0] <= x * slope.rate <= line.roofs[0].rate:
-                grid[row(x * slope.rate)][index] = "/"
-        for roof in line.roofs:
-            if x >= roof.rate / slopes[0].rate:
-                grid[row(roof.rate)][index] = "-"
-    for mark in marks:
-        grid[row(mark.rate)][column(mark.intensity)] = LETTERS[mark.phase, mark.part]
-    ticks = {row(10.0**power): power for power in range(6, 18) if ys[0] <= 10.0**power <= ys[1]}
-    beside: dict[int, str] = {}
-    for roof in line.roofs:
-        at = row(roof.rate)
-        beside[at] = f"{beside[at]},{names[roof.unit]}" if at in beside else names[roof.unit]
-    drawn = []
-    for index, cells in enumerate(grid):
-        label = _tick(10.0 ** ticks[index]) if index in ticks else ""
-        drawn.append(f"{label:>7} |{''.join(cells)}{beside.get(index, '')}".rstrip())
-    drawn.append(f"{'FLOP/s':>7} +{'-' * across} FLOP/byte")
-    axis = [" "] * (across + 8)
-    for power in range(-3, 8):
-        if xs[0] <= 10.0**power <= xs[1]:
-            text = f"{10.0**power:,.0f}" if power >= 0 else f"{10.0**power:g}"
-            at = column(10.0**power)
-            axis[at : at + len(text)] = list(text)
-    drawn.append(" " * 9 + "".join(axis).rstrip())
-    return drawn
-
-
-def text_drawing(line: Roofline, marks: Sequence[DrawnPart], columns: int) -> list[str]:
-    """The roofline for a terminal with so many columns, and what its letters mean."""
-    if not (line.roofs and line.slopes):
-        return []
-    drawn = ["", *canvas(line, marks, max(60, min(columns, 100)))]
-    if marks:
-        drawn.append("/ bandwidth, - peak; prefill: P linear layers, p attention; decode: D, d")
-    return drawn
-
-
-def _tick(rate: float) -> str:
-    return next((f"{rate / size:g} {name}" for size, name in PREFIXES if rate >= size), f"{rate:g}")

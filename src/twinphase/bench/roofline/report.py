@@ -15,12 +15,10 @@ from twinphase.phases.hardware import Ceilings
 
 __all__ = [
     "HOW_APART",
-    "PREFIXES",
     "balance_table",
     "batch_text",
     "break_even_table",
     "ceilings_table",
-    "check_table",
     "link_table",
     "machine_verdict",
     "metrics",
@@ -70,23 +68,15 @@ def _milliseconds(seconds: float) -> str:
 
 # Tables of the machine
 def ceilings_table(sweep: CeilingSweep) -> Table:
-    """One column per number of threads: the kept ceiling, and this run's median beside it."""
-    counts = sorted(sweep.runs)
-    definition = "kept for later runs, and in brackets the median of this run"
-    columns = [Column("ceiling", "GFLOP/s (a multiply-add is two), and GB/s read from a working set of all threads")]
-    columns += [Column(f"{count} threads" if count > 1 else "1 thread", definition) for count in counts]
-
-    def cell(threads: int, name: str) -> str:
-        rate = _rates(sweep.kept[threads]).get(name)
-        if rate is None:
-            return "none"
-        return f"{rate / 1e9:,.0f} ({statistics.median(_rates(run)[name] for run in sweep.runs[threads]) / 1e9:,.0f})"
-
-    sizes = [f"{size // MIB} MiB, GB/s" for size, _ in sweep.kept[counts[-1]].bandwidth]
-    units = [unit for unit in UNITS if unit != "float16" or sweep.kept[counts[-1]].float16_flops]  # torch's alone
-    names = [*(f"{unit}, GFLOP/s" for unit in units), *sizes]
-    rows = tuple((name, *(cell(threads, name) for threads in counts)) for name in names)
-    return Table("Ceilings by number of threads: kept (median of this run)", tuple(columns), rows)
+    """Each kept ceiling, and this run's median beside it."""
+    definition = "GFLOP/s (a multiply-add is two), and GB/s read from a working set of all threads"
+    columns = (Column("ceiling", definition), Column("kept", "for later runs"), Column("median of this run"))
+    kept, runs = _rates(sweep.kept), [_rates(run) for run in sweep.runs]
+    rows = tuple(
+        (name, f"{rate / 1e9:,.0f}", f"{statistics.median(run[name] for run in runs) / 1e9:,.0f}")
+        for name, rate in kept.items()
+    )
+    return Table(f"Ceilings with {sweep.kept.threads} threads", columns, rows)
 
 
 def _rates(ceilings: Ceilings) -> dict[str, float]:
@@ -167,23 +157,6 @@ def part_table(found: Sequence[PointFinding], phase: str) -> Table:
     return Table(f"{phase.capitalize()}: parts under the roofline", columns, tuple(rows))
 
 
-def check_table(found: Sequence[PointFinding]) -> Table:
-    """Whether reading the clock changed the steps."""
-    columns = (
-        Column("point"),
-        Column("forward pass, ms", "median, without readings"),
-        Column("with readings, ms", "median"),
-        Column("difference", "median over repetitions of with / without - 1"),
-    )
-    rows = []
-    for one in found:
-        plain = statistics.median(sample.forward for sample in one.samples)
-        split = statistics.median(sample.split_forward for sample in one.samples)
-        difference = f"{one.disagreement:+.1%}" + ("" if one.adds_up else " (!)")
-        rows.append((str(one.point), _milliseconds(plain), _milliseconds(split), difference))
-    return Table("Do the parts add up to whole steps?", columns, tuple(rows))
-
-
 def break_even_table(found: Sequence[BreakEven]) -> Table:
     """Break-even batches."""
     columns = (
@@ -241,7 +214,7 @@ def machine_verdict(line: Roofline) -> Verdict:
     balance, memory = roof.rate / slope.rate, slope.name.partition(",")[0]
     text = (
         f"{line.title}: {roof.unit} {rate_text(roof.rate, 'FLOP/s')} / {memory} {rate_text(slope.rate, 'B/s')} = "
-        f"balance at {balance:,.{0 if balance >= 10 else 1}f} FLOP/byte ({line.source})."
+        f"balance at {balance:,.{0 if balance >= 10 else 1}f} FLOP/byte (measured)."
     )
     return Verdict(Status.INFO, text)
 
@@ -282,14 +255,13 @@ def _bound_verdict(one: PointFinding, wanted: str) -> Verdict:
 def metrics(sweep: CeilingSweep, found: Sequence[PointFinding]) -> list[Metric]:
     """Every measured quantity with its repetitions."""
     result: list[Metric] = []
-    for threads, runs in sorted(sweep.runs.items()):
-        for name in _rates(runs[0]):
-            what, _, unit = name.partition(", ")
-            title = f"peak[unit={what},threads={threads}]"
-            if unit == "GB/s":
-                title = f"bandwidth[MiB={what.removesuffix(' MiB')},threads={threads}]"
-            values = tuple(_rates(run)[name] for run in runs)
-            result.append(Metric(title, unit.removeprefix("G"), "higher", values, "per second, best of many rounds"))
+    for name in _rates(sweep.runs[0]):
+        what, _, unit = name.partition(", ")
+        title = f"peak[unit={what},threads={sweep.kept.threads}]"
+        if unit == "GB/s":
+            title = f"bandwidth[MiB={what.removesuffix(' MiB')},threads={sweep.kept.threads}]"
+        values = tuple(_rates(run)[name] for run in sweep.runs)
+        result.append(Metric(title, unit.removeprefix("G"), "higher", values, "per second, best of many rounds"))
     for one in found:
         definition = "tokens of the prompt, or of a decode step / the time of its steps"
         result.append(Metric(f"{one.point} tok/s", "tok/s", "higher", one.tokens_per_second, definition))

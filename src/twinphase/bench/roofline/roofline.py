@@ -7,44 +7,31 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from twinphase.backends.cpu.link import LinkRates, measure_link
 from twinphase.backends.device import open_device
 from twinphase.bench.conditions import Bystanders, conditions
 from twinphase.bench.progress import Progress
-from twinphase.bench.report.plots import bars, lines
-from twinphase.bench.report.report import Plot, Report, Section, Status, Verdict
+from twinphase.bench.report.plots import lines
+from twinphase.bench.report.report import Plot, Report, Section
 from twinphase.bench.roofline import report as words
 from twinphase.bench.roofline.arithmetic import (
     Roofline,
-    datasheet_roofline,
     decode_work,
     ideal_seconds,
     measured_roofline,
 )
-from twinphase.bench.roofline.ceilings import CeilingSweep, measure_ceilings, thread_counts
+from twinphase.bench.roofline.ceilings import CeilingSweep, measure_ceilings
 from twinphase.bench.roofline.findings import BreakEven, PointFinding, break_evens, find
 from twinphase.bench.roofline.measure import ModelPoints, Settings, measure_model
 from twinphase.bench.roofline.plots import DrawnPart, roofline_plot
 from twinphase.config import EngineConfig, available_cores
 from twinphase.errors import InvalidRequestError
-from twinphase.estimate.datasheets import find_datasheet
 from twinphase.phases.hardware import Ceilings, cache_levels
 
-__all__ = ["Drawing", "datasheet_report", "roofline", "settings_of"]
-
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """What a report is drawn from: for a terminal, too."""
-
-    report: Report
-    line: Roofline
-    marks: Sequence[DrawnPart]
+__all__ = ["roofline", "settings_of"]
 
 
 def roofline(
@@ -52,7 +39,7 @@ def roofline(
     settings: Settings,
     ceiling_repetitions: int = 3,
     progress: Progress = lambda what, done, total: None,
-) -> Drawing:
+) -> Report:
     """Measure this machine, and a model on it; the measured ceilings are kept.
 
     Args:
@@ -66,25 +53,24 @@ def roofline(
         TwinphaseError: the model cannot be found, read or run, or the ceilings could not be measured.
     """
     threads, device = settings.threads or available_cores(), None
-    counts = sorted({*thread_counts(available_cores()), threads})
     if settings.backend == "torch":
         device = open_device("torch", settings.threads, settings.isa, settings.device, settings.dtype)
-        threads, counts = device.threads, [device.threads]
-    repetitions = ceiling_repetitions, progress, device
+        threads = device.threads
+    how = threads, settings.isa, ceiling_repetitions, progress, device
     points, found = None, []
     with Bystanders() as others:
         link = _link(settings, model, progress)
-        sweep = measure_ceilings(counts, settings.isa, *repetitions)
+        sweep = measure_ceilings(*how)
         if model is not None:
             points = measure_model(model, replace(settings, threads=threads), progress)
             # What memory gives changes, so that ceilings are measured on both sides of the model; and once more where
             # a step beat them, before the counts are doubted.
             for _ in range(2):
-                sweep = sweep.with_more(measure_ceilings([threads], settings.isa, *repetitions))
-                found = [find(point, samples, sweep.now(threads)) for point, samples in points.samples.items()]
+                sweep = sweep.with_more(measure_ceilings(*how))
+                found = [find(point, samples, sweep.now) for point, samples in points.samples.items()]
                 if not any(placed.over_ceiling for one in found for _, placed in one.placed):
                     break
-    sweep, ceilings = sweep.save(), sweep.now(threads)
+    sweep, ceilings = sweep.save(), sweep.now
     on_gpu = device is not None and device.free_memory() is not None
     line = measured_roofline(ceilings, () if on_gpu else cache_levels(threads))
     turns = break_evens(points, found, ceilings) if points else []
@@ -92,18 +78,17 @@ def roofline(
     sections = [_machine_section(sweep, line, marks, link)]
     if points:
         sections += [_phase_section(points, ceilings, found, turns, phase) for phase in ("prefill", "decode")]
-        sections.append(Section("How the parts were timed", (), (words.HOW_APART,), (words.check_table(found),)))
-    report = Report(
+        sections.append(Section("How the parts were timed", (), (words.HOW_APART,)))
+    return Report(
         kind="roofline",
         title=f"Roofline of {points.loaded.checkpoint.path.name if points else 'this machine'}",
         verdicts=tuple(words.verdicts(line, found, turns)),
         conditions=_conditions(points, settings, threads, ceilings, ceiling_repetitions),
-        noise=tuple(_noise(sweep, threads, points, others)),
+        noise=tuple(_noise(sweep, points, others)),
         sections=tuple(sections),
         metrics=tuple(words.metrics(sweep, found)),
         data=_data(sweep, line, points, turns) | {"link": link and asdict(link)},
     )
-    return Drawing(report, line, marks)
 
 
 def _link(settings: Settings, model: str | None, progress: Progress) -> LinkRates | None:
@@ -137,38 +122,6 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
     return Settings(**values)
 
 
-def datasheet_report(name: str, model: str | None = None) -> Drawing:
-    """The roofline of a datasheet: published numbers, nothing measured.
-
-    Raises:
-        InvalidRequestError: no such datasheet, one without bandwidth or peaks, or a model, which is not there.
-    """
-    if model is not None:
-        raise InvalidRequestError(
-            "A model cannot be measured on hardware that is not here.",
-            "Leave out MODEL, or use `twinphase estimate` for what it would do there.",
-        )
-    sheet = find_datasheet(name, "Leave --hardware out to measure this machine, or use")
-    line = datasheet_roofline(sheet)
-    if not line.roofs or not line.slopes:
-        raise InvalidRequestError(
-            f"The datasheet of {sheet.title} has no {'peak' if line.slopes else 'bandwidth'}.", "Choose another."
-        )
-    sources = [f"Source: {one.title}, {one.address} ({', '.join(one.figures)})." for one in sheet.sources]
-    computed = [f"Computed: {figure}: {formula}." for figure, formula in sheet.computed.items()]
-    caption = f"Published peaks, dense: nothing here was measured. {sheet.note}".strip()
-    paragraphs, plot = (*sources, *computed, sheet.note), roofline_plot(line, (), caption)
-    report = Report(
-        kind="roofline",
-        title=f"Roofline of {sheet.title}, from its datasheet",
-        verdicts=(words.machine_verdict(line), Verdict(Status.INFO, "Datasheet: published, not measured here.")),
-        conditions={"hardware": sheet.title, "source": "datasheet; nothing was measured"},
-        sections=(Section("Datasheet", (), paragraphs, (words.balance_table(line),), (plot,)),),
-        data={"hardware": sheet.name, "figures": sheet.figures(), "source": "datasheet"},
-    )
-    return Drawing(report, line, ())
-
-
 def _conditions(
     points: ModelPoints | None, settings: Settings, threads: int, ceilings: Ceilings, ceiling_repetitions: int
 ) -> dict[str, str]:
@@ -189,9 +142,9 @@ def _conditions(
     return conditions(model=points.loaded.checkpoint.path, threads=threads, isa=ceilings.isa, flags=flags)
 
 
-def _noise(sweep: CeilingSweep, threads: int, points: ModelPoints | None, others: Bystanders) -> list[str]:
+def _noise(sweep: CeilingSweep, points: ModelPoints | None, others: Bystanders) -> list[str]:
     lines = [others.noise()]
-    if sweep.kept[threads].provisional:
+    if sweep.kept.provisional:
         lines.append("Other processes took the cores while ceilings were measured: later runs measure them again.")
     if sweep.problem:
         lines.append(f"The ceilings could not be kept for later runs: {sweep.problem}.")
@@ -209,54 +162,22 @@ def _machine_section(
     caption = "Solid lines: bandwidth by working set; dashed: peaks of the arithmetic units; crosses: balance points."
     if marks:
         caption += " Points: medians; the labels are prompt lengths, batches and contexts of a line's ends."
-    rows = [
-        {"MiB": size // MIB, "GB/s": round(rate / 1e9, 1), "threads": str(threads)}
-        for threads, kept in sorted(sweep.kept.items())
-        for size, rate in kept.bandwidth
-    ]
-    x, y = ("MiB", "working set of all threads together, MiB"), ("GB/s", "read bandwidth, GB/s")
-    title = "Memory bandwidth falls with the working set"
-    plots = [lines("bandwidth", title, rows, x, y, series="threads", log_x=True, caption="Reads only.")]
-    if line.roofs and line.slopes:
-        plots.insert(0, roofline_plot(line, marks, caption))
+    plots = (roofline_plot(line, marks, caption),) if line.roofs and line.slopes else ()
     tables = [words.balance_table(line), words.ceilings_table(sweep), *([words.link_table(link)] if link else [])]
-    return Section("The machine", (), (), tuple(tables), tuple(plots))
+    return Section("The machine", (), (), tuple(tables), plots)
 
 
 def _phase_section(
     points: ModelPoints, ceilings: Ceilings, found: Sequence[PointFinding], turns: Sequence[BreakEven], phase: str
 ) -> Section:
-    tables = [words.point_table(found, phase), words.part_table(found, phase)]
-    sound = [one for one in found if one.adds_up and one.point.phase == phase]
-    plots: list[Plot] = []
-    if phase == "prefill":
-        plots += _stacked("prefill-parts", "Prefill: attention's share grows with the prompt", sound, "prompt, tokens")
-    else:
+    tables, plots = [words.point_table(found, phase), words.part_table(found, phase)], []
+    if phase == "decode":
         tables.insert(0, words.break_even_table(turns))
-        by_batch, by_context = _series(sound, "batch"), _series(sound, "context")
+        by_batch = _series([one for one in found if one.adds_up], "batch")
         if len(by_batch) > 1:
-            context = by_batch[0].point.tokens
             plots.append(_batching_plot(points, ceilings, by_batch, turns))
-            title = f"Decode: where a step's time goes, by batch (context {context:,})"
-            plots += _stacked("decode-by-batch", title, by_batch, "batch")
-        if len(by_context) > 1:
-            title = "Decode: where a step's time goes, by context (batch 1)"
-            plots += _stacked("decode-by-context", title, by_context, "context, tokens")
     shown = tuple(table for table in tables if table.rows)
     return Section(phase.capitalize(), (), (), shown, tuple(plots))
-
-
-def _stacked(name: str, title: str, found: Sequence[PointFinding], x: str) -> list[Plot]:
-    """The parts of the time per token of a prompt, or per decode step."""
-    prefill, rows = name.startswith("prefill"), []
-    unit = "µs per token" if prefill else "ms per step"
-    for one in found:
-        at = one.point.batch if x == "batch" else one.point.tokens
-        scale = 1e6 / one.point.tokens if prefill else 1e3
-        rows += [{x: at, unit: round(spent * scale, 4), "part": part} for part, spent in one.parts.items()]
-    caption = "Steps with clock readings between the parts; the repetition of median time."
-    order = [str(row[x]) for row in rows]
-    return [bars(name, title, rows, (x, x), (unit, unit), part="part", order=order, caption=caption)] if rows else []
 
 
 def _batching_plot(
@@ -318,8 +239,8 @@ def _data(
 ) -> dict[str, Any]:
     data: dict[str, Any] = {
         "ceilings": {
-            "best": [asdict(kept) for _, kept in sorted(sweep.kept.items())],
-            "runs": [asdict(one) for _, runs in sorted(sweep.runs.items()) for one in runs],
+            "best": asdict(sweep.kept),
+            "runs": [asdict(one) for one in sweep.runs],
         },
         "roofline": asdict(line),
         "balance points": [
