@@ -24,6 +24,7 @@ SPECS = (
     *(f"dense_linear:{name}" for name in DENSE),
     *(f"embed:{name}" for name in (*FORMATS, *DENSE)),
     "quantize",
+    "round_rows",
     "run_program",
 )
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)

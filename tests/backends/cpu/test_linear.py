@@ -5,13 +5,17 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
+import torch
 from kernel_calls import DENSE, call_kernel, kernel, pack, random_blocks
 from numpy.typing import NDArray
 
 from steps import per_isa
 from twinphase.backends.cpu.formats import FORMATS
+from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.threads import aligned
 from twinphase.backends.cpu.tiling import MATRIX_LEAST, ROWS_PER_TILE
+from twinphase.backends.cpu.weights import _pack_dense, _pack_tiles, _strip_bytes
+from twinphase.weights.checkpoint import TensorInfo
 
 F32 = NDArray[np.float32]
 ROW_CHUNK = 192  # rows of a tile
@@ -147,17 +151,44 @@ def test_residual(isa: str) -> None:
     np.testing.assert_array_equal(out, alone + residual)
 
 
+def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None) -> F32:
+    """x @ matrix.T by the kernel, [rows, outputs rounded up to strips]; the order of strips is the backend's."""
+    outputs, inputs = matrix.shape
+    kind, info = gguf.GGMLQuantizationType[name], TensorInfo("a.weight", matrix.shape, name, 0, 0)
+    tiled, memory = choose_isa(isa).matrix_tiles and name == "BF16", aligned(1 << 22, np.uint8)
+    order = _pack_tiles if tiled else _pack_dense
+    stored = gguf.quants.quantize(matrix, kind).view(np.uint8).reshape(-1)
+    order(stored, info, memory if tiled else memory[: _strip_bytes(info) * -(-outputs // 32)])
+    rows = Activations(isa, x)
+    if tiled:
+        given, rows.x = rows.x, aligned(x.size, np.uint16).reshape(x.shape)
+        args = [rows.rows.ctypes.data, given.ctypes.data, given.strides[0], inputs // 32, rows.x.ctypes.data]
+        call_kernel(kernel(isa, "round_rows"), args, -(-len(x) // ROWS_PER_TILE))
+    return linear(isa, f"dense_linear:{name}", memory.ctypes.data, inputs, outputs, rows, 2, residual)
+
+
 @per_isa
 @pytest.mark.parametrize("name", DENSE)
 def test_dense(name: str, isa: str) -> None:
     rng = np.random.default_rng(5)
-    for inputs, rows in ((32, 1), (96, 5), (160, ROW_CHUNK + 1)):
-        matrix = (rng.standard_normal((64, inputs)) / 8).astype(np.float32)
+    for outputs, inputs, rows in ((64, 32, 1), (40, 96, 5), (100, 1120, 37), (64, 160, ROW_CHUNK + 17)):
+        matrix = (rng.standard_normal((outputs, inputs)) / 8).astype(np.float32)
         kind = gguf.GGMLQuantizationType[name]
-        stored = gguf.quants.quantize(matrix, kind)
-        matrix = gguf.quants.dequantize(stored, kind)
-        stored = stored.view(np.uint32 if name == "F32" else np.uint16)
-        strips = np.ascontiguousarray(stored.reshape(2, 32, inputs).transpose(0, 2, 1))
-        x = Activations(isa, random_rows(rng, rows, inputs))
-        out = linear(isa, f"dense_linear:{name}", strips.ctypes.data, inputs, 64, x, 1)
-        assert relative(out, x.x.astype(np.float64) @ matrix.astype(np.float64).T) < TOLERANCE
+        x, exact = random_rows(rng, rows, inputs), gguf.quants.dequantize(gguf.quants.quantize(matrix, kind), kind)
+        out = dense(isa, name, matrix, x)
+        if choose_isa(isa).matrix_tiles and name == "BF16":  # which takes activations in bfloat16 too
+            x = torch.from_numpy(x).bfloat16().float().numpy()
+        assert relative(out[:, :outputs], x.astype(np.float64) @ exact.astype(np.float64).T) < TOLERANCE
+        assert not out[:, outputs:].any(), "padding"
+
+
+@per_isa
+@pytest.mark.parametrize("name", DENSE)
+def test_a_row_of_dense_weights_has_the_same_bits_among_any_number(name: str, isa: str) -> None:
+    rng = np.random.default_rng(7)
+    matrix = (rng.standard_normal((70, 1120)) / 8).astype(np.float32)
+    x, residual = random_rows(rng, 80, 1120), random_rows(rng, 80, 96)
+    alone = [dense(isa, name, matrix, x[m : m + 1], residual[m : m + 1]) for m in range(80)]
+    for rows in (2, 15, 16, 17, 31, 32, 33, 48, 63, 80):
+        together = dense(isa, name, matrix, x[:rows], residual[:rows])
+        np.testing.assert_array_equal(together, np.concatenate(alone[:rows]), f"{rows} rows")

@@ -49,6 +49,7 @@ KERNELS = {
     "pick_rows": ("elementwise", "pick_rows"),
     "embed": ("embedding", "embed"),
     "quantize": ("quantize", "quantize"),
+    "round_rows": ("quantize", "round_rows"),
     "rope_kv_write": ("rope", "rope_kv_write"),
     "pack": ("packing", "pack"),
     "run_program": ("program", "run_program"),

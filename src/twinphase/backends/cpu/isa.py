@@ -29,7 +29,7 @@ class Isa:
         needs: processor features without which the path cannot run.
         cpu: LLVM processor name the kernels are compiled for; "" is this machine's own.
         registers: vector registers, which bound the register tiles.
-        matrix_tiles: whether linear layers of many rows multiply in matrix tiles (AMX).
+        matrix_tiles: whether linear layers of many rows, and those on BF16 weights, multiply in matrix tiles (AMX).
     """
 
     name: str
@@ -61,7 +61,7 @@ _BF16 = ("avx512f", "avx512bw", "avx512vnni", "avx512bf16")
 ISAS = {
     isa.name: isa
     for isa in (
-        Isa("avx512-amx", 16, "vnni", True, (*_BF16, "amx-tile", "amx-int8"), "", 32, True),
+        Isa("avx512-amx", 16, "vnni", True, (*_BF16, "amx-tile", "amx-int8", "amx-bf16"), "", 32, True),
         Isa("avx512-bf16", 16, "vnni", True, _BF16, "", 32),
         Isa("avx512-vnni", 16, "vnni", False, ("avx512f", "avx512bw", "avx512vnni"), "cascadelake", 32),
         Isa("avx2", 8, "maddubs", False, ("avx2", "fma", "f16c"), "haswell", 16),

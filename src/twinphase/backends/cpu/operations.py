@@ -113,10 +113,10 @@ class Operations:
         base = None if residual is None else residual.floats
         for part in weight.parts:
             column = 4 * part.column
-            source = x.memory(part.type in FORMATS)
+            source = x.rounded if part.tiled else x.memory(part.type in FORMATS)
             at = source.addresses
             self._reserve_scratch(part, tiling.MATRIX_CHUNK_ROWS)
-            strips_per_tile, chunk, tiles = self._linear_tiles(x.rows, part.strips, source.stride)
+            strips_per_tile, chunk, tiles = self._linear_tiles(x.rows, part.strips, source.stride, part.tiled)
             args = [part.address, part.groups, part.strips, at[0], source.stride, *at[1:3], source.groups * 4, at[3]]
             args += [out.floats.data + column, out.floats.stride]
             if bias is not None:
@@ -130,7 +130,9 @@ class Operations:
 
     def _reserve_scratch(self, part: Part, rows: int) -> None:
         """Have threads bring what a layer with up to `rows` rows in a tile needs."""
-        if self.isa.matrix_tiles and part.type in FORMATS:
+        if part.tiled:
+            self._linear_scratch = max(self._linear_scratch, 64)  # of the tiles' shapes
+        elif self.isa.matrix_tiles and part.type in FORMATS:
             self._linear_scratch = max(self._linear_scratch, tiling.matrix_scratch_bytes(part.type, rows))
 
     def zeros(self, strips: int) -> int:
@@ -140,13 +142,15 @@ class Operations:
             self._keep[0] = aligned(strips * STRIP, np.float32)
         return int(self._keep[0].ctypes.data)
 
-    def _linear_tiles(self, rows: str, strips: int, row_bytes: int) -> tuple[int, int, int]:
+    def _linear_tiles(self, rows: str, strips: int, row_bytes: int, tiled: bool) -> tuple[int, int, int]:
         """Addresses of the strips and of the rows a tile takes, and of the number of tiles.
 
-        Many rows: one strip, so that its weights stay in the first-level cache and the rows in the second. Few rows:
-        about eight tiles a thread, long enough to stream memory, short enough to even out.
+        Many rows: one strip, so that its weights stay in the first-level cache and the rows in the second; several of
+        `tiled` weights, for each of which a panel of the rows comes from there. Few rows: about eight tiles a thread,
+        long enough to stream memory, short enough to even out.
         """
         wanted = TILES_PER_THREAD * self.threads
+        row_bytes = min(row_bytes, tiling.DENSE_PANEL_BYTES) if tiled else row_bytes
 
         def chunk(counts: dict[str, int]) -> int:
             return tiling.row_chunk(counts[rows], row_bytes, strips, wanted, self.isa.matrix_tiles)
@@ -157,12 +161,13 @@ class Operations:
         def per_tile(counts: dict[str, int]) -> int:
             if counts[rows] <= FEW_ROWS:
                 return max(1, strips // wanted)
-            return -(-strips * chunks(counts) // MAX_TILES)
+            several = min(tiling.DENSE_STRIPS, strips * chunks(counts) // wanted) if tiled else 1
+            return max(several, -(-strips * chunks(counts) // MAX_TILES))
 
         def tiles(counts: dict[str, int]) -> int:
             return -(-strips // per_tile(counts)) * chunks(counts)
 
-        key, address = (rows, strips, row_bytes), self._program.cells.address
+        key, address = (rows, strips, row_bytes, tiled), self._program.cells.address
         return address(("strips", *key), per_tile), address(("chunk", *key), chunk), address(("tiles", *key), tiles)
 
     def add(self, x: Buffer, h: Buffer, scale: float = 1.0) -> Buffer:

@@ -83,6 +83,7 @@ class Buffer:
         self.program, self.rows, self.width, self.columns, self._make = program, rows, width, columns, make
         self.outputs = width if outputs is None else outputs
         self._made: dict[bool, Memory] = {}
+        self._rounded: Memory | None = None
         if make is None:
             self._made[False] = Memory(program, rows, width, quantized=False)
 
@@ -92,6 +93,13 @@ class Buffer:
             made = self._make(quantized) if self._make is not None else self.program.quantize(self._made[False])
             self._made[quantized] = made
         return self._made[quantized]
+
+    @property
+    def rounded(self) -> Memory:
+        """The rows as bfloat16, two in a float32's place."""
+        if self._rounded is None:
+            self._rounded = self.program.round(self.floats)
+        return self._rounded
 
     @property
     def floats(self) -> Memory:
@@ -215,4 +223,11 @@ class Program:
         out = Memory(self, source.rows, source.width, quantized=True)
         args = [self.count(source.rows), source.data, source.stride, source.groups, *out.addresses]
         self.add("quantize", self.tiles(source.rows, ROWS_PER_TILE), args, [source.data], [(out.data, 0)])
+        return out
+
+    def round(self, source: Memory) -> Memory:
+        """The rows of `source` as bfloat16."""
+        out = Memory(self, source.rows, source.width // 2, quantized=False)
+        args = [self.count(source.rows), source.data, source.stride, source.groups, out.data]
+        self.add("round_rows", self.tiles(source.rows, ROWS_PER_TILE), args, [source.data], [(out.data, 0)])
         return out

@@ -70,8 +70,8 @@ def experts_spec(type_name: str) -> str:
     return f"{'quantized' if type_name in FORMATS else 'dense'}_experts:{type_name}"
 
 
-def model_specs(checkpoint: Checkpoint, blueprint: Blueprint, dtype: str) -> list[str]:
-    """Specs of all kernels of a model.
+def model_specs(checkpoint: Checkpoint, blueprint: Blueprint, dtype: str, tiles: bool) -> list[str]:
+    """Specs of all kernels of a model; `tiles` says whether the path has matrix tiles.
 
     Raises:
         UnsupportedModelError: a tensor type without a kernel.
@@ -91,6 +91,7 @@ def model_specs(checkpoint: Checkpoint, blueprint: Blueprint, dtype: str) -> lis
         *(f"rms_norm:{kind}" for kind in KINDS),
         *(f"gate_mul:{blueprint.activation}:{kind}" for kind in KINDS),
         "quantize",
+        *(["round_rows"] if "BF16" in linear and tiles else []),
         "pick_rows:f32",
         f"embed:{embedding.type}",
         "run_program",

@@ -5,6 +5,10 @@ from __future__ import annotations
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP, PackedFormat
 
 __all__ = [
+    "DENSE_PANEL",
+    "DENSE_PANEL_BYTES",
+    "DENSE_STRIPS",
+    "DENSE_TILE",
     "GATE_PARTS",
     "LOGIT_PARTS",
     "MATRIX_BATCH",
@@ -29,6 +33,10 @@ MATRIX_ROWS = 16  # rows of a matrix tile
 MATRIX_LEAST = 96  # rows from which tiles are worth unpacking cold weights for; see docs/design/0013-matrix-tiles.md
 MATRIX_PANEL = 16  # groups of a strip that are unpacked at once
 MATRIX_BATCH = 4  # groups that are multiplied before they are scaled
+DENSE_TILE = 32  # inputs of a matrix tile of BF16 weights
+DENSE_PANEL = 32  # such tiles of inputs, of which many rows lie in the second-level cache while strips pass by
+DENSE_PANEL_BYTES = 2 * DENSE_TILE * DENSE_PANEL  # of a row
+DENSE_STRIPS = 8  # strips that many rows pass together
 ROWS_PER_TILE = 4  # rows of an elementwise tile
 SLOT = 3  # int32 numbers of an expert that has rows: its number, its first row, the end of its rows
 GATE_PARTS = 2  # tiles of one gated row, so that a single row still feeds two threads

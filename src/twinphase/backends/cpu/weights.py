@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP
 from twinphase.backends.cpu.threads import Command
+from twinphase.backends.cpu.tiling import DENSE_TILE
 from twinphase.errors import OutOfMemoryError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.quant import dequantize
@@ -84,6 +85,7 @@ class Part:
     groups: int  # of 32 inputs, or single inputs in a dense part
     column: int
     strip_bytes: int
+    tiled: bool = False  # dense, in the order of matrix tiles, which take bfloat16 inputs
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +135,9 @@ class Embedding:
 
 def _strip_bytes(info: TensorInfo) -> int:
     inputs = info.shape[-1]
-    return FORMATS[info.type].strip_bytes(inputs) if info.type in FORMATS else STRIP * inputs * DENSE_BYTES[info.type]
+    if info.type in FORMATS:
+        return FORMATS[info.type].strip_bytes(inputs)
+    return STRIP * padded(inputs, DENSE_TILE) * DENSE_BYTES[info.type]
 
 
 def _strips(info: TensorInfo) -> int:
@@ -164,13 +168,18 @@ def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
 Pack = Callable[[str, Sequence[int], int], Command]  # (type, arguments, strips): the command that packs
 
 
-def load_matrix(checkpoint: Checkpoint, names: Sequence[str], arena: Arena, pack: Pack) -> tuple[Matrix, list[Command]]:
-    """Place a layer's tensors in the arena, stacked along the outputs; also the commands that will fill it."""
+def load_matrix(
+    checkpoint: Checkpoint, names: Sequence[str], arena: Arena, pack: Pack, tiles: bool
+) -> tuple[Matrix, list[Command]]:
+    """Place a layer's tensors in the arena, stacked along the outputs; also the commands that will fill it.
+
+    `tiles` says whether the path has matrix tiles, in whose order BF16 weights are then.
+    """
     parts: list[Part] = []
     columns, commands, column = [], [], 0
     infos = [checkpoint.tensors[name] for name in names]
     for info in infos:
-        part, fill = _place(checkpoint, info, arena, pack, column)
+        part, fill = _place(checkpoint, info, arena, pack, column, tiles and info.type == "BF16")
         columns.append(column)
         commands += fill
         parts = _joined(parts, part)
@@ -192,7 +201,7 @@ def load_experts(
 
 
 def _place(
-    checkpoint: Checkpoint, info: TensorInfo, arena: Arena, pack: Pack, column: int
+    checkpoint: Checkpoint, info: TensorInfo, arena: Arena, pack: Pack, column: int, tiled: bool = False
 ) -> tuple[Part, list[Command]]:
     """Memory for a tensor, and what fills it: commands, unless it is dense and has been filled."""
     count, (outputs, inputs) = math.prod(info.shape[:-2]), info.shape[-2:]
@@ -204,10 +213,12 @@ def _place(
         if info.type in FORMATS:
             args = (raw.ctypes.data, len(raw) // outputs, outputs, inputs // GROUP, here.ctypes.data)
             commands.append(pack(info.type, args, strips))
+        elif tiled:
+            _pack_tiles(raw, info, here)
         else:
             _pack_dense(raw, info, here[: len(memory) // count])
     groups = inputs // GROUP if info.type in FORMATS else inputs
-    return Part(info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info)), commands
+    return Part(info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info), tiled), commands
 
 
 def _joined(parts: list[Part], new: Part) -> list[Part]:
@@ -226,6 +237,18 @@ def _pack_dense(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uin
     whole[:full] = rows[: full * STRIP].reshape(full, STRIP, inputs).transpose(0, 2, 1)
     if full < len(whole):
         whole[full, :, : outputs - full * STRIP] = rows[full * STRIP :].T
+
+
+def _pack_tiles(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uint8]) -> None:
+    """[strip][32 inputs][block of 16 outputs][pair of inputs][output][2], as tiles of weights are loaded."""
+    outputs, inputs = info.shape
+    rows = raw.view(np.uint16).reshape(outputs, inputs)
+    more = padded(outputs) - outputs, padded(inputs, DENSE_TILE) - inputs
+    if any(more):
+        rows = np.pad(rows, [(0, count) for count in more])
+    strips = rows.reshape(-1, 2, 16, rows.shape[1] // DENSE_TILE, 16, 2)
+    tiles = strips.transpose(0, 3, 1, 4, 2, 5)
+    memory[: rows.nbytes].view(np.uint16).reshape(tiles.shape)[:] = tiles
 
 
 def vector_of(checkpoint: Checkpoint, name: str, plus: float) -> NDArray[np.float32]:

@@ -16,6 +16,7 @@ from twinphase.backends.cpu.emit import F16, F32, I16, I32, Emit, Value, vector
 from twinphase.backends.cpu.formats import FORMATS, STRIP, SUPER
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.dense_tiles import strips_in_dense_tiles
 from twinphase.backends.cpu.kernels.linear_tiles import strips_in_matrix_tiles
 from twinphase.backends.cpu.kernels.register_tile import (
     AHEAD_LINES,
@@ -47,8 +48,11 @@ def quantized_experts(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, i
 def dense_linear(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], None]]:
     """The same on weights of F32, F16 or BF16, strips of [inputs][32 outputs]; x in float32.
 
-    Arguments as above: groups is the number of inputs; scale, fsum and isum are not read.
+    Arguments as above: groups is the number of inputs; scale, fsum and isum are not read. Where BF16 weights are
+    multiplied in matrix tiles, x is bfloat16 and strips are as `dense_tiles.py` says.
     """
+    if isa.matrix_tiles and dtype == "BF16":
+        return _linear_kernel(strips_in_dense_tiles(isa))
     return _linear_kernel(_strips_kernel(isa, *_dense(isa, dtype)))
 
 

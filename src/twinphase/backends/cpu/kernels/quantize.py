@@ -1,4 +1,4 @@
-"""Activations to int8: 32 values share a scale, as llama.cpp's Q8 activations do.
+"""Activations to int8: 32 values share a scale, as llama.cpp's Q8 activations do; or to bfloat16.
 
 A quantized row is four arrays: int8 values, float32 scale of each group, scale * sum of each group (for formats with
 a minimum), and int32 sums of each 16 values (for formats with an offset). Rounding is to nearest even.
@@ -16,7 +16,7 @@ from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields,
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
 
-__all__ = ["quantize", "quantized_row", "round_to_int", "store_quantized"]
+__all__ = ["quantize", "quantized_row", "round_rows", "round_to_int", "store_quantized"]
 
 # Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
 MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000
@@ -70,5 +70,24 @@ def quantize(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
         for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
             at = 4 * m * groups
             row_of(source + m * stride, groups, data + m * groups * 32, scale + at, fsum + at, isum + 2 * at)
+
+    return KERNEL_SIGNATURE, kernel
+
+
+def round_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+    """Rows to bfloat16, to nearest even. Arguments: rows' address, source, source stride, groups of 32, out."""
+    arguments = fields(5)
+
+    def write(e: Emit, source: Value, groups: Value, out: Value) -> None:
+        with e.loop(0, groups) as g:
+            low, high = (e.load(vector(F32, 16), source, e.mul(g, 128), at) for at in (0, 64))
+            e.store(e.to_bf16(low, high), out, e.mul(g, 64))
+
+    row_of = emitted(isa, 3, write)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        count, source, stride, groups, out = arguments(args)
+        for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
+            row_of(source + m * stride, groups, out + m * groups * 64)
 
     return KERNEL_SIGNATURE, kernel

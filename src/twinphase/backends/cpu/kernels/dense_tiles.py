@@ -1,0 +1,117 @@
+"""Linear layers on BF16 weights in matrix tiles (AMX), both phases: 16 rows x 16 outputs x 32 inputs an instruction.
+
+Rows come as bfloat16 too, as such models were trained, and sums stay in float32 tiles over a panel of inputs, waiting
+in the output's own memory between panels. A row of a tile is added by itself, inputs in one order, so its bits do not
+depend on the rows beside it: the same instruction computes one row and a thousand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit
+
+from twinphase.backends.cpu.emit import F32, I8, Emit, Value, vector
+from twinphase.backends.cpu.intrinsics import emitted
+from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.tiling import DENSE_PANEL, DENSE_TILE, MATRIX_ROWS
+
+__all__ = ["strips_in_dense_tiles"]
+
+ROWS = MATRIX_ROWS
+WEIGHTS = 2048  # bytes of a strip's weights for `DENSE_TILE` inputs: [block of 16 outputs][pair of inputs][output][2]
+AHEAD = 8192  # bytes; one row asks for the weights so far behind those that it reads
+
+
+def _begin(e: Emit, scratch: Value, first: Value, second: Value) -> None:
+    """Shape the tiles: sums of `first` and of `second` rows by two blocks of outputs, rows of inputs, weights."""
+    palette, width = [1, *[0] * 63], 64
+    for tile in range(8):
+        palette[16 + 2 * tile], palette[48 + tile] = width, ROWS
+    e.store(ir.Constant(vector(I8, 64), palette), scratch)
+    for rows, tiles in ((first, (0, 1, 4)), (second, (2, 3, 5))):
+        for tile in tiles:
+            e.store(e.b.trunc(rows, I8), scratch, 48 + tile)
+    e.call("llvm.x86.ldtilecfg", ir.VoidType(), e.pointer(scratch, I8))
+
+
+def _block(e: Emit, both: bool, w: Value, tiles: Value, data: Value, data_stride: Value, out: Value, out_stride: Value,
+           is_first: Value) -> None:  # fmt: skip
+    """Add a panel's products to a strip's outputs of one block of rows, or of two."""
+    sums = [(i, j, 2 * i + j, (e.add(out, e.mul(out_stride, ROWS * i), 64 * j), out_stride))
+            for i in range(2 if both else 1) for j in range(2)]  # fmt: skip
+    for _, _, tile, place in sums:
+        with e.b.if_else(e.b.icmp_signed("!=", is_first, e.i64(0))) as (then, otherwise):
+            with then:
+                e.matrix("tilezero", tile)
+            with otherwise:
+                e.matrix("tileloadd64", tile, at=place)
+    with e.loop(0, tiles) as k:
+        weights = e.add(w, e.mul(k, WEIGHTS))
+        inputs = e.add(data, e.mul(k, 2 * DENSE_TILE))
+        for i, j, tile, _ in sums:
+            if j == 0:
+                e.matrix("tileloadd64", 4 + i, at=(e.add(inputs, e.mul(data_stride, ROWS * i)), data_stride))
+            if i == 0:
+                e.matrix("tileloadd64", 6 + j, at=(e.add(weights, j * WEIGHTS // 2), e.i64(64)))
+            e.matrix("tdpbf16ps", tile, 4 + i, 6 + j)
+        if not both:
+            for line in range(0, WEIGHTS, 64):
+                e.prefetch(weights, AHEAD, line)
+    for _, _, tile, place in sums:
+        e.matrix("tilestored64", tile, at=place)
+
+
+def _add_rows(e: Emit, rows: Value, out: Value, out_stride: Value, residual: Value, stride: Value) -> None:
+    """Add a strip's residual, or its bias."""
+    ty = vector(F32, 16)
+    with e.loop(0, rows) as m:
+        for n in range(2):
+            at = e.add(out, e.mul(m, out_stride), 64 * n)
+            e.store(e.b.fadd(e.load(ty, at), e.load(ty, residual, e.mul(m, stride), 64 * n)), at)
+
+
+def strips_in_dense_tiles(isa: Isa) -> Any:
+    """As `linear._strips_kernel`, for any number of rows, which are bfloat16; `groups` is the number of inputs."""
+
+    def release(e: Emit) -> None:
+        e.matrix("tilerelease")
+
+    def one_of_rows(e: Emit, *args: Value) -> None:
+        _block(e, False, *args)
+
+    def two_of_rows(e: Emit, *args: Value) -> None:
+        _block(e, True, *args)
+
+    begin, end, add = emitted(isa, 3, _begin), emitted(isa, 0, release), emitted(isa, 5, _add_rows)
+    one, two = emitted(isa, 7, one_of_rows), emitted(isa, 7, two_of_rows)
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def run(w: int, groups: int, first_strip: int, end_strip: int, data: int, data_stride: int, scale: int, fsum: int,
+            scale_stride: int, isum: int, out: int, out_stride: int, residual: int, residual_stride: int,
+            first_row: int, rows: int, scratch: int) -> None:  # fmt: skip
+        tiles = (groups + DENSE_TILE - 1) // DENSE_TILE
+        whole = rows // (2 * ROWS) * 2 * ROWS
+        rest = rows - whole
+        for p in range(0, tiles, DENSE_PANEL):
+            count, here = min(DENSE_PANEL, tiles - p), data + 2 * DENSE_TILE * p
+            begin(scratch, ROWS, ROWS)
+            for s in range(first_strip if whole else end_strip, end_strip):
+                for m in range(first_row, first_row + whole, 2 * ROWS):
+                    two(w + (s * tiles + p) * WEIGHTS, count, here + m * data_stride, data_stride,
+                        out + m * out_stride + 128 * s, out_stride, int(p == 0))  # fmt: skip
+            m = first_row + whole
+            begin(scratch, min(max(rest, 1), ROWS), max(rest - ROWS, 1))
+            for s in range(first_strip if rest else end_strip, end_strip):
+                at, columns = w + (s * tiles + p) * WEIGHTS, out + m * out_stride + 128 * s
+                if rest > ROWS:
+                    two(at, count, here + m * data_stride, data_stride, columns, out_stride, int(p == 0))
+                else:
+                    one(at, count, here + m * data_stride, data_stride, columns, out_stride, int(p == 0))
+        end()
+        for s in range(first_strip, end_strip):
+            add(rows, out + first_row * out_stride + 128 * s, out_stride, residual + first_row * residual_stride
+                + 128 * s, residual_stride)  # fmt: skip
+
+    return run
