@@ -45,8 +45,8 @@ class Device(Protocol):
     best_isa: str | None
     ceilings: str
 
-    def units(self, *, dense: bool) -> Units:
-        """Which arithmetic unit does what; `dense` says that the weights of the layers are not quantized."""
+    def units(self, *, dense: str | None) -> Units:
+        """Which arithmetic unit does what; `dense` is the type of the layers' weights, None where quantized."""
 
     def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
         """Bytes of one token's key and value in one KV head of one layer, with a `kv_cache_dtype`."""

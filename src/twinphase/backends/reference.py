@@ -298,7 +298,7 @@ class ReferenceDevice:
     name, isa, threads, ceilings = "reference", "", 1, ""
     best_isa: str | None = None
 
-    def units(self, *, dense: bool) -> Units:
+    def units(self, *, dense: str | None) -> Units:
         """Float32 whatever the weights are stored as."""
         return Units("float32", "float32", "float32")
 

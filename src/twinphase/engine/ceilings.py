@@ -20,8 +20,10 @@ def device_of(config: EngineConfig) -> Device:
 
 def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:
     """Which arithmetic unit does the linear layers, and which the two products of attention."""
-    layers = (info for name, info in checkpoint.tensors.items() if name.startswith("blk.") and len(info.shape) >= 2)
-    return device_of(config).units(dense=all(info.type in DENSE_TYPES for info in layers))
+    tensors = checkpoint.tensors.items()
+    types = {info.type for name, info in tensors if name.startswith("blk.") and len(info.shape) >= 2}
+    dense = ("BF16" if "BF16" in types else "F32") if types <= DENSE_TYPES else None
+    return device_of(config).units(dense=dense)
 
 
 def measured_ceilings(config: EngineConfig) -> Ceilings | None:

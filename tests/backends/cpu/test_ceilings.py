@@ -46,10 +46,13 @@ for kind in ("int8", "float32", "bfloat16"):
         w, x, got = bfloat16(weights.view(np.uint16)), bfloat16(inputs.view(np.uint16)), out.view(np.float32)
     loop.run(weights, inputs, out, turns, clock_readings(1))
     order = np.arange(turns) % OPERAND_STEPS
-    if kind == "int8" and isa.matrix_tiles:
-        w = weights.view(np.int8).astype(np.int64).reshape(OPERAND_STEPS, 2, 8, 16, 4)[order]
-        x = inputs.view(np.int8).astype(np.int64).reshape(OPERAND_STEPS, 2, 16, 8, 4)[order]
-        assert np.array_equal(out.reshape(2, 2, 16, 16), np.einsum("tcknj,trmkj->rcmn", w, x))
+    if kind != "float32" and isa.matrix_tiles:
+        if kind == "int8":
+            w = weights.view(np.int8).astype(np.int64)
+        n = 4 if kind == "int8" else 2  # inputs side by side
+        w = w.reshape(OPERAND_STEPS, 2, 32 // n, 16, n)[order]
+        x = x.reshape(OPERAND_STEPS, 2, 16, 32 // n, n)[order]
+        assert np.array_equal(got.reshape(2, 2, 16, 16), np.einsum("tcknj,trmkj->rcmn", w, x)), kind
         assert loop.operations == 2 * out.size * 32
         continue
     products = (w[order, None, :, :] * x[order, :, None, :]).sum(0)  # [rows, columns, numbers]

@@ -22,9 +22,10 @@ class CpuDevice:
         self.ceilings = self.isa
         self.best_isa: str | None = choose_isa(None).name
 
-    def units(self, *, dense: bool) -> Units:
-        """Quantized weights are multiplied with int8 activations, keys with int8 queries."""
-        return Units("float32" if dense else "int8", "int8", "bfloat16" if self._isa.bf16_dot else "float32")
+    def units(self, *, dense: str | None) -> Units:
+        """Quantized weights are multiplied with int8 activations, BF16 in matrix tiles, keys with int8 queries."""
+        linear = "int8" if dense is None else "bfloat16" if dense == "BF16" and self._isa.matrix_tiles else "float32"
+        return Units(linear, "int8", "bfloat16" if self._isa.bf16_dot else "float32")
 
     def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
         """Keys in int8 with a scale, values in 16 bits or likewise."""

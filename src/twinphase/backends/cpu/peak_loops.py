@@ -100,23 +100,26 @@ def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
 
     products = {"int8": 4, "bfloat16": 2, "float32": 1}[kind]
     operations = 2 * rows * columns * lanes * products
-    if kind == "int8" and isa.matrix_tiles:
-        return PeakLoop(_running(isa, _in_matrix_tiles), 2, 2, 128, 2 * 4 * 16 * 16 * GROUP, 256)
+    if kind != "float32" and isa.matrix_tiles:
+        size = 16 * GROUP * 4 // products  # bytes of a tile of operands
+        tiles = functools.partial(_in_matrix_tiles, kind, size)
+        return PeakLoop(_running(isa, tiles), 2, 2, size // 4, 2 * 4 * 16 * 16 * GROUP, 256)
     return PeakLoop(_running(isa, write), rows, columns, lanes, operations, lanes)
 
 
-def _in_matrix_tiles(emit: Emit, weights: Value, inputs: Value, out: Value, turns: Value) -> None:
-    """Tiles of groups of inputs: as much as a tile instruction multiplies of weights with a scale for each group."""
-    emit.shape_tiles(((16, 64),) * 4 + ((16, GROUP),) * 2 + ((GROUP // 4, 64),) * 2, out)
+def _in_matrix_tiles(kind: str, size: int, emit: Emit, weights: Value, inputs: Value, out: Value, turns: Value) -> None:
+    """Tiles of 32 inputs, operands of `size` bytes; of int8 as many as share a scale."""
+    width = size // 16
+    emit.shape_tiles(((16, 64),) * 4 + ((16, width),) * 2 + ((width // 4, 64),) * 2, out)
     for tile in range(4):
         emit.matrix("tilezero", tile)
     with emit.loop(0, turns) as turn:
-        at = emit.mul(emit.b.and_(turn, emit.i64(OPERAND_STEPS - 1)), 2 * 16 * GROUP)
+        at = emit.mul(emit.b.and_(turn, emit.i64(OPERAND_STEPS - 1)), 2 * size)
         for i in range(2):
-            emit.matrix("tileloadd64", 4 + i, at=(emit.add(inputs, at, i * 16 * GROUP), emit.i64(GROUP)))
-            emit.matrix("tileloadd64", 6 + i, at=(emit.add(weights, at, i * 16 * GROUP), emit.i64(64)))
+            emit.matrix("tileloadd64", 4 + i, at=(emit.add(inputs, at, i * size), emit.i64(width)))
+            emit.matrix("tileloadd64", 6 + i, at=(emit.add(weights, at, i * size), emit.i64(64)))
         for tile in range(4):
-            emit.matrix("tdpbssd", tile, 4 + tile // 2, 6 + tile % 2)
+            emit.matrix("tdpbssd" if kind == "int8" else "tdpbf16ps", tile, 4 + tile // 2, 6 + tile % 2)
     for tile in range(4):
         emit.matrix("tilestored64", tile, at=(emit.add(out, tile * 1024), emit.i64(64)))
     emit.matrix("tilerelease")

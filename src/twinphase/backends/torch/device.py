@@ -121,7 +121,7 @@ class TorchDevice:
         name = "processor" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         self.ceilings = f"torch on {name}"
 
-    def units(self, *, dense: bool) -> Units:
+    def units(self, *, dense: str | None) -> Units:
         """Weights are dequantized to `dtype`; softmax is in float32."""
         name = str(self.dtype).removeprefix("torch.")
         return Units(name, name, name)
