@@ -21,7 +21,7 @@ AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vnni"}
 
 
-AMX = {"avx512bf16", "amx-tile", "amx-int8"}
+AMX = {"avx512bf16", "amx-tile", "amx-int8", "amx-bf16"}
 
 
 @pytest.fixture
