@@ -24,7 +24,6 @@ SPECS = (
     *(f"dense_linear:{name}" for name in DENSE),
     *(f"embed:{name}" for name in (*FORMATS, *DENSE)),
     "quantize",
-    "round_rows",
     "run_program",
 )
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
@@ -40,8 +39,9 @@ _HALVES = {
 @cache
 def _loaded(isa: str) -> tuple[dict[str, int], object]:
     folder = USER_CACHE / "kernels"
-    compile_kernels(folder, choose_isa(isa), SPECS)
-    return load_kernels(folder, choose_isa(isa), SPECS)
+    specs = [*SPECS, *(["round_rows"] if choose_isa(isa).matrix_tiles else [])]
+    compile_kernels(folder, choose_isa(isa), specs)
+    return load_kernels(folder, choose_isa(isa), specs)
 
 
 def kernel(isa: str, spec: str) -> int:
