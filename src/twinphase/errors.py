@@ -36,6 +36,7 @@ class TwinphaseError(Exception):
 
     http_status = 500
     exit_code = 1
+    code: str | None = None  # OpenAI's word for it, where the status does not tell
 
     def __init__(self, cause: str, fix: str = "") -> None:
         super().__init__(f"{cause} {fix}".strip())
@@ -52,6 +53,8 @@ class InvalidRequestError(TwinphaseError):
 
 class ContextLengthError(InvalidRequestError):
     """Prompt plus requested tokens do not fit the model's context; the message carries the numbers."""
+
+    code = "context_length_exceeded"
 
 
 class CacheCapacityError(InvalidRequestError):
@@ -74,11 +77,14 @@ class EngineUnavailableError(TwinphaseError):
 class EngineDeadError(EngineUnavailableError):
     """The engine's loop has ended, and with it what it was computing."""
 
+    code = "engine_restarted"
+
 
 class OverloadedError(EngineUnavailableError):
     """More waits than the limits allow; nothing was queued. `retry_after` is in seconds."""
 
     http_status = 429
+    code = "rate_limit_exceeded"
     retry_after = 1
 
 
@@ -86,6 +92,7 @@ class ModelNotFoundError(TwinphaseError):
     """No model under that name or path."""
 
     http_status = 404
+    code = "model_not_found"
     exit_code = 3
 
 

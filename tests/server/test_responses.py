@@ -234,13 +234,14 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
                 job=job, stream=SimpleNamespace(transcript=SimpleNamespace(tokenizer=tokenizer)), content="hi",
                 reasoning="", tool_calls=[], logprobs=[], finish_reason="stop",
             )  # fmt: skip
-            self.replies, self.ends = make_replies(job, [choice], tokenizer), []
+            self.replies, self.ends = make_replies(job, [choice]), []
             self.expire = self.ends.append
             service.in_flight.add(self)
 
     tokenizer = SimpleNamespace(strips_leading_space=False)
-    for name, found in (("answer_chat", Asked), ("timings", lambda *_: {}), ("_usage", lambda *_: {})):
+    for name, found in (("answer_chat", Asked), ("_usage", lambda *_: {})):
         monkeypatch.setattr(responses, name, found)
+    monkeypatch.setattr(responses.ResponseReplies, "_told", lambda *_: {})
     api, service = APIRouter(), SimpleNamespace(config=SimpleNamespace(kept_responses=4), in_flight=set())
     responses.add_responses(api, service)
     create, get, _, cancel = (route.endpoint for route in api.routes if not route.path.endswith("input_items"))

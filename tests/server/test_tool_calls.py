@@ -119,7 +119,7 @@ def test_text_behind_a_call_comes_behind_its_end_in_every_stream() -> None:
     transcript = SimpleNamespace(num_cached_tokens=0, tokenizer=tokenizer)
     choice = SimpleNamespace(stream=SimpleNamespace(transcript=transcript), token_ids=[], job=job)
     body = ResponsesRequest.model_validate({"input": "a"})
-    for replies in (ResponseReplies(body, "", None, [], job, [choice], None), MessageReplies(16, job, [choice], None)):
+    for replies in (ResponseReplies(body, "", None, [], job, [choice]), MessageReplies(16, job, [choice])):
         chunks = b"".join(replies.chunk(Delta(choice, content, "", deltas)) for content, deltas in fed)
         told = [json.loads(line[6:]) for line in chunks.decode().splitlines() if line.startswith("data: ")]
         kinds = [(one.get("item") or one["content_block"])["type"] for one in told

@@ -102,6 +102,11 @@ class AsyncEngine:
         return self.host.is_running
 
     @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest request; None until a model has been loaded once."""
+        return self.facts.config.max_model_len if self.facts else None
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that the engine has; those whose grammar is still being compiled are not among them."""
         return len(self._accepted & self._streams.keys()) + self._num_embedding
@@ -112,7 +117,7 @@ class AsyncEngine:
         With `last`, only so many tokens at the prompt's end are kept, and it may be longer than the context.
         """
         arrival = self.clock() if arrival is None else arrival
-        limit = self.facts.config.max_model_len if self.facts and last is None else None
+        limit = self.max_model_len if last is None else None
         if isinstance(prompt, str) and len(prompt) <= ENCODED_AT_ONCE:
             text, token_ids = self.text.encode(prompt, limit)
         else:
@@ -133,7 +138,7 @@ class AsyncEngine:
         It came at `arrival` (seconds; now if None); `last` as for `encode`.
         """
         arrival = self.clock() if arrival is None else arrival
-        limit = self.facts.config.max_model_len if self.facts and last is None else None
+        limit = self.max_model_len if last is None else None
         encode = functools.partial(self.text.encode_chat, messages, tools, variables or {}, limit)
         short = len(str(messages)) + len(str(tools)) <= ENCODED_AT_ONCE
         prompt = encode() if short else await asyncio.to_thread(encode)

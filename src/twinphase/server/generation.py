@@ -70,7 +70,7 @@ class Generation(Exchange):
             service.timelines.begin(self._tenant, choice)
         shape = service.facts.shape if service.facts else None
         told = service.config.per_request_spec_decode_metrics
-        self.replies = replies = self._make_replies(job, choices, engine.text.tokenizer, shape, told)
+        self.replies = replies = self._make_replies(job, choices, shape, told)
         try:
             if self._stream:
                 await self._send_events(job, choices, replies, on_update)

@@ -229,7 +229,7 @@ def effort_variables(source: str, body: ChatCompletionRequest | TokenizeRequest)
 
 
 async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float) -> Job:
-    prompts, limit = _prompt_list(body.prompt), engine.facts.config.max_model_len if engine.facts else None
+    prompts, limit = _prompt_list(body.prompt), engine.max_model_len
     max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
     kept = _num_kept(engine, body, max_tokens)
     longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
@@ -276,7 +276,7 @@ async def _infill(engine: AsyncEngine, prompt: Any, suffix: str, arrival: float)
     """The prompt for what stands between two texts."""
     if not isinstance(prompt, str):
         raise InvalidRequestError("`suffix` is given with a prompt of token ids.", "Send the prompt as text.")
-    limit = engine.facts.config.max_model_len if engine.facts else None
+    limit = engine.max_model_len
     text = engine.text
     make = partial(infill_prompt, text.tokenizer, text.checkpoint.metadata, prompt, suffix, limit)
     token_ids = make() if len(prompt) + len(suffix) <= ENCODED_AT_ONCE else await asyncio.to_thread(make)
@@ -285,7 +285,7 @@ async def _infill(engine: AsyncEngine, prompt: Any, suffix: str, arrival: float)
 
 def _num_kept(engine: AsyncEngine, body: GenerationRequest, max_tokens: int | None) -> int | None:
     """How many of a prompt's last tokens are read; None for all."""
-    kept, limit = body.truncate_prompt_tokens, engine.facts.config.max_model_len if engine.facts else None
+    kept, limit = body.truncate_prompt_tokens, engine.max_model_len
     return max(1, (limit or 0) - (max_tokens or 1)) if kept == -1 else kept
 
 
@@ -330,8 +330,7 @@ async def _with_prediction(engine: AsyncEngine, prompt: EncodedPrompt, text: str
     """The prompt, and as much of the expected answer as the context could hold."""
     encode = partial(engine.text.tokenizer.encode, text, add_special_tokens=False)
     token_ids = encode() if len(text) <= ENCODED_AT_ONCE else await asyncio.to_thread(encode)
-    limit = engine.facts.config.max_model_len if engine.facts else None
-    return replace(prompt, prediction_token_ids=token_ids[:limit], tokenized=engine.clock())
+    return replace(prompt, prediction_token_ids=token_ids[: engine.max_model_len], tokenized=engine.clock())
 
 
 def _is_short(body: ChatCompletionRequest) -> bool:

@@ -22,7 +22,6 @@ from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.phases.work import ModelShape
 from twinphase.request import RequestCounts
 from twinphase.server.answers import Choice
-from twinphase.server.jobs import Job
 from twinphase.tokenizer.prompt_parts import PromptPart
 
 __all__ = ["Timelines", "server_timing", "spec_decode_metrics", "timeline_json", "timings"]
@@ -30,14 +29,14 @@ __all__ = ["Timelines", "server_timing", "spec_decode_metrics", "timeline_json",
 LISTED = 100  # finished requests
 
 
-def timings(job: Job, choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
+def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
     """Where the time of one answer went, up to this moment; `shape` is the model's.
 
     `ledger_ms` adds up to `e2e_ms`. The others are llama.cpp's (`cache_n` and what follows it) or our formulas:
     `ttft_ms` first token handed over - arrival; `ttfo_ms` the same for the first token behind the thinking part;
     `tpot_ms` (last token - first token) / (output tokens - 1).
     """
-    transcript = choice.stream.transcript
+    job, transcript = choice.job, choice.stream.transcript
     timeline, request = transcript.timeline, transcript.counts()
     num_prompt, num_output = request.num_prompt_tokens, request.num_output_tokens
     totals = timeline.totals()

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from twinphase.server.strict import UNREAD, Strict, Unread
+from twinphase.server.strict import MAX_PARTS, UNREAD, Strict, Unread
 
-MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_STOPS, MAX_BIASES = 4096, 4096, 128, 16, 1024
+MAX_MESSAGES, MAX_TOOLS, MAX_STOPS, MAX_BIASES = 4096, 128, 16, 1024
 MAX_PREDICTION = 1 << 20  # characters
 MAX_TEXTS = 65536
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -184,12 +184,10 @@ class Prediction(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class GenerationRequest(Strict):
-    """What chats and completions have in common."""
+class AnyGeneration(Strict):
+    """What chats, completions and responses have in common."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     repetition_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -197,14 +195,29 @@ class GenerationRequest(Strict):
     min_p: float | None = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = False
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    # For the client's own books; prefixes are found by what they are.
+    user: Annotated[str | None, UNREAD] = None
+    service_tier: Annotated[Literal["auto", "default", "flex", "scale", "priority"] | None, UNREAD] = None
+    safety_identifier: Annotated[str | None, UNREAD] = None
+    prompt_cache_key: Annotated[str | None, UNREAD] = None
+    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, UNREAD] = None
+
+
+class GenerationRequest(AnyGeneration):
+    """What chats and completions have in common."""
+
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
     logit_bias: LogitBias | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -212,8 +225,6 @@ class GenerationRequest(Strict):
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     response_format: ResponseFormat | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_progress: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -221,14 +232,9 @@ class GenerationRequest(Strict):
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TEXTS)] | None = None
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] | None = None  # -1: to the context
-    # For the client's own books; answers are not stored, and prefixes are found by what they are.
-    user: Annotated[str | None, UNREAD] = None
+    # For the client's own books; answers are not stored.
     metadata: Annotated[dict[str, Any] | None, UNREAD] = None
     store: Annotated[bool | None, UNREAD] = None
-    service_tier: Annotated[Literal["auto", "default", "flex", "scale", "priority"] | None, UNREAD] = None
-    safety_identifier: Annotated[str | None, UNREAD] = None
-    prompt_cache_key: Annotated[str | None, UNREAD] = None
-    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, UNREAD] = None
     # Accepted at the value that means what is done anyway; anything else is refused.
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True

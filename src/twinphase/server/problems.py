@@ -12,14 +12,7 @@ from typing import Any, TypeVar
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from twinphase.errors import (
-    ContextLengthError,
-    EngineDeadError,
-    EngineUnavailableError,
-    ModelNotFoundError,
-    OverloadedError,
-    TwinphaseError,
-)
+from twinphase.errors import EngineUnavailableError, TwinphaseError
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
@@ -37,6 +30,7 @@ ALIASES = {"repeat_penalty": ("repetition_penalty",), "num_predict": LONGEST_ANS
 # OpenAI's word for a status; the other 4xx are "invalid_request_error", the other 5xx "internal_server_error".
 TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error",
          503: "service_unavailable_error", 504: "timeout_error"}  # fmt: skip
+CODES = {401: "invalid_api_key", 408: "request_timeout", 503: "unavailable", 504: "request_timeout"}
 # What a client is told of a failure that the log describes.
 FAILED = TwinphaseError("The server failed on this request.", "Other requests are not affected.")
 
@@ -80,7 +74,8 @@ def openai_shape(problem: Problem) -> dict[str, Any]:
 def body(error: TwinphaseError | Problem, shape: Shape = openai_shape) -> bytes:
     """The whole body, in ASCII: a message may quote what no UTF-8 can carry."""
     if isinstance(error, TwinphaseError):
-        error = Problem(str(error), error.http_status, getattr(error, "param", None), _code(error))
+        status = error.http_status
+        error = Problem(str(error), status, getattr(error, "param", None), error.code or CODES.get(status))
     return json.dumps(shape(error)).encode("ascii")
 
 
@@ -159,16 +154,3 @@ def _instead(name: str, known: Set[str]) -> str:
     meant = [other for other in ALIASES.get(name, ()) if other.partition(".")[0] in known]
     meant = meant or get_close_matches(name, known - {name}, 1, 0.8)  # a nested field may be so named
     return f"Did you mean `{meant[0]}`?" if meant else "Leave it out."
-
-
-def _code(error: TwinphaseError) -> str | None:
-    if isinstance(error, ContextLengthError):
-        return "context_length_exceeded"
-    if isinstance(error, OverloadedError):
-        return "rate_limit_exceeded"
-    if isinstance(error, ModelNotFoundError):
-        return "model_not_found"
-    if isinstance(error, EngineDeadError):
-        return "engine_restarted"
-    names = {401: "invalid_api_key", 408: "request_timeout", 503: "unavailable", 504: "request_timeout"}
-    return names.get(error.http_status)

@@ -61,16 +61,11 @@ class Replies:
     stream_type = b"text/event-stream; charset=utf-8"
 
     def __init__(
-        self,
-        job: Job,
-        choices: Sequence[Choice],
-        tokenizer: Tokenizer,
-        shape: ModelShape | None = None,
-        spec_metrics: str = "none",
+        self, job: Job, choices: Sequence[Choice], shape: ModelShape | None = None, spec_metrics: str = "none"
     ) -> None:
         """`shape` is the model's, for the report of prompt parts; `spec_metrics` as in `ServerConfig`."""
-        self._spec_metrics = spec_metrics
-        self.job, self.choices, self.tokenizer, self.shape = job, choices, tokenizer, shape
+        self.job, self.choices, self._shape, self._spec_metrics = job, choices, shape, spec_metrics
+        self.tokenizer = choices[0].stream.transcript.tokenizer
         self._head = self.head()
         self._read: set[int] = set()  # answers whose prompt was told to be read
         self._plain = encode(self._head)[:-1]  # of a chunk that brings nothing but text, the most common kind
@@ -148,7 +143,7 @@ class Replies:
     def _told(self, choice: Choice) -> dict[str, Any]:
         """Where the time of an answer went, and what became of its drafted tokens."""
         counts = choice.stream.transcript.counts()
-        return {"timings": timings(self.job, choice, self.shape), **spec_decode_metrics(counts, self._spec_metrics)}
+        return {"timings": timings(choice, self._shape), **spec_decode_metrics(counts, self._spec_metrics)}
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError

@@ -134,8 +134,8 @@ class Service:
 
     @property
     def max_model_len(self) -> int | None:
-        """Of the engine; None until it has been loaded once."""
-        return self.facts.config.max_model_len if self.facts else None
+        """See `AsyncEngine`."""
+        return self.engine.max_model_len if self.engine else None
 
     @property
     def stage(self) -> str:

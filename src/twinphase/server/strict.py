@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-__all__ = ["UNREAD", "Strict", "Unread", "unread_fields"]
+__all__ = ["MAX_PARTS", "UNREAD", "Strict", "Unread", "text_or_parts", "unread_fields"]
 
-MAX_FIELDS = 128
+MAX_FIELDS, MAX_PARTS = 128, 4096
 UNREAD = Field(exclude=True)  # what changes no answer here
 Unread = Annotated[Any, UNREAD]
 
@@ -45,6 +46,20 @@ class Strict(BaseModel):
                 given.clear()
                 given |= {"anyOf": [*forms, {"type": "null"}], **kept}
         return schema
+
+
+def text_or_parts(text_type: str, refused: Sequence[str]) -> Callable[[Any], Any]:
+    """Reads a text as short for one part of it, and refuses parts of some types by name; for a `BeforeValidator`."""
+
+    def read(given: Any) -> Any:
+        if isinstance(given, str):
+            return [{"type": text_type, "text": given}]
+        for part in given[:MAX_PARTS] if isinstance(given, list) else ():
+            if isinstance(part, dict) and (kind := part.get("type")) in refused:
+                raise ValueError(f"a part of the type {kind} is not read here: send text")
+        return given
+
+    return read
 
 
 def unread_fields(body: BaseModel) -> list[str]:

@@ -67,26 +67,14 @@ def check_tools(tools: Sequence[Tool], tool_choice: ToolChoice) -> None:
     names = set()
     for tool in tools:
         name = tool["function"]["name"]
-        if not re.fullmatch(TOOL_NAME, name):
-            raise InvalidRequestError(
-                f"A tool is named {name[:80]!r}.", "Use 1 to 64 letters, digits, underscores, dots and hyphens."
-            )
         if name in names:
             raise InvalidRequestError(f"Two tools are named {name!r}.", "Give each its own name.")
         names.add(name)
         parameters = plain_json(f"The parameters of tool {name!r}", tool["function"].get("parameters") or {})
         if parameters.get("type", "object") != "object":
             raise InvalidRequestError(f"The parameters of tool {name!r} are not an object.", 'Use "type": "object".')
-    if isinstance(tool_choice, Mapping):
-        chosen = _chosen(tool_choice)
-        if chosen not in names:
-            raise InvalidRequestError(f"tool_choice names {chosen!r}, which is not in tools.", "Name one of the tools.")
-    elif tool_choice not in (None, "none", "auto", "required"):
-        raise InvalidRequestError(
-            f"tool_choice is {tool_choice!r}.", 'Use "none", "auto", "required", or name a function.'
-        )
-    elif tool_choice in ("auto", "required") and not tools:
-        raise InvalidRequestError(f"tool_choice is {tool_choice!r} without tools.", "Give tools.")
+    if isinstance(tool_choice, Mapping) and (chosen := tool_choice["function"]["name"]) not in names:
+        raise InvalidRequestError(f"tool_choice names {chosen!r}, which is not in tools.", "Name one of the tools.")
 
 
 def tool_grammar(
@@ -113,7 +101,7 @@ def tool_grammar(
     if not tools or tool_choice == "none":
         return None
     if isinstance(tool_choice, Mapping):
-        tools = [tool for tool in tools if tool["function"]["name"] == _chosen(tool_choice)]
+        tools = [tool for tool in tools if tool["function"]["name"] == tool_choice["function"]["name"]]
 
     def lark(text: str) -> str:
         return _lark(text, special_token)
@@ -136,11 +124,6 @@ def tool_grammar(
         rules += ["start: TEXT | begin calls", f"begin{'' if special_begin else '[lazy]'}: TEXT {lark(format.begin)}"]
         rules += [f"TEXT: /{_ANY}/"]
     return StructuredOutputsParams(grammar="\n".join(rules))
-
-
-def _chosen(tool_choice: Mapping[str, Any]) -> object:
-    function = tool_choice.get("function")
-    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _call(function: Mapping[str, Any], format: ToolFormat) -> str:

@@ -28,7 +28,6 @@ from twinphase.server.dialects.anthropic_types import (
 )
 from twinphase.server.generation import answer_chat
 from twinphase.server.jobs import Job, template_inputs, within_context
-from twinphase.server.observe import timings
 from twinphase.server.openai_types import ChatCompletionRequest
 from twinphase.server.problems import Problem, validated
 from twinphase.server.replies import Replies, encode
@@ -178,7 +177,7 @@ class MessageReplies(Replies):
                 events += self._end_block() + self._piece("tool_use", start, {"partial_json": call.arguments})
         if delta.finished:
             events += self._end_block()
-            told = {"timings": timings(self.job, self._choice, self.shape)}
+            told = self._told(self._choice)
             events += _event("message_delta", delta=self._stop(), usage=self._usage(), **told)
         return events
 
@@ -194,8 +193,7 @@ class MessageReplies(Replies):
             blocks.append({"type": "text", "text": choice.content})
         for call in choice.tool_calls:
             blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.given})
-        told = {"timings": timings(self.job, choice, self.shape)}
-        return {**self._head, "content": blocks, **self._stop(), "usage": self._usage(), **told}
+        return {**self._head, "content": blocks, **self._stop(), "usage": self._usage(), **self._told(choice)}
 
     def head(self) -> dict[str, Any]:
         return {"id": self.job.id, "type": "message", "role": "assistant", "model": self.job.model}

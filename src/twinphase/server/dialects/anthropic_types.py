@@ -6,19 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from twinphase.server.openai_types import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Name, Stop
-from twinphase.server.strict import Strict
+from twinphase.server.openai_types import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Name, Stop
+from twinphase.server.strict import MAX_PARTS, Strict, text_or_parts
 
-
-def _as_blocks(given: Any) -> Any:
-    """A text is short for one block of it."""
-    if isinstance(given, str):
-        return [{"type": "text", "text": given}]
-    for block in given[:MAX_PARTS] if isinstance(given, list) else ():
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind in ("image", "document", "search_result", "container_upload"):
-            raise ValueError(f"a block of the type {kind} is not read here: send text")
-    return given
+_as_blocks = text_or_parts("text", ("image", "document", "search_result", "container_upload"))
 
 
 class _Block(Strict):

@@ -35,7 +35,6 @@ from twinphase.server.dialects.ollama_types import (
 from twinphase.server.embeddings import Embeddings, embedding_inputs
 from twinphase.server.generation import answer_chat, answer_completion
 from twinphase.server.jobs import Job, within_context
-from twinphase.server.observe import timings
 from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 from twinphase.server.problems import Problem, validated
 from twinphase.server.replies import ChatReplies, encode
@@ -182,7 +181,7 @@ class _OllamaReplies(ChatReplies):
             "prompt_eval_duration": _ns(prefill),
             "eval_count": len(choice.token_ids),
             "eval_duration": _ns(decode),
-            "timings": timings(self.job, choice, self.shape),
+            **self._told(choice),
         }
 
 

@@ -29,8 +29,7 @@ from twinphase.server.dialects.responses_types import (
 )
 from twinphase.server.generation import answer_chat
 from twinphase.server.jobs import Job
-from twinphase.server.observe import timings
-from twinphase.server.openai_types import ChatCompletionRequest
+from twinphase.server.openai_types import AnyGeneration, ChatCompletionRequest
 from twinphase.server.problems import validated
 from twinphase.server.replies import ChatReplies, encode, usage
 from twinphase.server.service import Service
@@ -54,10 +53,8 @@ class ResponseCancelledError(TwinphaseError):
 def _chat(body: ResponsesRequest, before: Sequence[dict[str, Any]]) -> ChatCompletionRequest:
     """The same as a chat; `before` are the messages of the response that it follows."""
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    names = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
-             "seed", "stop", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs", "user",
-             "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
-    fields = {name: getattr(body, name) for name in names}
+    same = [*AnyGeneration.model_fields, "parallel_tool_calls", "chat_template_kwargs"]
+    fields = {name: getattr(body, name) for name in same}
     fields |= {"messages": [*instructions, *before, *_messages(body)], "max_tokens": body.max_output_tokens}
     if body.tools:
         fields["tools"] = [
@@ -175,7 +172,7 @@ class ResponseReplies(ChatReplies):
         response = self._response("incomplete" if short else "completed", items)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if short else None
         response["usage"] = _usage(self.job, self.choices)
-        response["timings"] = timings(self.job, self._choice, self.shape)
+        response |= self._told(self._choice)
         return self._end_with(response)
 
     def _end_with(self, response: dict[str, Any]) -> dict[str, Any]:

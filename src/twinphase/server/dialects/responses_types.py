@@ -6,19 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from twinphase.server.openai_types import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Name, Seed, Stop
-from twinphase.server.strict import Strict, Unread
-
-
-def _as_parts(given: Any) -> Any:
-    """A text is short for one part of it."""
-    if isinstance(given, str):
-        return [{"type": "input_text", "text": given}]
-    for part in given[:MAX_PARTS] if isinstance(given, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("input_image", "input_file", "input_audio"):
-            raise ValueError(f"a part of the type {kind} is not read here: send text")
-    return given
+from twinphase.server.openai_types import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    AnyGeneration,
+    Function,
+    Name,
+    NamedFunction,
+)
+from twinphase.server.strict import MAX_PARTS, UNREAD, Strict, Unread, text_or_parts
 
 
 def _as_items(given: Any) -> Any:
@@ -58,7 +55,7 @@ class RefusalContent(Strict):
 Contents = Annotated[
     list[Annotated[TextContent | RefusalContent, Field(discriminator="type")]],
     Field(fail_fast=True, max_length=MAX_PARTS),
-    BeforeValidator(_as_parts),
+    BeforeValidator(text_or_parts("input_text", ("input_image", "input_file", "input_audio"))),
 ]
 
 
@@ -108,21 +105,16 @@ class ReasoningItem(_Item):
 Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
 
 
-class FunctionTool(Strict):
+class FunctionTool(Function):
     """A function the model may call; tools that OpenAI's servers would run are refused."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class NamedTool(Strict):
+class NamedTool(NamedFunction):
     """The function that has to be called."""
 
     type: Literal["function"]
-    name: Name
 
 
 class TextFormat(Strict):
@@ -162,21 +154,17 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Unread = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(AnyGeneration):
     """POST /v1/responses."""
 
     input: Annotated[
         list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_as_items)
     ]
-    model: Annotated[str, Field(max_length=1024)] | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
     store: bool = True
-    stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
@@ -196,20 +184,8 @@ class ResponsesRequest(Strict):
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
     max_tool_calls: int | None = None  # of tools that OpenAI's servers would run
-    user: Annotated[str, Field(max_length=512)] | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    user: Annotated[Annotated[str, Field(max_length=512)] | None, UNREAD] = None
     # Beyond OpenAI's, as in its chats here.
-    top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: Seed | None = None
-    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
-    ignore_eos: bool = False
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # OpenAI's others are not supported.
     conversation: None = None
