@@ -53,26 +53,6 @@ async def let_others_run():
         await asyncio.sleep(0)
 
 
-def test_many_at_once_get_what_each_gets_alone(serve, llm):
-    alone = [output.outputs[0] for output in (llm.generate([prompt], LONG)[0] for prompt in PROMPTS)]
-
-    async def body(engine):
-        streams = [await engine.submit(prompt, LONG) for prompt in PROMPTS]
-        for updates, expected in zip(await asyncio.gather(*map(read, streams)), alone, strict=True):
-            assert "".join(update.text for update in updates) == expected.text
-            assert [token for update in updates for token in update.token_ids] == expected.token_ids
-            assert [update.finished for update in updates] == [False] * (len(updates) - 1) + [True]
-            output = updates[-1].output
-            assert output.outputs[0].finish_reason == "length"
-            timeline, at = output.metrics, output.metrics.arrival
-            for interval in timeline.intervals:
-                assert interval.start == at
-                at = interval.end
-            assert at == timeline.end >= timeline.token_times[-1]
-
-    serve(body)
-
-
 def test_a_reader_that_comes_late_gets_everything_in_one_update(serve):
     async def body(engine):
         stream = await engine.submit(PROMPTS[0], greedy(20))
@@ -162,22 +142,6 @@ def test_bad_requests_are_refused_and_disturb_nobody(serve):
     serve(body)
 
 
-def test_a_request_that_fails_fails_alone(serve):
-    async def body(engine):
-        def execute(batch):
-            if any(share.request_id == "bad" for share in batch.scheduled):
-                raise ZeroDivisionError("what a bug")
-            return whole(batch)
-
-        whole, engine.host.loaded.engine.executor.execute = engine.host.loaded.engine.executor.execute, execute
-        streams = [await engine.submit(PROMPTS[0], greedy(20), request_id=name) for name in ("bad", "good")]
-        bad, good = (updates[-1].output for updates in await asyncio.gather(*map(read, streams)))
-        assert (bad.outputs[0].finish_reason, bad.error) == ("error", "ZeroDivisionError: what a bug")
-        assert (good.outputs[0].finish_reason, len(good.outputs[0].token_ids)) == ("length", 20)
-
-    serve(body)
-
-
 def test_when_the_loop_dies_every_stream_and_call_says_so(serve):
     async def body(engine):
         def schedule(drafts):
@@ -205,16 +169,6 @@ def test_close_fails_what_is_unfinished(serve):
         await closing
         with pytest.raises(EngineDeadError):
             await read(stream)
-
-    serve(body)
-
-
-def test_explain_of_a_stream(serve):
-    async def body(engine):
-        stream = await engine.submit(PROMPTS[0], greedy(20))
-        await read(stream)
-        explanation = await engine.explain(stream)
-        assert "cached" in str(explanation)
 
     serve(body)
 

@@ -1,6 +1,3 @@
-import random
-
-import numpy as np
 import pytest
 
 from schedules import Machine, engine_request, machine_engine
@@ -65,36 +62,6 @@ class TestFailures:
         run(engine)
         assert (good.num_cached_tokens, good.finish_reason) == (0, FinishReason.LENGTH)
 
-    def test_it_fails_alone_and_says_why(self, engine, machine):
-        requests = {name: make_request(name, [ord(name)] * 2, max_tokens=3) for name in "abc"}
-        for request in requests.values():
-            engine.add_request(request)
-        machine.struck = {"b"}
-        result = engine.step()
-        assert result.finished == [requests["b"]]
-        assert (requests["b"].finish_reason, requests["b"].error) == (
-            FinishReason.ERROR,
-            "RuntimeError: struck by the test",
-        )
-        run(engine)
-        for name in "ac":
-            assert (requests[name].output_token_ids, requests[name].finish_reason) == ([7] * 3, FinishReason.LENGTH)
-
-    def test_between_decodes_and_chunks(self, engine, machine):
-        decoding = [make_request(name, max_tokens=20) for name in "ab"]
-        for request in decoding:
-            engine.add_request(request)
-        engine.step()
-        chunked = make_request("long", 30, max_tokens=1)
-        engine.add_request(chunked)
-        engine.step()
-        machine.struck = {"a", "long"}
-        result = engine.step()
-        assert {request.request_id for request in result.finished} == {"a", "long"}
-        assert engine.scheduler.get("b") is decoding[1]
-        run(engine)
-        assert decoding[1].output_token_ids == [7] * 20
-
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -147,21 +114,6 @@ class TestRefusals:
 
 
 class TestAbort:
-    @pytest.mark.parametrize("steps", [0, 1, 2, 4])
-    def test_its_blocks_are_free_at_once(self, engine, steps):
-        request, other = make_request("a", 14, max_tokens=9), make_request("b", max_tokens=9)
-        timeline = engine.add_request(request)
-        engine.add_request(other)
-        for _ in range(steps):
-            engine.step()
-        engine.abort("a")
-        engine.scheduler.check_integrity()
-        assert (request.finish_reason, request.block_ids) == (FinishReason.ABORT, [])
-        assert "a" not in engine.timelines
-        assert sum(timeline.totals().values()) == pytest.approx(timeline.end - timeline.arrival)
-        run(engine)
-        assert other.output_token_ids == [7] * 9
-
     def test_unknown_and_finished_requests_are_not_found(self, engine):
         engine.add_request(make_request("a", max_tokens=1))
         engine.add_request(make_request("b", max_tokens=5))
@@ -173,59 +125,3 @@ class TestAbort:
         assert set(engine.timelines) == {"b"}
         engine.finish("a", FinishReason.STOP)  # a front end may be late
         run(engine)
-
-
-def test_seeds_are_given_to_those_who_need_one(engine):
-    names = {"greedy": {}, "own": {"temperature": 1.0, "seed": 5}, "x": {"temperature": 1.0}, "y": {"temperature": 1.0}}
-    requests = {name: make_request(name, **params) for name, params in names.items()}
-    for request in requests.values():
-        engine.add_request(request)
-    seeds = {name: request.sampling_params.seed for name, request in requests.items()}
-    assert (seeds["greedy"], seeds["own"]) == (None, 5)
-    assert seeds["x"] != seeds["y"]
-    assert None not in (seeds["x"], seeds["y"])
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_nothing_leaks_under_random_submission_failure_and_abort(engine, machine, seed):
-    choose = random.Random(seed)
-    requests = {}
-    for number in range(60):
-        if choose.random() < 0.4:
-            length, max_tokens = choose.randint(1, 20), choose.choice([None, 3])
-            request = requests[str(number)] = make_request(str(number), [1] * length, max_tokens=max_tokens)
-            engine.add_request(request)
-        if choose.random() < 0.2 and requests:
-            name = choose.choice(list(requests))
-            if requests[name].finish_reason is None:
-                engine.abort(name)
-        machine.struck = {choose.choice(list(requests))} if requests and choose.random() < 0.1 else set()
-        if engine.has_work:
-            engine.step()
-        engine.scheduler.check_integrity()
-    machine.struck = set()
-    run(engine)
-    assert all(request.finish_reason for request in requests.values())
-
-
-class NanBackend:
-    """Logits of one request are NaN."""
-
-    def execute(self, forward, inputs):
-        logits = np.zeros((len(inputs.logit_rows), 100), np.float32)
-        logits[inputs.token_ids[inputs.logit_rows] == 13] = np.nan
-        return logits
-
-
-def test_nan_logits_fail_their_request(engine):
-    from types import SimpleNamespace
-
-    from twinphase.engine.runner import Runner
-
-    engine.executor = Runner(SimpleNamespace(forward=None), NanBackend(), block_size=4, eos_token_ids=())
-    bad, good = make_request("bad", [13]), make_request("good", max_tokens=3)
-    engine.add_request(bad)
-    engine.add_request(good)
-    run(engine)
-    assert (bad.finish_reason, good.finish_reason) == (FinishReason.ERROR, FinishReason.LENGTH)
-    assert "not finite" in bad.error

@@ -7,8 +7,6 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
 from provoked import Script
@@ -102,14 +100,6 @@ def test_each_prompt_may_have_its_parameters(llm):
 def test_what_does_not_fit_the_prompts_is_refused(llm, arguments, match):
     with pytest.raises(InvalidRequestError, match=match):
         llm.generate([PROMPT], **arguments)
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(budget=st.integers(1, 40), block_size=st.integers(1, 20), seed=st.integers(0, 5))
-def test_any_chunking_gives_the_same_tokens(llm, make_llm, budget, block_size, seed):
-    params = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, seed=seed)
-    other = make_llm(max_num_batched_tokens=budget, block_size=block_size)
-    assert answer(other, params=params).token_ids == answer(llm, params=params).token_ids
 
 
 def test_seedless_draws_differ_and_repeat_with_the_engine(make_llm):
@@ -230,31 +220,11 @@ class TestChat:
 
 
 class TestMany:
-    def test_more_prompts_than_the_cache_holds(self, make_llm):
-        llm = make_llm(num_kv_blocks=12, block_size=4, max_num_batched_tokens=16)
-        llm.engine.scheduler.usual_output = 0  # expects less than comes, so that blocks run out
-        prompts = [PROMPT[n:] for n in range(20)]
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        outputs = llm.generate(prompts, params)
-        assert sum(output.num_preemptions for output in outputs) > 0
-        assert sum(o.num_recomputed_tokens for o in outputs) == llm.engine.scheduler.num_recomputed_tokens
-        alone = make_llm()
-        assert [o.outputs[0].token_ids for o in outputs] == [answer(alone, p, params).token_ids for p in prompts]
-
     def test_priorities(self, make_llm):
         llm = make_llm(scheduling_policy="priority", max_num_seqs=1)
         outputs = llm.generate([PROMPT[:5], PROMPT[:6], PROMPT[:7]], GREEDY, priority=[3, 1, 2])
         first = [output.metrics.token_times[0] for output in outputs]
         assert sorted(first) == [first[1], first[2], first[0]]
-
-    def test_a_salt_shares_with_its_own_only(self, make_llm):
-        llm = make_llm(block_size=4)
-        cached = []
-        for salt in (None, "a", "a", "b"):
-            (output,) = llm.generate([PROMPT], GREEDY, cache_salt=salt)
-            cached.append(output.num_cached_tokens)
-        assert cached == [0, 0, 28, 0]
-        assert output.prefix_miss == PrefixMiss(MissReason.SALT, 0)
 
     @pytest.mark.parametrize("use_tqdm", [True, False])
     def test_a_bar_is_for_terminals(self, llm, capsys, use_tqdm):
@@ -293,17 +263,6 @@ class TestMany:
         rest = list(stream)
         assert rest[-1].output.outputs[0].token_ids == answer(llm).token_ids
         assert output.outputs[0].token_ids == answer(llm, PROMPT[3:]).token_ids
-
-    def test_time_adds_up(self, make_llm):
-        llm = scripted(make_llm(num_kv_blocks=24, block_size=4))
-        outputs = llm.generate([PROMPT[n:] for n in range(20)], GREEDY)
-        for output in outputs:
-            timeline, at = output.metrics, output.metrics.arrival
-            for interval in timeline.intervals:
-                assert interval.start == at < interval.end
-                at = interval.end
-            assert at == timeline.end == timeline.token_times[-1]
-            assert timeline.seconds(IntervalKind.UNATTRIBUTED) < 0.01 * (at - timeline.arrival)
 
 
 def test_log_probabilities_of_the_prompt_are_those_of_the_whole_computed_at_once(make_llm, tiny_path, monkeypatch):
@@ -395,13 +354,6 @@ def test_a_prompt_larger_than_the_whole_cache(make_llm):
     with pytest.raises(CacheCapacityError, match="up to 3 KV cache blocks of 16 tokens; the whole cache has 2"):
         llm.generate([PROMPT[:5], PROMPT], GREEDY)
     assert not llm.engine.has_work
-
-
-def test_configuration_is_checked_against_the_model(make_llm):
-    with pytest.raises(InvalidRequestError, match="max_model_len is 129, but the model was trained for 128"):
-        make_llm(max_model_len=129)
-    llm = make_llm(max_model_len=60, block_size=8)
-    assert (llm.config.max_model_len, llm.config.num_kv_blocks) == (60, 64 * 1024 // 8)
 
 
 def test_shape_counts_the_tied_head_and_what_only_rows_with_logits_go_through(llm):

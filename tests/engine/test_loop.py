@@ -1,4 +1,4 @@
-"""The loop's compiling of grammars, where what is compiled must be timed or fail; conversations are in test_process."""
+"""The loop's compiling of grammars, where what is compiled must be timed or fail."""
 
 import queue
 import threading

@@ -176,25 +176,6 @@ class TestRefusals:
 
 
 class TestEnds:
-    @pytest.mark.parametrize(
-        ("params", "token_id", "reason", "num_output"),
-        [
-            ({}, EOS, FinishReason.STOP, 1),
-            ({"ignore_eos": True, "max_tokens": 3}, EOS, FinishReason.LENGTH, 3),
-            ({"stop_token_ids": [9]}, 9, FinishReason.STOP, 1),
-            ({"max_tokens": 4}, 7, FinishReason.LENGTH, 4),
-            ({"min_tokens": 3}, EOS, FinishReason.STOP, 3),
-            ({"max_tokens": None}, 7, FinishReason.LENGTH, 95),
-        ],
-    )
-    def test_why(self, params, token_id, reason, num_output):
-        scheduler = make_scheduler()
-        request = make_request("a", 5, **params)
-        scheduler.add(request)
-        run_all(scheduler, token_id)
-        assert (request.finish_reason, len(request.output_token_ids)) == (reason, num_output)
-        assert scheduler.kv_cache.pool.num_available == 64
-
     def test_tokens_behind_the_end_are_dropped(self):
         scheduler = make_scheduler()
         request = make_request("a", 5)
