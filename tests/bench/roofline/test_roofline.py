@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,18 +15,15 @@ from twinphase.bench.report.result import result_json
 from twinphase.bench.roofline import measure as measuring
 from twinphase.bench.roofline.arithmetic import (
     PartWork,
-    breakeven_batch,
-    knee,
     measured_roofline,
     parts_of_step,
     place,
 )
 from twinphase.bench.roofline.ceilings import CeilingSweep
-from twinphase.bench.roofline.findings import TOLERANCE, break_evens, find
+from twinphase.bench.roofline.findings import TOLERANCE, find
 from twinphase.bench.roofline.measure import ModelPoints, RooflinePoint, Sample, Settings, planned
 from twinphase.bench.roofline.plots import DrawnPart, roofline_plot
 from twinphase.bench.roofline.report import (
-    batch_text,
     ceilings_table,
     machine_verdict,
     part_table,
@@ -35,7 +31,7 @@ from twinphase.bench.roofline.report import (
     rate_text,
     verdicts,
 )
-from twinphase.bench.roofline.roofline import _phase_section, roofline, settings_of
+from twinphase.bench.roofline.roofline import roofline, settings_of
 from twinphase.cli import run_app
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.hardware import Ceilings, cache_levels
@@ -99,39 +95,6 @@ def test_parts_of_a_step_by_hand() -> None:
     assert place(linear, 1.0, None).intensity == pytest.approx(16.0)
 
 
-def test_break_even_of_linear_layers_is_where_flop_time_meets_weight_time() -> None:
-    # 6e6 bytes at 100 GB/s are 60 us; a row is 24e6 FLOP at 1000 G/s, 24 us: from the third row on.
-    assert breakeven_batch(SHAPE, UNITS, CEILINGS, 100, attention=False) == 3
-
-
-def test_break_even_of_whole_steps_counts_each_sequences_kv() -> None:
-    # At context c a sequence adds 24 us + c x (4096 / 1000e9 + 4096 / 200e9) s of FLOP, and c x 1536 / 100e9 s of
-    # bytes: both rise with c, and so the FLOP of B sequences meet the bytes at B = 60 / (24 + 0.00922 c).
-    for context in (100, 2000):
-        added = 24e-6 + context * (4096 / 1000e9 + 4096 / 200e9) - context * 1536 / 100e9
-        wanted = next(batch for batch in range(1, 100) if batch * added >= 60e-6)
-        assert breakeven_batch(SHAPE, UNITS, CEILINGS, context, attention=True) == wanted
-
-
-def test_a_break_even_may_never_come_or_be_unknown() -> None:
-    found = breakeven_batch(replace(SHAPE, kv_token_bytes=100_000), UNITS, CEILINGS, 100_000, attention=True)
-    assert batch_text(found) == "never"
-    for ceilings in (None, replace(CEILINGS, int8_ops=None), replace(CEILINGS, bandwidth=())):
-        assert batch_text(breakeven_batch(SHAPE, UNITS, ceilings, 100, attention=False)) == "unknown"
-
-
-def test_the_knee_of_the_rooflines_own_model_is_its_break_even() -> None:
-    times = {batch: max(60e-6, batch * 24e-6) for batch in (1, 2, 4, 8, 16)}
-    assert knee(times) == pytest.approx(60 / 24)
-
-
-@pytest.mark.parametrize(
-    "times", [{1: 1.0, 2: 1.0}, {2: 1.0, 4: 2.0, 8: 4.0}, {1: 1.0, 2: 1.1, 4: 1.2}, {1: 1.0, 2: 4.0, 4: 3.0}]
-)
-def test_no_knee_is_said_where_none_can_be_told(times: dict[int, float]) -> None:
-    assert knee(times) is None
-
-
 def test_caches_grow_with_the_threads_that_have_their_own() -> None:
     one, many = dict(cache_levels(1)), dict(cache_levels(1024))
     assert one.keys() == many.keys() and all(many[name] >= size > 0 for name, size in one.items())
@@ -174,13 +137,13 @@ def test_parts_that_do_not_add_up_are_void() -> None:
     assert not found[0].adds_up
     assert all("void" in cell for cell in part_table(found, "decode").rows[0][3:])
     assert "void" in point_table(found, "decode").rows[0]
-    verdict = verdicts(measured_roofline(CEILINGS), found, [])[0]
+    verdict = verdicts(measured_roofline(CEILINGS), found)[0]
     assert verdict.status is Status.FAILS and "0 of 1" in verdict.text
 
 
 def test_above_100_percent_is_the_first_verdict() -> None:
     found = [find(RooflinePoint("prefill", 16), [sample(0.4e-3, 0.2)], CEILINGS)]
-    verdict = verdicts(measured_roofline(CEILINGS), found, [])[0]
+    verdict = verdicts(measured_roofline(CEILINGS), found)[0]
     assert verdict.status is Status.VOID
     assert "125.0%" in verdict.text and "count or the ceiling is wrong" in verdict.reason
     assert any("(!)" in cell for cell in part_table(found, "prefill").rows[0])
@@ -370,20 +333,6 @@ def test_what_ranks_exchange(tiny: Path, given_ceilings: tuple[list[int], list[C
     assert [row[0] for row in table.rows] == ["512 rows of 8,192 bytes", "1 row of 256 bytes"]
     with pytest.raises(InvalidRequestError, match="without a model"):
         roofline(str(tiny), settings)
-
-
-def test_decode_is_drawn_by_batch_and_by_context() -> None:
-    points = {RooflinePoint("decode", 256, batch): [sample(0.1 * batch, 0.2)] * 2 for batch in (1, 2, 4)}
-    points |= {RooflinePoint("decode", 64): [sample(0.1, 0.1)] * 2}
-    model = SimpleNamespace(samples=points, shape=SHAPE, units=UNITS)
-    found = [find(point, samples, CEILINGS) for point, samples in points.items()]
-    turns = break_evens(model, found, CEILINGS)  # type: ignore[arg-type]
-    assert [(one.what, one.context, one.knee) for one in turns] == [
-        ("whole step", 64, None), ("linear layers", 256, pytest.approx(1.0)), ("whole step", 256, None),
-    ]  # fmt: skip
-    section = _phase_section(model, CEILINGS, found, turns, "decode")  # type: ignore[arg-type]
-    assert [plot.name for plot in section.plots] == ["decode-batching"]
-    assert "batch 3 predicted, 1.0 measured" in section.plots[0].title
 
 
 def test_ceilings_too_low_are_measured_again(tiny: Path, given_ceilings: tuple[list[int], list[Ceilings]]) -> None:

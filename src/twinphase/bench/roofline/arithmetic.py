@@ -7,7 +7,6 @@ measures, and what is unknown stays None.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +22,7 @@ __all__ = [
     "Roof",
     "Roofline",
     "Slope",
-    "breakeven_batch",
-    "decode_work",
     "ideal_seconds",
-    "knee",
     "measured_roofline",
     "parts_of_step",
     "place",
@@ -34,7 +30,6 @@ __all__ = [
 
 UNITS = ("int8", "bfloat16", "float16", "float32")
 MIB = 1 << 20
-MOST_BATCH = 1 << 14  # a break-even that lies beyond is none
 
 
 @dataclass(frozen=True)
@@ -144,11 +139,6 @@ def parts_of_step(shape: ModelShape, units: Units, work: StepWork) -> tuple[Part
     return linear, scores.plus(values)
 
 
-def decode_work(shape: ModelShape, units: Units, batch: int, context: int) -> tuple[PartWork, PartWork]:
-    """`parts_of_step` for one decode step of `batch` sequences that attend to `context` tokens each."""
-    return parts_of_step(shape, units, StepWork.of_decodes(batch, context, shape.window))
-
-
 def ideal_seconds(part: PartWork, ceilings: Ceilings | None) -> tuple[float, float] | None:
     """Seconds that the FLOP of a part and that its bytes take at the ceilings; None if one is unknown."""
     compute = compute_seconds(part.flops, ceilings)
@@ -194,46 +184,3 @@ def place(part: PartWork, seconds: float, ceilings: Ceilings | None) -> Placed:
         efficiency(memory, seconds),
         bound(compute, memory, seconds),
     )
-
-
-def breakeven_batch(
-    shape: ModelShape, units: Units, ceilings: Ceilings | None, context: int, *, attention: bool
-) -> float | None:
-    """The smallest batch whose decode step, or its linear layers alone, needs longer for its FLOP than for its bytes.
-
-    More sequences share one reading of the weights, but each reads its own KV: the linear layers always turn
-    compute-bound, attention never does if its own intensity is below the balance point.
-
-    Returns:
-        Infinity if there is none up to MOST_BATCH; None if a ceiling is unknown.
-    """
-    # Bandwidth falls with the working set, so the answer need not be monotonic: each batch is looked at in turn.
-    for batch in range(1, MOST_BATCH + 1):
-        linear, attended = decode_work(shape, units, batch, context)
-        ideal = ideal_seconds(linear.plus(attended) if attention else linear, ceilings)
-        if ideal is None:
-            return None
-        if ideal[0] >= ideal[1]:
-            return batch
-    return math.inf
-
-
-def knee(seconds: Mapping[int, float]) -> float | None:
-    """The batch at which measured step times turn from flat to proportional: t(1) / marginal time of one sequence.
-
-    The marginal time is that between the two largest batches. In the roofline's model, t(B) = max(memory, B x compute),
-    this is the break-even batch.
-
-    Args:
-        seconds: of a step (or a part), by batch; with batch 1 and two more.
-
-    Returns:
-        None if it cannot be told: fewer batches, or a time at the largest batch below twice that of batch 1, which is
-        flat all the way.
-    """
-    batches = sorted(seconds)
-    if len(batches) < 3 or batches[0] != 1:
-        return None
-    before, last = batches[-2:]
-    marginal = (seconds[last] - seconds[before]) / (last - before)
-    return seconds[1] / marginal if marginal > 0 and seconds[last] >= 2 * seconds[1] else None

@@ -1,4 +1,4 @@
-"""What the measured points of `twinphase roofline` mean: medians, their places under the roofline, break-even batches.
+"""What the measured points of `twinphase roofline` mean: medians, and their places under the roofline.
 
 Not for measuring (`measure.py`) nor for words and tables (`report.py`).
 """
@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twinphase.bench.roofline.arithmetic import Placed, breakeven_batch, knee, place
-from twinphase.bench.roofline.measure import ModelPoints, RooflinePoint, Sample
+from twinphase.bench.roofline.arithmetic import Placed, place
+from twinphase.bench.roofline.measure import RooflinePoint, Sample
 from twinphase.phases.hardware import Ceilings
 
-__all__ = ["OUTSIDE", "TOLERANCE", "BreakEven", "PointFinding", "break_evens", "find"]
+__all__ = ["OUTSIDE", "TOLERANCE", "PointFinding", "find"]
 
 TOLERANCE = 0.10  # of a whole step's time, within which the parts must add up
 NAMES = {"linear": "linear layers", "attention": "attention", "other": "other operations"}
@@ -72,48 +72,3 @@ def find(point: RooflinePoint, samples: Sequence[Sample], ceilings: Ceilings | N
         linear=place(samples[0].linear, linear, ceilings),
         attention=place(samples[0].attention, attention, ceilings),
     )
-
-
-@dataclass(frozen=True)
-class BreakEven:
-    """Where batched decode turns from memory-bound to compute-bound, at one context.
-
-    Attributes:
-        what: "linear layers" or "whole step".
-        context: tokens.
-        predicted: batch, by the ceilings and the counts; as `breakeven_batch` gives it.
-        knee: batch, by the measured times; None if it is not among the measured batches.
-        knees: one per repetition, where it could be told.
-        measured_to: the largest batch measured.
-    """
-
-    what: str
-    context: int
-    predicted: float | None
-    knee: float | None
-    knees: tuple[float, ...]
-    measured_to: int
-
-
-def break_evens(measured: ModelPoints, found: Sequence[PointFinding], ceilings: Ceilings | None) -> list[BreakEven]:
-    """Break-even batches of the linear layers and of whole steps, at each decode context that was measured."""
-    by_context: dict[int, dict[int, PointFinding]] = {}
-    for one in found:
-        if one.point.phase == "decode":
-            by_context.setdefault(one.point.tokens, {})[one.point.batch] = one
-    result = []
-    for context, by_batch in sorted(by_context.items()):
-        for what in ("linear layers", "whole step"):
-            whole = what == "whole step"
-            if not whole and len(by_batch) == 1 and len(by_context) > 1:
-                continue  # they do not look at the context: once, where batches were measured, is enough
-            predicted = breakeven_batch(measured.shape, measured.units, ceilings, context, attention=whole)
-            times = {
-                batch: [sample.seconds if whole else sample.parts["linear"] for sample in one.samples]
-                for batch, one in by_batch.items()
-            }
-            each = (knee({b: seconds[i] for b, seconds in times.items()}) for i in range(min(map(len, times.values()))))
-            middle = knee({batch: statistics.median(seconds) for batch, seconds in times.items()})
-            knees = tuple(value for value in each if value is not None)
-            result.append(BreakEven(what, context, predicted, middle, knees, max(by_batch)))
-    return result

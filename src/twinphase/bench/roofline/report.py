@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 
@@ -10,14 +9,12 @@ from twinphase.backends.cpu.link import LARGE, SMALL, LinkRates
 from twinphase.bench.report.report import Column, Metric, Status, Table, Verdict
 from twinphase.bench.roofline.arithmetic import UNITS, Placed, Roofline
 from twinphase.bench.roofline.ceilings import CeilingSweep
-from twinphase.bench.roofline.findings import OUTSIDE, TOLERANCE, BreakEven, PointFinding
+from twinphase.bench.roofline.findings import OUTSIDE, TOLERANCE, PointFinding
 from twinphase.phases.hardware import Ceilings
 
 __all__ = [
     "HOW_APART",
     "balance_table",
-    "batch_text",
-    "break_even_table",
     "ceilings_table",
     "link_table",
     "machine_verdict",
@@ -157,33 +154,8 @@ def part_table(found: Sequence[PointFinding], phase: str) -> Table:
     return Table(f"{phase.capitalize()}: parts under the roofline", columns, tuple(rows))
 
 
-def break_even_table(found: Sequence[BreakEven]) -> Table:
-    """Break-even batches."""
-    columns = (
-        Column("context", "tokens"),
-        Column("of"),
-        Column("predicted", "smallest batch whose FLOP need longer at the peaks than its bytes at the bandwidth"),
-        Column("measured", "time of batch 1 / time that one more sequence adds at the largest batches; range"),
-    )
-    rows = []
-    for one in found:
-        measured = "not measured" if one.measured_to == 1 else f"none up to {one.measured_to}"
-        if one.knee is not None:
-            knees = one.knees or (one.knee,)
-            measured = f"{one.knee:.1f} ({min(knees):.1f} to {max(knees):.1f})"
-        rows.append((f"{one.context:,}", one.what, batch_text(one.predicted), measured))
-    return Table("The batch from which decode is bound by compute", columns, tuple(rows))
-
-
-def batch_text(batch: float | None) -> str:
-    """A break-even batch."""
-    if batch is None:
-        return UNKNOWN
-    return "never" if math.isinf(batch) else f"{batch:.0f}"
-
-
 # Verdicts
-def verdicts(line: Roofline, found: Sequence[PointFinding], turns: Sequence[BreakEven]) -> list[Verdict]:
+def verdicts(line: Roofline, found: Sequence[PointFinding]) -> list[Verdict]:
     """The findings, most important first."""
     result = [
         Verdict(
@@ -197,7 +169,6 @@ def verdicts(line: Roofline, found: Sequence[PointFinding], turns: Sequence[Brea
     ]
     if found:
         result.append(_adding_up(found))
-    result += [_break_even_verdict(one) for one in turns if one.measured_to > 1]
     sound = [one for one in found if one.adds_up]
     prefills = [one for one in sound if one.point.phase == "prefill"]
     decodes = [one for one in sound if one.point.phase == "decode" and one.point.batch == 1]
@@ -227,15 +198,6 @@ def _adding_up(found: Sequence[PointFinding]) -> Verdict:
     if len(right) == len(found):
         return Verdict(Status.HOLDS, text)
     return Verdict(Status.FAILS, text, "the parts of the other points are void; repeat on a quieter machine")
-
-
-def _break_even_verdict(one: BreakEven) -> Verdict:
-    batch = batch_text(one.predicted)
-    predicted = {UNKNOWN: "at an unknown batch", "never": "at no batch"}.get(batch, f"from batch {batch} on")
-    text = f"Decode, {one.what}, at {one.context:,} tokens of context: bound by compute {predicted} by the ceilings"
-    if one.knee is None:
-        return Verdict(Status.INFO, f"{text}; measured times show no knee up to batch {one.measured_to}.")
-    return Verdict(Status.INFO, f"{text}; measured times turn upwards at batch {one.knee:.1f}.")
 
 
 def _bound_verdict(one: PointFinding, wanted: str) -> Verdict:

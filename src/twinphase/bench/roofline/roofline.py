@@ -14,17 +14,14 @@ from twinphase.backends.cpu.link import LinkRates, measure_link
 from twinphase.backends.device import open_device
 from twinphase.bench.conditions import Bystanders, conditions
 from twinphase.bench.progress import Progress
-from twinphase.bench.report.plots import lines
-from twinphase.bench.report.report import Plot, Report, Section
+from twinphase.bench.report.report import Report, Section
 from twinphase.bench.roofline import report as words
 from twinphase.bench.roofline.arithmetic import (
     Roofline,
-    decode_work,
-    ideal_seconds,
     measured_roofline,
 )
 from twinphase.bench.roofline.ceilings import CeilingSweep, measure_ceilings
-from twinphase.bench.roofline.findings import BreakEven, PointFinding, break_evens, find
+from twinphase.bench.roofline.findings import PointFinding, find
 from twinphase.bench.roofline.measure import ModelPoints, Settings, measure_model
 from twinphase.bench.roofline.plots import DrawnPart, roofline_plot
 from twinphase.config import EngineConfig, available_cores
@@ -73,21 +70,20 @@ def roofline(
     sweep, ceilings = sweep.save(), sweep.now
     on_gpu = device is not None and device.free_memory() is not None
     line = measured_roofline(ceilings, () if on_gpu else cache_levels(threads))
-    turns = break_evens(points, found, ceilings) if points else []
     marks = _marks(found)
     sections = [_machine_section(sweep, line, marks, link)]
     if points:
-        sections += [_phase_section(points, ceilings, found, turns, phase) for phase in ("prefill", "decode")]
+        sections += [_phase_section(found, phase) for phase in ("prefill", "decode")]
         sections.append(Section("How the parts were timed", (), (words.HOW_APART,)))
     return Report(
         kind="roofline",
         title=f"Roofline of {points.loaded.checkpoint.path.name if points else 'this machine'}",
-        verdicts=tuple(words.verdicts(line, found, turns)),
+        verdicts=tuple(words.verdicts(line, found)),
         conditions=_conditions(points, settings, threads, ceilings, ceiling_repetitions),
         noise=tuple(_noise(sweep, points, others)),
         sections=tuple(sections),
         metrics=tuple(words.metrics(sweep, found)),
-        data=_data(sweep, line, points, turns) | {"link": link and asdict(link)},
+        data=_data(sweep, line, points) | {"link": link and asdict(link)},
     )
 
 
@@ -167,41 +163,9 @@ def _machine_section(
     return Section("The machine", (), (), tuple(tables), plots)
 
 
-def _phase_section(
-    points: ModelPoints, ceilings: Ceilings, found: Sequence[PointFinding], turns: Sequence[BreakEven], phase: str
-) -> Section:
-    tables, plots = [words.point_table(found, phase), words.part_table(found, phase)], []
-    if phase == "decode":
-        tables.insert(0, words.break_even_table(turns))
-        by_batch = _series([one for one in found if one.adds_up], "batch")
-        if len(by_batch) > 1:
-            plots.append(_batching_plot(points, ceilings, by_batch, turns))
-    shown = tuple(table for table in tables if table.rows)
-    return Section(phase.capitalize(), (), (), shown, tuple(plots))
-
-
-def _batching_plot(
-    points: ModelPoints, ceilings: Ceilings, by_batch: Sequence[PointFinding], turns: Sequence[BreakEven]
-) -> Plot:
-    context = by_batch[0].point.tokens
-    measured = [(one.point.batch, statistics.median(s.parts["linear"] for s in one.samples)) for one in by_batch]
-    ideals = [
-        ideal_seconds(decode_work(points.shape, points.units, batch, context)[0], ceilings) for batch, _ in measured
-    ]
-    allowed = [(batch, max(ideal)) for (batch, _), ideal in zip(measured, ideals, strict=True) if ideal]
-    named = (("decode, measured", measured), ("at the ceilings", allowed))
-    rows = [{"batch": b, "ms": round(spent * 1e3, 4), "what": name} for name, times in named for b, spent in times]
-    title = "Where batched decode turns from memory-bound to compute-bound"
-    turn = next((one for one in turns if one.context == context and one.what == "linear layers"), None)
-    if turn:
-        measured_knee = f"{turn.knee:,.1f}" if turn.knee else "unknown"
-        title += f": batch {words.batch_text(turn.predicted)} predicted, {measured_knee} measured"
-    caption = (
-        f"Linear layers at context {context:,}. At the ceilings: the longer of weights / bandwidth and FLOP / peak. "
-        "Measured is the time of batch 1 / the time that one more sequence adds at the largest batches."
-    )
-    x, y = ("batch", "sequences that decode together"), ("ms", "linear layers, ms per step")
-    return lines("decode-batching", title, rows, x, y, series="what", log_x=True, log_y=True, caption=caption)
+def _phase_section(found: Sequence[PointFinding], phase: str) -> Section:
+    tables = words.point_table(found, phase), words.part_table(found, phase)
+    return Section(phase.capitalize(), (), (), tuple(table for table in tables if table.rows))
 
 
 def _series(found: Sequence[PointFinding], series: str) -> list[PointFinding]:
@@ -234,9 +198,7 @@ def _marks(found: Sequence[PointFinding]) -> list[DrawnPart]:
     return marks
 
 
-def _data(
-    sweep: CeilingSweep, line: Roofline, points: ModelPoints | None, turns: Sequence[BreakEven]
-) -> dict[str, Any]:
+def _data(sweep: CeilingSweep, line: Roofline, points: ModelPoints | None) -> dict[str, Any]:
     data: dict[str, Any] = {
         "ceilings": {
             "best": asdict(sweep.kept),
@@ -250,6 +212,5 @@ def _data(
     }
     if points is not None:
         data["samples"] = {str(point): [asdict(sample) for sample in many] for point, many in points.samples.items()}
-        data["breakeven"] = [{**asdict(one), "predicted": words.batch_text(one.predicted)} for one in turns]
         data["left out"] = list(points.left_out)
     return data
