@@ -38,6 +38,7 @@ FORMATS = {
     "Q4_0": (4, 8, False, 4.5),
     "Q4_K": (4, 0, True, 5.0),
     "Q8_0": (8, 0, False, 8.5),
+    "MXFP4": (4, 0, False, 5.0),  # its scales are float32 here
 }
 
 
@@ -115,7 +116,7 @@ def linears(capability: int) -> list[Compiled]:
     """The gate and up matrices, dense and of the experts that the rows of a step choose."""
     each = [(phase, rows, kind, None) for (phase, rows), kind in product(ROWS.items(), FORMATS)]
     each += [("decode of 64", 64, kind, None) for kind in ("BF16", "Q4_K")]
-    each += [(phase, rows, kind, MOE) for (phase, rows), kind in product(ROWS.items(), ("BF16", "Q4_K"))]
+    each += [(phase, rows, kind, MOE) for (phase, rows), kind in product(ROWS.items(), ("BF16", "Q4_K", "MXFP4"))]
     return [product_of(capability, *one) for one in each]
 
 
@@ -127,13 +128,13 @@ def product_of(capability: int, phase: str, rows: int, kind: str, moe: Mixture |
         own = max(1, num_rows // moe.count)
         read = moe.count * (1 - (1 - moe.used / moe.count) ** rows)  # on average, if all are equally likely
     tile = tiles.tile_of(tiles.TILES[own <= tiles.FEW], capability)
-    scale = None if bits == 0 else "*fp16"
+    scale = None if bits == 0 else "*fp32" if kind == "MXFP4" else "*fp16"
     weights = [{0: "*bf16", 4: "*u8", 8: "*i8"}[bits], scale, scale if minimum else None]
     types = ["*bf16", *weights, None, None, "*bf16", *(["*i32"] * 2 if moe else [None] * 2), *["i32"] * 4]
     constants = {
-        "BITS": bits, "GROUP": 32, "OFFSET": offset, "HAS_MINIMUM": minimum, "HAS_BIAS": False,
-        "HAS_RESIDUAL": False, "USED": moe.used if moe else 0, "ROWS": tiles.rows_of_program(own, tile),
-        "OUTPUTS": tile.outputs, "PRECISION": "tf32",
+        "BITS": bits, "GROUP": 32, "OFFSET": offset, "FLOAT4": kind == "MXFP4", "HAS_MINIMUM": minimum,
+        "HAS_BIAS": False, "HAS_RESIDUAL": False, "USED": moe.used if moe else 0,
+        "ROWS": tiles.rows_of_program(own, tile), "OUTPUTS": tile.outputs, "PRECISION": "tf32",
     }  # fmt: skip
     nbytes = read * hidden * outputs * width / 8 + 2 * (rows * hidden + num_rows * outputs)
     name, kernel = f"{'experts' if moe else 'linear'} {kind}", linear.linear_kernel

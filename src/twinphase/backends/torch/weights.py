@@ -20,7 +20,7 @@ from twinphase.weights.quant import FORMATS, dequantize, unpack
 __all__ = ["PAIR", "Matrix", "Packed", "pack"]
 
 PAIR = 64  # inputs whose nibbles share 32 bytes: byte j has input j below and input 32 + j above
-
+FLOAT4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # by MXFP4's code, doubled
 DEQUANTIZED_AT_ONCE = 1 << 26  # bytes of codes
 
 
@@ -32,6 +32,7 @@ class Packed:
         codes: uint8 [..., outputs, padded / 2] with 4 bits, int8 [..., outputs, padded] with 8; the values with 0.
         scale, minimum: [..., outputs, padded / group]; weights are scale * (code - offset) + minimum.
         inputs: without padding, which is to a multiple of `PAIR` with scales of 0.
+        float4: whether codes stand for `FLOAT4`.
     """
 
     codes: Tensor
@@ -42,6 +43,7 @@ class Packed:
     offset: int
     inputs: int
     dtype: torch.dtype
+    float4: bool = False
 
     @property
     def padded(self) -> int:
@@ -62,6 +64,8 @@ class Packed:
         if self.bits == 4:
             pairs = q.view(*q.shape[:-1], -1, PAIR // 2)
             q = torch.cat([pairs & 15, pairs >> 4], -1).flatten(-2)
+        if self.float4:  # as the kernel does it
+            q = (((q & 8) << 4 | (q & 7) << 1).short() << 8).view(torch.float16).float() * 32768
         values = (q.float() - self.offset) * self.scale.float().repeat_interleave(self.group, -1)
         if self.minimum is not None:
             values = values + self.minimum.float().repeat_interleave(self.group, -1)
@@ -80,16 +84,20 @@ def pack(raw: NDArray[np.uint8], shape: tuple[int, ...], kind: str, dtype: torch
     if not fmt.quantized:
         values = torch.from_numpy(dequantize(raw, shape, kind)).to(device, dtype)
         return Packed(values, None, None, 0, 32, 0, inputs, dtype)
-    parts = unpack(raw, shape, kind)
-    padded, offset = -(-inputs // PAIR) * PAIR, fmt.offset
+    parts, float4 = unpack(raw, shape, kind), kind == "MXFP4"
+    padded, offset, bits = -(-inputs // PAIR) * PAIR, fmt.offset, 4 if fmt.bits <= 4 or float4 else 8
     q: NDArray[Any] = parts.q
-    if fmt.bits > 4:
+    if float4:
+        codes_of = np.zeros(256, np.uint8)
+        codes_of[FLOAT4.view(np.uint8)[::-1]] = np.arange(16, dtype=np.uint8)[::-1]
+        q = codes_of[q.view(np.uint8)]
+    elif bits == 8:
         q, offset = (q.astype(np.int16) - offset).astype(np.int8), 0
     q = np.pad(q, [(0, 0), (0, padded - inputs)])
-    if fmt.bits <= 4:
+    if bits == 4:
         halves = q.reshape(len(q), -1, 2, PAIR // 2)
         q = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(q), -1)
-    narrow = dtype.itemsize == 2 and kind != "MXFP4"
+    narrow = dtype.itemsize == 2 and not float4
 
     def of_groups(values: NDArray[np.float32] | None) -> Tensor | None:
         if values is None:
@@ -100,7 +108,7 @@ def pack(raw: NDArray[np.uint8], shape: tuple[int, ...], kind: str, dtype: torch
 
     codes = torch.from_numpy(q).to(device).reshape(*shape[:-1], -1)
     scale, minimum = of_groups(parts.scale), of_groups(parts.minimum)
-    return Packed(codes, scale, minimum, 4 if fmt.bits <= 4 else 8, fmt.group_size, offset, inputs, dtype)
+    return Packed(codes, scale, minimum, bits, fmt.group_size, offset, inputs, dtype, float4)
 
 
 class Matrix:
@@ -120,7 +128,7 @@ class Matrix:
 
 def _form(one: Packed) -> tuple[object, ...]:
     scale = None if one.scale is None else one.scale.dtype
-    return one.bits, one.group, one.offset, one.minimum is None, scale
+    return one.bits, one.group, one.offset, one.float4, one.minimum is None, scale
 
 
 def _joined(one: Packed, other: Packed) -> Packed:

@@ -46,6 +46,7 @@ def linear_kernel(
     BITS: tl.constexpr,  # 4 or 8, or 0 where the codes are the weights
     GROUP: tl.constexpr,
     OFFSET: tl.constexpr,
+    FLOAT4: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -96,6 +97,9 @@ def linear_kernel(
             else:
                 if BITS == 4:
                     q = (packed >> (4 * half)) & 15
+                    if FLOAT4:  # its bits are those of a float16 that is 2**14 times smaller
+                        q = ((q & 8) << 4 | (q & 7) << 1).to(tl.uint16) << 8
+                        q = q.to(tl.float16, bitcast=True).to(tl.float32) * 32768
                 else:
                     q = tl.load(codes_ptr + n * padded + k[None, :], mask=n < num_outputs, other=0)
                 group = output * groups + (k0 + 32 * half) // GROUP
@@ -145,9 +149,10 @@ def linear(
     linear_kernel[grid](
         x, weight.codes, weight.scale, weight.minimum, bias, residual, out, pairs, tiles,
         rows, outputs, x.shape[1], weight.padded,
-        BITS=weight.bits, GROUP=weight.group, OFFSET=weight.offset, HAS_MINIMUM=weight.minimum is not None,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, USED=routed.used if routed else 0,
-        ROWS=of_tile, OUTPUTS=tile.outputs, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        BITS=weight.bits, GROUP=weight.group, OFFSET=weight.offset, FLOAT4=weight.float4,
+        HAS_MINIMUM=weight.minimum is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        USED=routed.used if routed else 0, ROWS=of_tile, OUTPUTS=tile.outputs,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
