@@ -239,7 +239,7 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
             service.in_flight.add(self)
 
     tokenizer = SimpleNamespace(strips_leading_space=False)
-    for name, found in (("answer_chat", Asked), ("_usage", lambda *_: {})):
+    for name, found in (("answer", Asked), ("_usage", lambda *_: {})):
         monkeypatch.setattr(responses, name, found)
     monkeypatch.setattr(responses.ResponseReplies, "_told", lambda *_: {})
     api, service = APIRouter(), SimpleNamespace(config=SimpleNamespace(kept_responses=4), in_flight=set())

@@ -28,7 +28,7 @@ from twinphase.server.dialects.ollama import add_ollama
 from twinphase.server.dialects.responses import add_responses
 from twinphase.server.embeddings import Embeddings, embedding_inputs
 from twinphase.server.exchange import Receive, Scope, Send
-from twinphase.server.generation import answer_chat, answer_completion
+from twinphase.server.generation import answer
 from twinphase.server.observe import timeline_json
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
@@ -93,12 +93,12 @@ def _add_generation(api: APIRouter, service: Service) -> None:
     @api.post("/v1/chat/completions", responses=ANSWER, response_class=Response)
     async def create_chat_completion(body: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
-        return answer_chat(service, body, ChatReplies)
+        return answer(service, body, ChatReplies)
 
     @api.post("/v1/completions", responses=ANSWER, response_class=Response)
     async def create_completion(body: CompletionRequest) -> Response:
         """Complete one prompt or several."""
-        return answer_completion(service, body, CompletionReplies)
+        return answer(service, body, CompletionReplies)
 
 
 def _add_embeddings(api: APIRouter, service: Service) -> None:

@@ -23,13 +23,12 @@ from twinphase.server.answers import Choice, Delta, run_job, submit_all
 from twinphase.server.exchange import Exchange
 from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, with_defaults
 from twinphase.server.observe import server_timing
-from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest
 from twinphase.server.replies import Replies
 from twinphase.server.service import Service
 
-__all__ = ["Generation", "answer_chat", "answer_completion"]
+__all__ = ["Generation", "answer"]
 
-Adjust = Callable[[Job], Job]
 STREAMED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -123,39 +122,25 @@ class Generation(Exchange):
             await self._send(self.replies.failure(problems.body(error, self._shape)), more=False)
 
 
-def answer_chat(
+def answer(
     service: Service,
-    body: ChatCompletionRequest,
+    body: ChatCompletionRequest | CompletionRequest,
     make_replies: Callable[..., Replies],
-    adjust: Adjust = lambda job: job,
+    adjust: Callable[[Job], Job] = lambda job: job,
 ) -> Generation:
-    """The response to a chat; `adjust` may change the job before it is submitted."""
-    _check(service, body)
-
-    async def make_job(engine: AsyncEngine, arrival: float) -> Job:
-        own = with_defaults(body, service.config.override_generation_config)
-        name = body.model or service.model_names[0]
-        return adjust(await chat_job(engine, own, name, arrival, tool_prompt=service.config.tool_prompt))
-
-    return Generation(service, make_job, make_replies, num_requests=body.n or 1, stream=bool(body.stream))
-
-
-def answer_completion(
-    service: Service, body: CompletionRequest, make_replies: Callable[..., Replies], adjust: Adjust = lambda job: job
-) -> Generation:
-    """The same for prompts to complete."""
-    _check(service, body)
-    service.check_n(body.best_of, "best_of")
-    num_requests = count_prompts(body, service.config.max_prompts) * (body.best_of or body.n or 1)
-
-    async def make_job(engine: AsyncEngine, arrival: float) -> Job:
-        own = with_defaults(body, service.config.override_generation_config)
-        return adjust(await completion_job(engine, own, body.model or service.model_names[0], arrival))
-
-    return Generation(service, make_job, make_replies, num_requests=num_requests, stream=bool(body.stream))
-
-
-def _check(service: Service, body: GenerationRequest) -> None:
+    """The response to a chat or to prompts; `adjust` may change the job before it is submitted."""
     service.check_task("generate")
     service.check_model(body.model)
     service.check_n(body.n)
+    num_requests = body.n or 1
+    if isinstance(body, CompletionRequest):
+        service.check_n(body.best_of, "best_of")
+        num_requests = count_prompts(body, service.config.max_prompts) * (body.best_of or num_requests)
+
+    async def make_job(engine: AsyncEngine, arrival: float) -> Job:
+        own, name = with_defaults(body, service.config.override_generation_config), body.model or service.model_names[0]
+        if isinstance(own, CompletionRequest):
+            return adjust(await completion_job(engine, own, name, arrival))
+        return adjust(await chat_job(engine, own, name, arrival, tool_prompt=service.config.tool_prompt))
+
+    return Generation(service, make_job, make_replies, num_requests=num_requests, stream=bool(body.stream))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,8 @@ from twinphase.server.dialects.anthropic_types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from twinphase.server.generation import answer_chat
+from twinphase.server.dialects.words import call_of, content_of, json_form, tool_named
+from twinphase.server.generation import answer
 from twinphase.server.jobs import Job, template_inputs, within_context
 from twinphase.server.openai_types import ChatCompletionRequest
 from twinphase.server.problems import Problem, validated
@@ -57,8 +58,7 @@ def _chat(body: CountTokensRequest, template: str) -> ChatCompletionRequest:
     fields: dict[str, Any] = {"model": body.model, "messages": list(_messages(body)), **_tools(body)}
     form = (body.output_config and body.output_config.format) or body.output_format
     if form is not None:
-        schema = {"name": "answer", "schema": form.schema_}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["response_format"] = json_form(form.schema_)
     variables: dict[str, Any] = {}
     thinking, effort = body.thinking, body.output_config and body.output_config.effort
     if thinking is not None and think_tags(template) is not None:  # for other models there is nothing to set
@@ -80,7 +80,7 @@ def _chat(body: CountTokensRequest, template: str) -> ChatCompletionRequest:
 
 def _messages(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
     if body.system:
-        yield {"role": "system", "content": _parts(body.system)}
+        yield {"role": "system", "content": content_of(body.system)}
     for turn in body.messages:
         texts: list[TextBlock] = []
         calls: list[dict[str, Any]] = []
@@ -89,28 +89,21 @@ def _messages(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
         for block in turn.content:
             if isinstance(block, ToolResultBlock):
                 has_results = True
-                content = _parts(block.content)
+                content = content_of(block.content)
                 if block.is_error:  # templates have no place for that
                     content = "Error: " + "\n".join(part.text for part in block.content)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
             elif isinstance(block, ToolUseBlock):
-                function = {"name": block.name, "arguments": json.dumps(block.input)}
-                calls.append({"id": block.id, "type": "function", "function": function})
+                calls.append(call_of(block.id, block.name, json.dumps(block.input)))
             elif isinstance(block, ThinkingBlock):
                 thoughts.append(block.thinking)
             else:
                 texts.append(block)
         if texts or calls or thoughts or not has_results:
-            message: dict[str, Any] = {"role": turn.role, "content": _parts(texts) if texts or not calls else None}
+            message: dict[str, Any] = {"role": turn.role, "content": content_of(texts) if texts or not calls else None}
             message |= {"tool_calls": calls} if calls else {}
             message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
             yield message
-
-
-def _parts(texts: Sequence[TextBlock]) -> str | list[dict[str, Any]]:
-    if len(texts) < 2:
-        return "".join(block.text for block in texts)
-    return [{"type": "text", "text": block.text} for block in texts]
 
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
@@ -130,8 +123,8 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
         ]
     choice = body.tool_choice
     if choice is not None:
-        named = {"type": "function", "function": {"name": choice.name or ""}}
-        fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+        words = {"auto": "auto", "any": "required", "none": "none", "tool": tool_named(choice.name or "")}
+        fields["tool_choice"] = words[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return fields
 
@@ -250,7 +243,7 @@ def add_messages(api: APIRouter, service: Service) -> None:
         def adjust(job: Job) -> Job:
             return replace(within_context(job, limit), id=job.id.replace("chatcmpl-", "msg_"))
 
-        return answer_chat(service, _chat(body, template()), partial(MessageReplies, block_size), adjust)
+        return answer(service, _chat(body, template()), partial(MessageReplies, block_size), adjust)
 
     @api.post("/v1/messages/count_tokens", responses=ERRORS)
     async def count_tokens(body: CountTokensRequest) -> Response:

@@ -32,8 +32,9 @@ from twinphase.server.dialects.ollama_types import (
     Options,
     ShowRequest,
 )
+from twinphase.server.dialects.words import call_of, json_form
 from twinphase.server.embeddings import Embeddings, embedding_inputs
-from twinphase.server.generation import answer_chat, answer_completion
+from twinphase.server.generation import answer
 from twinphase.server.jobs import Job, within_context
 from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 from twinphase.server.problems import Problem, validated
@@ -73,8 +74,7 @@ def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, A
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif body.format:
-        schema = {"name": "answer", "schema": body.format}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["response_format"] = json_form(body.format)
     if body.logprobs:
         fields |= (
             {"logprobs": True, "top_logprobs": body.top_logprobs} if is_chat else {"logprobs": body.top_logprobs or 0}
@@ -102,11 +102,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
             fields["reasoning_content"] = message.thinking
         if message.tool_calls:
             fields["tool_calls"] = [
-                {
-                    "id": call.id or f"call_{number}",
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
-                }
+                call_of(call.id or f"call_{number}", call.function.name, json.dumps(call.function.arguments))
                 for number, call in enumerate(message.tool_calls)
             ]
         if message.role == "tool":
@@ -290,7 +286,7 @@ def _add_generating(api: APIRouter, service: Service) -> None:
             return loaded(body, {"message": {"role": "assistant", "content": ""}})
         fields = _common(service, body, is_chat=True) | {"messages": list(_messages(body.messages))}
         fields["tools"] = body.tools or None
-        return answer_chat(service, validated(ChatCompletionRequest, fields), OllamaChatReplies, adjust)
+        return answer(service, validated(ChatCompletionRequest, fields), OllamaChatReplies, adjust)
 
     @api.post("/api/generate", responses=ANSWER, response_class=Response)
     async def ollama_generate(body: OllamaGenerateRequest) -> Response:
@@ -302,11 +298,11 @@ def _add_generating(api: APIRouter, service: Service) -> None:
                 raise InvalidRequestError("`raw` and `suffix` do not go with `system` or `think`.", "Drop one of them.")
             fields = _common(service, body, is_chat=False) | {"prompt": body.prompt}
             fields |= {"suffix": body.suffix} if body.suffix else {}
-            return answer_completion(service, validated(CompletionRequest, fields), OllamaGenerateReplies, adjust)
+            return answer(service, validated(CompletionRequest, fields), OllamaGenerateReplies, adjust)
         system = [{"role": "system", "content": body.system}] if body.system else []
         fields = _common(service, body, is_chat=True)
         fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
-        return answer_chat(service, validated(ChatCompletionRequest, fields), OllamaGenerateReplies, adjust)
+        return answer(service, validated(ChatCompletionRequest, fields), OllamaGenerateReplies, adjust)
 
 
 def _add_embedding(api: APIRouter, service: Service) -> None:

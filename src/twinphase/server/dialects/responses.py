@@ -23,11 +23,10 @@ from twinphase.server.dialects.responses_types import (
     Item,
     MessageItem,
     ReasoningItem,
-    RefusalContent,
     ResponsesRequest,
-    TextContent,
 )
-from twinphase.server.generation import answer_chat
+from twinphase.server.dialects.words import call_of, content_of, json_form, tool_named
+from twinphase.server.generation import answer
 from twinphase.server.jobs import Job
 from twinphase.server.openai_types import AnyGeneration, ChatCompletionRequest
 from twinphase.server.problems import validated
@@ -63,14 +62,13 @@ def _chat(body: ResponsesRequest, before: Sequence[dict[str, Any]]) -> ChatCompl
         ]
     choice = body.tool_choice
     named = choice is not None and not isinstance(choice, str)
-    fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
+    fields["tool_choice"] = tool_named(choice.name) if named else choice  # type: ignore[union-attr]
     if not body.tools and choice == "auto":  # clients send it all the same
         fields["tool_choice"] = None
     form = body.text.format if body.text is not None else None
     if form is not None:
         given = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-        schema = {"json_schema": {"name": "answer", **given}} if form.type == "json_schema" else {}
-        fields["response_format"] = {"type": form.type, **schema}
+        fields["response_format"] = json_form(**given) if form.type == "json_schema" else {"type": form.type}
     fields["verbosity"] = body.text.verbosity if body.text is not None else None
     fields["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
     if LOGPROBS in body.include or body.top_logprobs is not None:
@@ -87,17 +85,16 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
             yield _turn(turn)
             turn = {}
         if isinstance(item, CallOutputItem):
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)}
         elif isinstance(item, CallItem):
-            function = {"name": item.name, "arguments": item.arguments}
-            turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+            turn.setdefault("tool_calls", []).append(call_of(item.call_id, item.name, item.arguments))
         elif isinstance(item, ReasoningItem):
             thought = "\n".join(part.text for part in item.content or item.summary)
             turn["reasoning_content"] = "\n".join(filter(None, [turn.get("reasoning_content"), thought]))
         elif theirs:
-            yield {"role": item.role, "content": _content(item.content)}
+            yield {"role": item.role, "content": content_of(item.content)}
         else:
-            turn["content"] = _content(item.content)
+            turn["content"] = content_of(item.content)
     if turn:
         yield _turn(turn)
 
@@ -105,12 +102,6 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
 def _turn(said: dict[str, Any]) -> dict[str, Any]:
     """A message of the assistant's; one that only thought said nothing."""
     return {"role": "assistant", **({} if "tool_calls" in said else {"content": ""}), **said}
-
-
-def _content(parts: Sequence[TextContent | RefusalContent]) -> str | list[dict[str, Any]]:
-    if len(parts) < 2:
-        return "".join(part.text for part in parts)
-    return [{"type": "text", "text": part.text} for part in parts]
 
 
 # How answers are written.
@@ -231,10 +222,7 @@ def _said(choice: Choice) -> dict[str, Any]:
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.given)}}
-            for call in choice.tool_calls
-        ]
+        message["tool_calls"] = [call_of(call.id, call.name, json.dumps(call.given)) for call in choice.tool_calls]
     return message
 
 
@@ -266,7 +254,7 @@ def add_responses(api: APIRouter, service: Service) -> None:
         response_id = f"resp_{secrets.token_hex(24)}"
         messages = [*before, *_messages(body)]
         replies = partial(ResponseReplies, body, tenant, known, messages)
-        generation = answer_chat(service, chat, replies, lambda job: replace(job, id=response_id))
+        generation = answer(service, chat, replies, lambda job: replace(job, id=response_id))
         known.running[tenant, response_id] = generation
         return generation
 

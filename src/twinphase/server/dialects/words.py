@@ -1,0 +1,30 @@
+"""OpenAI's words for what all APIs have: dialects write their requests in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["call_of", "content_of", "json_form", "tool_named"]
+
+
+def content_of(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
+    """Content of a message, of parts that have a `text`."""
+    if len(parts) < 2:
+        return "".join(part.text for part in parts)
+    return [{"type": "text", "text": part.text} for part in parts]
+
+
+def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call of an earlier message; `arguments` is JSON text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_named(name: str) -> dict[str, Any]:
+    """The choice of that tool."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def json_form(schema: Any, **more: Any) -> dict[str, Any]:
+    """The form of an answer that obeys a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
