@@ -38,7 +38,7 @@ FORMATS = {
     "Q4_0": (4, 8, False, 4.5),
     "Q4_K": (4, 0, True, 5.0),
     "Q8_0": (8, 0, False, 8.5),
-    "MXFP4": (4, 0, False, 5.0),  # its scales are float32 here
+    "MXFP4": (4, 0, False, 4.5),
 }
 
 
@@ -128,7 +128,7 @@ def product_of(capability: int, phase: str, rows: int, kind: str, moe: Mixture |
         own = max(1, num_rows // moe.count)
         read = moe.count * (1 - (1 - moe.used / moe.count) ** rows)  # on average, if all are equally likely
     tile = tiles.tile_of(tiles.TILES[own <= tiles.FEW], capability)
-    scale = None if bits == 0 else "*fp32" if kind == "MXFP4" else "*fp16"
+    scale = None if bits == 0 else "*fp16"
     weights = [{0: "*bf16", 4: "*u8", 8: "*i8"}[bits], scale, scale if minimum else None]
     types = ["*bf16", *weights, None, None, "*bf16", *(["*i32"] * 2 if moe else [None] * 2), *["i32"] * 4]
     constants = {

@@ -136,6 +136,16 @@ def test_every_format(kind: str, dtype: torch.dtype) -> None:
     check_linear(FEW + 1, 65, groups, kind, dtype, "", 0)
 
 
+def test_scales_of_mxfp4_that_float16_has_not_stay_float32() -> None:
+    raw = random_raw(np.random.default_rng(0), (2, 64), "MXFP4")
+    for exponent, dtype in ((127, torch.float16), (60, torch.float32)):
+        raw[0, 0] = exponent
+        weight = pack(raw.reshape(-1), (2, 64), "MXFP4", torch.float16, CPU)
+        assert (
+            weight.scale is not None and weight.scale.dtype == dtype and weight.scale[0, 0] == 2.0 ** (exponent - 128)
+        )
+
+
 @few_shapes
 @given(
     rows=st.sampled_from([1, 2, 16, 17, FEW, FEW + 1]),

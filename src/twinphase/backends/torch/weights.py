@@ -1,7 +1,7 @@
 """Weights as they lie in device memory: codes of 4 or 8 bits with scales, for every format, or plain values.
 
 A group's scale and minimum are float16 where products are in 16 bits, which rounds them no more than the weights
-themselves would be; else, and for MXFP4's powers of two, they are float32.
+themselves would be; else, and for those of MXFP4's powers of two that float16 has not, they are float32.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ def pack(raw: NDArray[np.uint8], shape: tuple[int, ...], kind: str, dtype: torch
     if bits == 4:
         halves = q.reshape(len(q), -1, 2, PAIR // 2)
         q = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(q), -1)
-    narrow = dtype.itemsize == 2 and not float4
+    narrow = dtype.itemsize == 2
+    if float4 and narrow:
+        with np.errstate(over="ignore"):
+            narrow = bool((parts.scale.astype(np.float16) == parts.scale).all())
 
     def of_groups(values: NDArray[np.float32] | None) -> Tensor | None:
         if values is None:
