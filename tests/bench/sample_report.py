@@ -86,7 +86,7 @@ def load_result(number: int) -> LoadResult:
 
 def machine_section() -> Section:
     roofs, slopes = (Roof("int8", 3.1e11), Roof("float32", 1.2e11)), (Slope("L3, 16 MiB", 6e10), Slope("DRAM", 2.1e10))
-    line = Roofline("a processor, 2 threads", "measured", roofs, slopes)
+    line = Roofline("a processor, 2 threads", roofs, slopes)
     parts = [("queue", 0.02), ("prefill", 0.21), ("prefill_wait", 0.05), ("decode", 0.4), ("stall", 0.12)]
     charts = (
         roofline_plot(line, roofline_marks(), ""),
@@ -100,7 +100,7 @@ def machine_section() -> Section:
 def sample_report(seed: int = 1, slower: float = 1.0, model: str = HOSTILE) -> Report:
     found = sweep(MadeTarget(0.015, seed, slower), make_plan(8192, SweepOptions(repetitions=7)), watch_others=False)
     verdicts = (
-        Verdict(Status.HOLDS, "Prefill time is a + b n + c n^2 in prompt length n, to 2.1 % on held-out lengths."),
+        Verdict(Status.HOLDS, "A prompt token takes 0.6 ms at 10, 0.41 ms at 512 tokens of prompt."),
         Verdict(Status.FAILS, "Decode is flat per token.", "It rises by 1.2 µs for each token before it."),
         Verdict(Status.UNKNOWN, "Whether batching beyond 8 helps.", "The target seats eight."),
         Verdict(Status.INFO, "1,700 prompt tokens per second, 78 output tokens per second."),

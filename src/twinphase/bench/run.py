@@ -18,12 +18,11 @@ from twinphase.bench.sweep.report import sweep_data, sweep_metrics, sweep_noise,
 from twinphase.bench.sweep.run import PhaseSweep, calibrate, sweep
 from twinphase.bench.sweep.verdicts import sweep_verdicts
 from twinphase.bench.targets.phases_of_url import PhasesOfUrl
-from twinphase.bench.targets.server_times import claims_section
 from twinphase.bench.targets.target import Target, TargetFacts
 
-__all__ = ["Parts", "bench_report", "claims_parts", "run_sweep", "sweep_parts"]
+__all__ = ["Parts", "bench_report", "client_parts", "run_sweep", "sweep_parts"]
 
-CLAIMS = "claims"
+CLIENT = "client"
 TEXT_LENGTHS_OFF = 0.95  # of the context is planned for where prompts are text, whose length is about right only
 
 
@@ -79,8 +78,8 @@ def sweep_parts(result: PhaseSweep) -> Parts:
     )
 
 
-def claims_parts(target: Target) -> list[Parts]:
-    """What a server said of the requests of the sweep, beside ours; none for a target in this process."""
+def client_parts(target: Target) -> list[Parts]:
+    """Whether the client kept up with the sweep of a server, and its requests; none for a target in this process."""
     if not isinstance(target, PhasesOfUrl):
         return []
     fault, verdicts = target.client_fault(), []
@@ -88,7 +87,7 @@ def claims_parts(target: Target) -> list[Parts]:
         verdicts = [Verdict(Status.VOID, "The client was the limit: this sweep is void.", fault)]
     noise = [f"The client was late in {len(target.late)} of {target.num_measured} measurements, repetitions included."]
     data = {"requests": target.observations, "client late": list(target.late)}
-    return [Parts(CLAIMS, verdicts, [claims_section(target.as_load())], noise=noise, data=data)]
+    return [Parts(CLIENT, verdicts, [], noise=noise, data=data)]
 
 
 def bench_report(
@@ -114,7 +113,7 @@ def bench_report(
     threads = int(told) if threads is None and told.isdigit() else threads
     return Report(
         kind="bench",
-        title=f"{facts.model} on {facts.engine}: {' and '.join(part.name for part in parts if part.name != CLAIMS)}",
+        title=f"{facts.model} on {facts.engine}: {' and '.join(part.name for part in parts if part.name != CLIENT)}",
         verdicts=tuple(sorted(verdicts, key=lambda verdict: verdict.status is not Status.VOID)),
         conditions=conditions(facts, model=model, threads=threads, isa=isa, flags=flags),
         noise=tuple(line for part in parts for line in part.noise),

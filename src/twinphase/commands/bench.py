@@ -205,7 +205,7 @@ def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: A
     from twinphase.bench.conditions import public
     from twinphase.bench.load.plan import load_parts
     from twinphase.bench.progress import live
-    from twinphase.bench.run import bench_report, claims_parts, run_sweep, sweep_parts
+    from twinphase.bench.run import bench_report, client_parts, run_sweep, sweep_parts
     from twinphase.bench.targets.kinds import machine_facts, open_load_target, open_target
     from twinphase.terminal import Bar
 
@@ -218,7 +218,7 @@ def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: A
             target = open_target(text, kind, options, lambda done, total, kernel: bar.update(done, total))
             bar.clear()
             parts.append(sweep_parts(run_sweep(target, sweep, progress)))
-            parts += claims_parts(target)
+            parts += client_parts(target)
         loaded = getattr(target, "loaded", None)
         facts = getattr(target, "facts", None)
         if load.wanted:

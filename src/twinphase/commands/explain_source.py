@@ -30,8 +30,7 @@ LARGEST_REPLY = 64 << 20
 REPLY_SECONDS = 60.0
 # What a result is, by its kind; of a bench result, by the names in its data.
 RESULTS = {"lab": "a lab result", "roofline": "a roofline", "compare": "a comparison of results"}
-BENCH_RESULTS = {"load": "a load's result", "phase sweep": "a phase sweep",
-                 "claims": "a check of claims"}  # fmt: skip
+BENCH_RESULTS = {"load": "a load's result", "phase sweep": "a phase sweep"}
 CHECK_URL = "Is it a twinphase server? Give --url as the server logged it when it started."
 
 

@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from twinphase.bench.extras import require
-from twinphase.bench.report.plots import log_labels
-from twinphase.bench.report.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
+from twinphase.bench.report.report import Column, Metric, Report, Section, Status, Table, Verdict
 from twinphase.bench.report.result import ResultError, read_result
-from twinphase.bench.report.theme import colour_scale
 from twinphase.bench.statistics import Interval
 
 __all__ = ["Comparison", "compare", "compare_reports"]
@@ -44,7 +42,7 @@ NEARLY = {"prompts": 0.02}  # conditions that are measured: numbers so close, as
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 SPEEDS = ("s", "ms", "us", "µs", "tok/s", "req/s")
 SAME, CANNOT = "no difference shown", "unknown"
-TONES = {"faster": "good", "slower": "bad", "better": "good", "worse": "bad"}
+DIFFERENT = ("faster", "slower", "better", "worse")
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def _warnings(a: Report, b: Report, differing: list[tuple[str, str, str]]) -> It
 
 def _findings(found: Sequence[Comparison]) -> Iterable[Verdict]:
     number = len(found)
-    for word in TONES:
+    for word in DIFFERENT:
         these = [item for item in found if item.verdict == word]
         if these:
             extreme = max(these, key=lambda item: abs(math.log(item.ratio)))
@@ -218,10 +216,9 @@ def _findings(found: Sequence[Comparison]) -> Iterable[Verdict]:
 
 
 def _sections(found: Sequence[Comparison]) -> Iterable[Section]:
-    for number, family in enumerate(dict.fromkeys(item.family for item in found)):
+    for family in dict.fromkeys(item.family for item in found):
         items = [item for item in found if item.family == family]
-        plots = (_plot(f"ratio-{number}", family, items),) if any(item.interval for item in items) else ()
-        yield Section(family, (), (*_definitions(items), *_common_reason(items)), (_table(family, items),), plots)
+        yield Section(family, (), (*_definitions(items), *_common_reason(items)), (_table(family, items),))
 
 
 def _definitions(items: Sequence[Comparison]) -> tuple[str, ...]:
@@ -287,30 +284,3 @@ def _left_out(a: Mapping[str, Metric], b: Mapping[str, Metric], shared: Sequence
     if rows:
         table = Table("Not compared", (Column("metric"), Column("A"), Column("B")), rows)
         yield Section("In one result only, or in different units", tables=(table,))
-
-
-def _plot(name: str, family: str, items: Sequence[Comparison]) -> Plot:
-    """Each ratio with its interval, beside 1."""
-    rows = [
-        {"metric": re.sub(r"^[^\[]*\[(.*)\]$", r"\1", item.a.name), "B / A": item.ratio}
-        | {"low": item.interval.low, "high": item.interval.high, "B is": item.verdict}
-        for item in items
-        if item.interval
-    ]
-    tones = {verdict: TONES.get(verdict, "neutral") for verdict in sorted({item.verdict for item in items})}
-    x_axis = {"type": "quantitative", "title": "B / A (95 % interval)", "axis": {"grid": True, **log_labels("x")}}
-    x_axis["scale"] = {"type": "log", "nice": False, "padding": 14}
-    numbers = ({"field": key, "type": "quantitative", "format": ".3f"} for key in ("B / A", "low", "high"))
-    places = {
-        "y": {"field": "metric", "type": "nominal", "title": None, "sort": [row["metric"] for row in rows]},
-        "color": {"field": "B is", "type": "nominal", "title": None, "scale": colour_scale(tones)},
-        "tooltip": [{"field": "metric"}, {"field": "B is"}, *numbers],
-    }
-    layers: list[dict[str, Any]] = [
-        {"data": {"values": [{"one": 1}]}, "mark": "rule", "encoding": {"x": {**x_axis, "field": "one"}}},
-        {"mark": "rule", "encoding": {**places, "x": {**x_axis, "field": "low"}, "x2": {"field": "high"}}},
-        {"mark": {"type": "point", "size": 60}, "encoding": {**places, "x": {**x_axis, "field": "B / A"}}},
-    ]
-    spec = {"data": {"values": rows}, "height": 26 * len(rows), "layer": layers}
-    caption = "Left of the line B's figure is smaller. An interval that crosses it shows no difference."
-    return Plot(name, f"{family}: B / A", spec, caption)

@@ -1,6 +1,6 @@
 """Both phases of a server at a URL, told apart from outside: by what is asked of it and when its answers come.
 
-Here is what a client gets; what a server itself calls prefill or decode is in `server_times.py`. Not for load.
+Here is what a client gets, whatever a server itself calls prefill or decode. Not for load.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import statistics
 from dataclasses import replace
 
 from twinphase.bench.client.client import run
-from twinphase.bench.client.health import ClientHealth
 from twinphase.bench.client.observation import Observation
 from twinphase.bench.load.arrivals import Closed
-from twinphase.bench.load.run import LoadResult, run_load
+from twinphase.bench.load.run import run_load
 from twinphase.bench.load.workload import LoadRequest, PromptMaker, Workload
 from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
 from twinphase.bench.targets.target import DecodeSample, PrefillSample
@@ -43,7 +42,7 @@ class PhasesOfUrl:
     Attributes:
         facts: what a reader must know.
         target: the server as a target for load.
-        observations: every request that was measured, as the client saw it, with the server's claims.
+        observations: every request that was measured, as the client saw it.
         num_measured: measurements so far.
         late: what was wrong with the client in the measurements that stayed bad when repeated.
     """
@@ -63,7 +62,6 @@ class PhasesOfUrl:
         self._prompts = PromptMaker(run(self.target.sizing()), seed)
         self.observations: list[Observation] = []
         self.num_measured, self.late = 0, list[str]()
-        self._client = ClientHealth()
         self.facts = replace(self.target.facts, prefill_definition=PREFILL, decode_definition=DECODE)
 
     def prefill(self, num_tokens: int) -> PrefillSample:
@@ -116,20 +114,7 @@ class PhasesOfUrl:
     def forget(self) -> None:
         """Count requests from here on."""
         self.observations.clear()
-        self.num_measured, self.late, self._client = 0, [], ClientHealth()
-
-    def as_load(self) -> LoadResult:
-        """All requests since `forget`, in the form to which the server's claims are compared."""
-        return LoadResult(
-            self.facts,
-            workload="the requests of the phase sweep",
-            arrivals="one measurement after the other",
-            rate=None,
-            concurrency=None,
-            observations=self.observations,
-            num_requests=len(self.observations),
-            client=self._client,
-        )
+        self.num_measured, self.late = 0, []
 
     def close(self) -> None:
         """Nothing to do: each request has its own connection."""
@@ -149,8 +134,6 @@ class PhasesOfUrl:
             ttft = min(found.ttft, default=0.0)
             # Half a gap is allowed; a lone first token has none.
             gap = statistics.median(found.itl) if found.itl else 2 * LATE_OF_TTFT * ttft
-            self._client.loop_lags += found.client.loop_lags
-            self._client.cpu = max(self._client.cpu, found.client.cpu)
             self.observations += found.observations
             faults = found.client.faults(ttft, gap)
             if not faults:
