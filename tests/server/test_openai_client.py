@@ -448,6 +448,13 @@ def test_an_answer_tells_of_its_drafted_tokens_where_the_server_is_told_to(draft
     assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"] == timings["draft_n_accepted"] > 0
     assert sum(told["acceptance_histogram"]) == told["num_spec_steps"] == len(told["per_step_drafted"])
     assert sum(n * count for n, count in enumerate(told["acceptance_histogram"])) == told["num_accepted_draft_tokens"]
+    said, few = (
+        {"model": model, "messages": USER, "stream": False},
+        {"model": model, "input": "hello", "max_output_tokens": 2},
+    )
+    for path, body in (("/v1/messages", said | {"max_tokens": 2}), ("/api/chat", said), ("/v1/responses", few)):
+        status, answer = drafting.post(path, body | ({"options": {"num_predict": 2}} if "api" in path else {}))
+        assert status == 200 and "speculative_decoding" in answer["metrics"], path
     assert told["mean_acceptance_length"] == 1 + told["num_accepted_draft_tokens"] / told["num_spec_steps"]
     plain = [chunk for chunk in client.chat.completions.create(**asked) if chunk.choices][-1]
     assert not hasattr(plain, "metrics")
