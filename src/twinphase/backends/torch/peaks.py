@@ -80,7 +80,8 @@ def measure(device: torch.device) -> MeasuredRates:
 
 def _product(device: torch.device, dtype: torch.dtype) -> _Rate:
     side = SIDE[device.type]
-    a, b, out = (torch.zeros(side, side, dtype=dtype, device=device) for _ in range(3))
+    # Not zeros: they take less power, and a GPU multiplies them at clocks that it does not keep up with real numbers.
+    a, b, out = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
     return _Rate(2.0 * side**3, lambda: torch.matmul(a, b, out=out))
 
 
