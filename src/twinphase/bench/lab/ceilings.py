@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
+from twinphase.batch import StepWork
 from twinphase.bench.lab.workbench import Workbench
-from twinphase.phases.hardware import compute_seconds, memory_seconds
-from twinphase.phases.report import flops_by_unit
-from twinphase.phases.timeline import PhaseTotals
-from twinphase.phases.work import Cost, rows_cost, weight_bytes_read
+from twinphase.bench.roofline.arithmetic import ideal_seconds, parts_of_step
 
 __all__ = ["ideal_milliseconds"]
 
@@ -17,13 +15,12 @@ def ideal_milliseconds(bench: Workbench, start: int, num_tokens: int) -> tuple[f
     """Of the arithmetic alone at the measured peaks, and of the bytes alone at the measured bandwidth.
 
     Args:
-        bench: its model and its ceilings; a ceiling that is unknown gives NaN.
+        bench: its model and its ceilings; NaN if one is unknown.
         start: tokens of the request that are computed already.
         num_tokens: that the step computes.
     """
     shape = bench.workshop.shape
-    cost = rows_cost(shape, start, num_tokens, 1) + Cost(bytes=weight_bytes_read(shape, num_tokens, 1))
-    totals = PhaseTotals(linear_flops=cost.linear_flops, attention_flops=cost.attention_flops)
-    compute = compute_seconds(flops_by_unit(totals, bench.workshop.units), bench.ceilings)
-    memory = memory_seconds(cost.bytes, cost.bytes, bench.ceilings)
-    return compute * 1e3 if compute else math.nan, memory * 1e3 if memory else math.nan
+    work = StepWork.of_chunk(start, num_tokens, 1, shape.window)
+    linear, attention = parts_of_step(shape, bench.workshop.units, work)
+    compute, memory = ideal_seconds(linear.plus(attention), bench.ceilings) or (math.nan, math.nan)
+    return compute * 1e3, memory * 1e3
