@@ -275,6 +275,15 @@ def test_the_requests_own_random_numbers_make_a_draft_agree(pair: tuple[LoadedEn
     assert model.kv_cache.pool.num_held == 0
 
 
+def test_penalties_and_filters_hold_for_drafts_too(pair: tuple[LoadedEngine, DraftModel]) -> None:
+    loaded, model = pair
+    params = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5, "logit_bias": {7: 3.0}}
+    plain, _ = answers(loaded, None, **params)
+    drafted, accepted = answers(loaded, model, **params)
+    assert plain == drafted
+    assert accepted > 0.3
+
+
 def test_the_option_loads_it_and_the_chooser_asks_it(folder: Path, pair: tuple[LoadedEngine, DraftModel]) -> None:
     loaded, _ = pair
     plain, _ = answers(loaded, None, temperature=0.7)
