@@ -83,7 +83,7 @@ CASES = [
     pytest.param("cpu", 3, {"kv_cache_dtype": "int8"}, "Q8_0", id="cpu-3-int8"),  # one KV head is in two ranks
     pytest.param("reference", 3, {}, "F32", id="reference-3"),
     pytest.param("torch", 2, {}, "F32", marks=[TORCH, pytest.mark.slow], id="torch-2"),
-    pytest.param("torch", 3, {"dtype": "bfloat16"}, "F32", marks=[TORCH, pytest.mark.slow], id="torch-3-bfloat16"),
+    pytest.param("torch", 3, {}, "Q4_0", marks=[TORCH, pytest.mark.slow], id="torch-3"),
 ]
 
 
@@ -94,7 +94,7 @@ def test_bits_are_those_of_one_rank(
 ) -> None:
     # Deep enough for shared memory to be used again and again.
     path = write_tiny_gguf(folder / f"{tensor_type}.gguf", layers=16, hidden=128, ffn=256, tensor_type=tensor_type)
-    one = Ranked(path, 1, backend=backend, **options)
+    one = Ranked(path, 1, backend=backend, threads=2, **options)
     logits, frames = one.answers()
     several = Ranked(path, ranks, backend=backend, **options)
     found, found_frames = several.answers()
@@ -124,9 +124,6 @@ def test_families(folder: Path, family: str, backend: str, ranks: int) -> None:
         tiny_families.make_model(family).save_pretrained(folder / family)
     expected, frames = Ranked(folder / family, 1, backend=backend).answers()
     logits, found = Ranked(folder / family, ranks, backend=backend).answers()
-    if backend == "torch":  # plain torch orders a sum by the shape of the product, which is another one here
-        assert np.linalg.norm(logits - expected) <= 1e-4 * np.linalg.norm(expected)
-        return
     np.testing.assert_array_equal(logits.view(np.uint32), expected.view(np.uint32))
     assert found == frames
 

@@ -29,7 +29,7 @@ from twinphase.backends.torch.device import bind, find_device, find_dtype, mark,
 from twinphase.backends.torch.experts import mixture
 from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
 from twinphase.backends.torch.parts import execute_in_parts
-from twinphase.backends.torch.plain import attention, capped, gated, rotated
+from twinphase.backends.torch.plain import attention, capped, gated, product, rotated
 from twinphase.backends.torch.sampling import draw
 from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.errors import OutOfMemoryError
@@ -293,7 +293,7 @@ class TorchBackend:
         self, x: Tensor, weight: Array, *, residual: Tensor | None = None, first: int = 0, bias: Tensor | None = None
     ) -> Tensor:
         """x @ weight.T + residual + bias; float32 where something float32 is added, else in the element type."""
-        out: Tensor = x.to(self.dtype) @ weight.T
+        out = product(x.to(self.dtype), weight)
         residual = None if residual is None else residual[:, first : first + out.shape[1]]
         for term in (residual, bias):
             if term is not None:

@@ -1,12 +1,52 @@
-"""The longer operations in plain torch. In attention keys and values are gathered, and all scores made at once."""
+"""The longer operations in plain torch. In attention keys and values are gathered, and all scores made at once.
+
+In float32 on a processor a head, or an output, has the same bits whichever others are computed with it, and on however
+many threads: ranks have fewer of both.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attention", "capped", "gated", "rotated"]
+__all__ = ["attention", "capped", "gated", "product", "rotated"]
+
+OUTPUTS = 32  # of a product in blocks: what ranks have is a multiple of it
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T, in blocks of `OUTPUTS`: BLAS orders sums by the product's shape, which ranks change.
+
+    Not in 16 bits, where prefill would take several times as long, nor on a GPU, which has kernels of our own.
+    """
+    if x.device.type != "cpu" or x.dtype.itemsize < 4:
+        return x @ weight.T
+    end = len(weight) // OUTPUTS * OUTPUTS
+    blocks = [_block_product(x, weight[:end])] if end else []
+    if end < len(weight):
+        rest = F.pad(weight[end:], (0, 0, 0, end + OUTPUTS - len(weight)))
+        blocks.append(_block_product(x, rest)[:, : len(weight) - end])
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+
+
+def _block_product(x: Tensor, weight: Tensor) -> Tensor:
+    blocks = weight.view(-1, OUTPUTS, weight.shape[1]).mT
+    return _bmm(x.expand(len(blocks), *x.shape), blocks).transpose(0, 1).reshape(len(x), len(weight))
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.bmm`, whose threads each take whole products: where it has more threads than products, it splits sums."""
+    threads = torch.get_num_threads()
+    if len(a) >= threads:
+        return torch.bmm(a, b)
+    torch.set_num_threads(1)
+    try:
+        return torch.bmm(a, b)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def attention(
@@ -30,8 +70,10 @@ def attention(
     k, v = cache[:, tables[:, at // block_size] * block_size + at % block_size]
     group, hidden = q.shape[2] // k.shape[2], at > positions[:, :, None]  # the causal mask
     # Behind a sequence's end lies what others left, and 0 times NaN is not 0.
-    v = v.masked_fill(hidden[:, -1, :, None, None], 0).repeat_interleave(group, 2)
-    scores = torch.einsum("sqhd,skhd->shqk", q, k.repeat_interleave(group, 2))
+    v = v.masked_fill(hidden[:, -1, :, None, None], 0)
+    by_head, shape = q.transpose(1, 2).flatten(0, 1), (*q.shape[:3:2], q.shape[1])  # sequences, heads, rows
+    k, v = (x.transpose(1, 2).repeat_interleave(group, 1).flatten(0, 1) for x in (k, v))
+    scores = _bmm(by_head, k.mT).view(*shape, length)
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = capped(scores, softcap)
@@ -41,7 +83,7 @@ def attention(
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
     p = torch.softmax(scores, -1)[..., :length].to(q.dtype)
-    return torch.einsum("shqk,skhd->sqhd", p, v)
+    return _bmm(p.flatten(0, 1), v).view(*shape, -1).transpose(1, 2)
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
@@ -61,11 +103,15 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up of [rows, 2 * width] = (gate, up)."""
+    """activation(gate) * up of [rows, 2 * width] = (gate, up).
+
+    Of `exp` and `tanh` alone, as torch's activations give a vector's last elements other bits than the rest.
+    """
     gate, up = gate_up.chunk(2, -1)
     if activation == "gelu":
-        return F.gelu(gate, approximate="tanh") * up
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)
+        return 0.5 * gate * (1 + torch.tanh(inner)) * up
     if activation == "swiglu_oai":  # clamped, alpha 1.702 (gpt-oss's published code)
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    return F.silu(gate) * up
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    return gate / (1 + torch.exp(-gate)) * up
