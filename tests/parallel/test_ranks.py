@@ -157,9 +157,10 @@ def test_mixes(folder: Path, ranks: int, options: dict[str, Any], num_mixes: int
     ("number", "words"),
     [(signal.SIGKILL, "Rank 1 of 2 was killed by signal 9"), (signal.SIGSTOP, "no further for 1 s")],
 )
-def test_a_missing_rank_ends_the_step(folder: Path, number: int, words: str) -> None:
+@pytest.mark.parametrize("backend", ("reference", pytest.param("torch", marks=[TORCH, pytest.mark.slow])))
+def test_a_missing_rank_ends_the_step(folder: Path, backend: str, number: int, words: str) -> None:
     path = write_tiny_gguf(folder / "F32.gguf", hidden=128, ffn=256, tensor_type="F32")
-    llm = LLM(path, backend="reference", tensor_parallel_size=2, tensor_parallel_timeout=1.0)
+    llm = LLM(path, backend=backend, tensor_parallel_size=2, tensor_parallel_timeout=1.0)
     expected = llm.generate(["hello"], PARAMS)[0].outputs[0].token_ids
     (rank,) = ranks_of_this_process()
     os.kill(rank, number)
@@ -167,7 +168,7 @@ def test_a_missing_rank_ends_the_step(folder: Path, number: int, words: str) -> 
         with pytest.raises(EngineDeadError, match=words):
             llm.generate(["hello world"], PARAMS)
     assert not ranks_of_this_process()
-    again = LLM(path, backend="reference", tensor_parallel_size=2)
+    again = LLM(path, backend=backend, tensor_parallel_size=2)
     assert again.generate(["hello"], PARAMS)[0].outputs[0].token_ids == expected
 
 

@@ -94,6 +94,7 @@ class _RankedBackend:
             with bound_to(self._ranks.cores):  # the threads of the first step stay there
                 result = compute(forward, inputs)
         except BaseException:
+            self._ranks.check()  # which rank is missing says more than what came of it here
             self._ranks.close()  # the others wait in the middle of a step
             raise
         finally:

@@ -49,5 +49,9 @@ class Collective:
         sizes = [end - first for first, end in zip(span.firsts, [*span.firsts[1:], span.total], strict=True)]
         mine = F.pad(x, (0, max(sizes) - span.size)).contiguous()
         parts = [torch.empty_like(mine) for _ in sizes]
-        self._processes.allgather([[part.view(torch.uint8) for part in parts]], [mine.view(torch.uint8)]).wait()
+        try:
+            self._processes.allgather([[part.view(torch.uint8) for part in parts]], [mine.view(torch.uint8)]).wait()
+        except RuntimeError:
+            self._meet()  # a rank that ended meanwhile is missed here: that is the error to tell
+            raise
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)
