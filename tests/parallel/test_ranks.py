@@ -190,7 +190,8 @@ def test_ranks_compute_on_their_nodes(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_server_starts_its_ranks_again(folder: Path) -> None:
+@pytest.mark.parametrize("backend", ("reference", pytest.param("torch", marks=TORCH)))
+def test_a_server_starts_its_ranks_again(folder: Path, backend: str) -> None:
     path = write_tiny_gguf(folder / "long.gguf", tensor_type="F32", context=8192)
     long = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)
 
@@ -199,7 +200,7 @@ def test_a_server_starts_its_ranks_again(folder: Path) -> None:
             await asyncio.sleep(0.01)
 
     async def main() -> None:
-        engine = AsyncEngine.in_process(path, backend="reference", tensor_parallel_size=2)
+        engine = AsyncEngine.in_process(path, backend=backend, tensor_parallel_size=2)
         try:
             await ready(engine)
             stream = await engine.submit("hello", long)
