@@ -28,7 +28,7 @@ from twinphase.phases.hardware import Ceilings
 
 SHAPE, KINDS = "llama-3.1-8b", ("BF16", "Q4_0")
 STEPS, PREFILLS, BUDGET = 50, 3, 2048
-ROWS, READINGS, REPEATS = (1, 2048), 5, 10
+ROWS = 1, 2048
 
 
 def main() -> None:
@@ -119,11 +119,11 @@ def cells(found: list[Point], tokens: int) -> list[str]:
 
 
 def fixed_sums(matrices: Any) -> Iterator[list[str]]:
-    """Our kernel, which adds every row in one order, in turn with cuBLAS on dequantized weights, by shape."""
+    """Our kernel, which adds every row in one order, beside cuBLAS on dequantized weights, by shape."""
     import torch
 
-    from twinphase.backends.torch.device import mark, seconds_between
     from twinphase.backends.torch.kernels.linear import linear
+    from twinphase.backends.torch.tune import cold_seconds
 
     major, minor = torch.cuda.get_device_capability()
     parts = {part.codes.shape: part for matrix in matrices for part in matrix.parts if part.codes.dim() == 2}
@@ -132,15 +132,7 @@ def fixed_sums(matrices: Any) -> Iterator[list[str]]:
         for rows in ROWS:
             x = torch.ones(rows, part.inputs, dtype=part.dtype, device=weights.device)
             calls = partial(linear, x, part, capability=10 * major + minor), partial(torch.matmul, x, weights.T)
-            readings: list[list[float]] = [[], []]
-            for turn in range(1 + READINGS):
-                for call, seconds in zip(calls, readings, strict=True):
-                    start = mark(x.device)
-                    for _ in range(REPEATS):
-                        call()
-                    if turn:  # the first compiles
-                        seconds.append(seconds_between(start, mark(x.device)) / REPEATS)
-            ours, theirs = map(statistics.median, readings)
+            ours, theirs = (cold_seconds(x.device, call) for call in calls)
             shape = f"{len(weights):,} x {part.inputs:,}"
             yield [shape, f"{rows:,}", f"{1e6 * ours:.0f}", f"{1e6 * theirs:.0f}", f"{ours / theirs:.2f}"]
 

@@ -14,7 +14,7 @@ from twinphase.backends.torch.kernels.linear import TritonError, linear
 from twinphase.backends.torch.kernels.tiles import FEW, Tile, key_of, tile_for
 from twinphase.backends.torch.weights import Matrix, Packed
 
-__all__ = ["tune"]
+__all__ = ["cold_seconds", "tune"]
 
 ROWS = {True: 1, False: 512}  # that stand for few and for many
 CANDIDATES = {
@@ -55,14 +55,18 @@ def _parts(matrices: Sequence[Matrix]) -> Iterator[Packed]:
 
 
 def _seconds(x: torch.Tensor, weight: Packed, tile: Tile) -> float:
-    """The median reading, once the kernel is compiled; weights come from memory, as in a step of all layers."""
     if len(x) == ROWS[True]:
         linear(x.expand(FEW, -1), weight, tile=tile)  # the most rows that it may get have to fit too
-    linear(x, weight, tile=tile)
-    spoiled, marks = torch.empty(SPOILED, dtype=torch.uint8, device=x.device), []
+    return cold_seconds(x.device, lambda: linear(x, weight, tile=tile))
+
+
+def cold_seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Of `work`, the median reading once its kernels are compiled; what it reads is in no cache, as in a real step."""
+    work()
+    spoiled, marks = torch.empty(SPOILED, dtype=torch.uint8, device=device), []
     for _ in range(READINGS):
         spoiled.zero_()
-        start = mark(x.device)
-        linear(x, weight, tile=tile)
-        marks.append((start, mark(x.device)))
+        start = mark(device)
+        work()
+        marks.append((start, mark(device)))
     return median(seconds_between(*both) for both in marks)
