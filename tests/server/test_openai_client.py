@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from raw_client import until
 from twinphase import LLM, SamplingParams
 from twinphase.request import RequestCounts, StructuredOutputsParams
 from twinphase.server.observe import spec_decode_metrics
@@ -412,7 +413,13 @@ def test_the_urgent_go_first_where_priorities_count(limited):
 
     async def run():
         async with openai.AsyncOpenAI(base_url=f"{limited.url}/v1", api_key="one") as client:
-            first, late, urgent = await begin(client, -9, 4000), await begin(client, 5, 99), await begin(client, -5, 99)
+            first, waiting = await begin(client, -9, 4000), []
+            with limited.paused():  # both come while the first one runs, however fast that is
+                for priority in (5, -5):
+                    waiting.append(asyncio.create_task(begin(client, priority, 99)))
+                    here = 1 + len(waiting)
+                    await asyncio.to_thread(until, lambda here=here: limited.get("/health")[1]["running"] == here)
+            late, urgent = await asyncio.gather(*waiting)
             await first.close()
             await asyncio.gather(finish("late", late), finish("urgent", urgent))
 
