@@ -8,6 +8,7 @@ Whatever else could depend on a mix, such as cache, positions or masks, would sh
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -29,18 +30,31 @@ class Rounded(TorchBackend):
         self.logits = self.logits.round(decimals=6)
 
 
+# The process of a rank, but for the element type, which no user can choose.
+RANK = """
+import sys
+from twinphase.backends.torch.backend import TorchBackend
+from twinphase.engine import rank
+rank.make_backend = lambda config: TorchBackend("cpu", "float64", 1)
+sys.exit(rank.main(*map(int, sys.argv[1:])))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_mixes_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as MIXES says, else 10."""
+@pytest.mark.parametrize("ranks", (1, 2, 3))
+def test_mixes_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """As many as MIXES says, else 10; on several ranks beside alone on one."""
     threads = torch.get_num_threads()
     monkeypatch.setattr("twinphase.engine.loading.make_backend", lambda config, progress: Rounded("cpu", "float64", 1))
+    monkeypatch.setattr("twinphase.engine.ranks.module_command", lambda module: [sys.executable, "-c", RANK])
     path = write_tiny_gguf(tmp_path / "dense.gguf", vocab=VOCAB, window=40)
     config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "backend": "torch"}
     tally, num_mixes = Counter(), int(os.environ.get("MIXES", 10))
     with own_cache(tmp_path / "cache"):
         alone = Alone(LoadedEngine(path, **config))
-        run(partial(Mixes, LoadedEngine(path, **config), alone, tally, []), num_mixes)
+        several = LoadedEngine(path, tensor_parallel_size=ranks, **config)
+        run(partial(Mixes, several, alone, tally, []), num_mixes)
     torch.set_num_threads(threads)
     print(dict(tally))
     assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
