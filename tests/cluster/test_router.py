@@ -159,10 +159,11 @@ def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve
         router = engine.host
         await until(lambda: engine.is_running)
         for sig in (None, signal.SIGKILL):
-            streams = [await engine.submit([50 + number], LONG) for number in range(4)]
+            streams = [await engine.submit([50], LONG)]
+            worker = router._sent[streams[0].request_id].worker
+            streams += [await engine.submit([50 + number], LONG) for number in range(1, 4)]
             for stream in streams:
                 await anext(stream)
-            worker = router._sent[streams[0].request_id].worker
             for stream in streams:
                 await stream.aclose()
             if sig is not None:

@@ -6,7 +6,8 @@ import math
 
 from twinphase.batch import StepWork
 from twinphase.bench.lab.workbench import Workbench
-from twinphase.bench.roofline.arithmetic import ideal_seconds, parts_of_step
+from twinphase.bench.roofline.arithmetic import parts_of_step
+from twinphase.phases.hardware import compute_seconds, memory_seconds
 
 __all__ = ["ideal_milliseconds"]
 
@@ -15,12 +16,14 @@ def ideal_milliseconds(bench: Workbench, start: int, num_tokens: int) -> tuple[f
     """Of the arithmetic alone at the measured peaks, and of the bytes alone at the measured bandwidth.
 
     Args:
-        bench: its model and its ceilings; NaN if one is unknown.
+        bench: its model and its ceilings; a ceiling that is unknown gives NaN.
         start: tokens of the request that are computed already.
         num_tokens: that the step computes.
     """
     shape = bench.workshop.shape
     work = StepWork.of_chunk(start, num_tokens, 1, shape.window)
     linear, attention = parts_of_step(shape, bench.workshop.units, work)
-    compute, memory = ideal_seconds(linear.plus(attention), bench.ceilings) or (math.nan, math.nan)
-    return compute * 1e3, memory * 1e3
+    whole = linear.plus(attention)
+    compute = compute_seconds(whole.flops, bench.ceilings)
+    memory = memory_seconds(whole.bytes, whole.working_set, bench.ceilings)
+    return compute * 1e3 if compute else math.nan, memory * 1e3 if memory else math.nan
