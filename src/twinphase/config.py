@@ -197,10 +197,13 @@ class EngineConfig:
     def rank_threads(self) -> int | None:
         """Threads of one rank; None leaves them to the backend, where there is but one.
 
-        All ranks have as many as fit the fewest cores that one of them has: their shares are equal.
+        All ranks have as many as fit the fewest cores that one of them has, as their shares are equal; only `cpu` binds
+        them to cores.
         """
         if self.threads is not None or self.tensor_parallel_size == 1:
             return self.threads
+        if self.backend != "cpu":
+            return max(1, available_cores() // self.tensor_parallel_size)
         places = rank_places(self.tensor_parallel_size)
         return max(1, min(len(place.cores) // places.count(place) for place in places))
 

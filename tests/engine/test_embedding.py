@@ -9,7 +9,15 @@ import pytest
 from tests.tiny_bert import make_bert, save_bert, write_bert_gguf
 
 from twinphase import LLM, AsyncEngine, SamplingParams
-from twinphase.errors import CheckpointError, ContextLengthError, InvalidRequestError, UnsupportedModelError
+from twinphase.engine.embedding_loop import EmbeddingLoop
+from twinphase.engine.messages import Embed
+from twinphase.errors import (
+    CheckpointError,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnsupportedModelError,
+)
 
 TEXTS = ["hello world", "the quick brown fox", "Über die Brücke 😀"]
 
@@ -153,3 +161,16 @@ def test_the_async_engine_gives_the_same_vectors(encoder, folder, llm, kind):
             await asyncio.to_thread(engine.close)
 
     asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_a_loop_that_can_embed_no_more_ends_so_that_another_is_started():
+    class Dead:
+        def embed(self, token_ids):
+            raise EngineDeadError("Rank 1 of 2 was killed by signal 9.", "Load the model again.")
+
+    told = []
+    loop = EmbeddingLoop(Dead(), told.append)
+    loop.put(Embed(1, [5]))
+    with pytest.raises(EngineDeadError, match="Rank 1 of 2"):
+        loop.run()
+    assert not told

@@ -28,7 +28,7 @@ from twinphase.config import EngineConfig
 from twinphase.engine.async_engine import AsyncEngine
 from twinphase.engine.loading import make_backend
 from twinphase.engine.ranked_backend import load_on_ranks
-from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
+from twinphase.errors import EngineDeadError, InvalidRequestError, OutOfMemoryError, TwinphaseError
 from twinphase.models.loader import open_model, read_blueprint
 from twinphase.numa import Place
 
@@ -170,6 +170,20 @@ def test_a_missing_rank_ends_the_step(folder: Path, backend: str, number: int, w
     assert not ranks_of_this_process()
     again = LLM(path, backend=backend, tensor_parallel_size=2)
     assert again.generate(["hello"], PARAMS)[0].outputs[0].token_ids == expected
+
+
+def test_an_error_of_the_first_rank_ends_all_with_its_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny_gguf(folder / "F32.gguf", hidden=128, ffn=256, tensor_type="F32")
+    llm = LLM(path, backend="reference", tensor_parallel_size=2)
+
+    def fail(*step: Any) -> Any:
+        raise OutOfMemoryError("No memory for the step.", "Lower --max-num-batched-tokens.")
+
+    monkeypatch.setattr(ReferenceBackend, "execute", fail)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="Rank 0 of 2 failed: No memory for the step"):
+            llm.generate(["hello", "world"], PARAMS)
+    assert not ranks_of_this_process()
 
 
 @pytest.mark.timeout(600)

@@ -12,7 +12,7 @@ from twinphase.engine.embedding import LoadedEmbedder
 from twinphase.engine.loading import LoadedEngine
 from twinphase.engine.loop import EngineLoop, engine_facts, refusal
 from twinphase.engine.messages import Add, Embed, Embedded, EngineFacts, FromEngine, LookAt, Stop, ToEngine
-from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
 
 __all__ = ["EmbeddingLoop", "make_loop"]
 
@@ -41,6 +41,8 @@ class EmbeddingLoop:
     def _embedded(self, message: Embed) -> FromEngine:
         try:
             vector = self.loaded.embed(message.token_ids)
+        except EngineDeadError:  # no text will be embedded any more: a new process can
+            raise
         except TwinphaseError as error:
             return refusal(message.number, error)
         except Exception as error:  # one text must not cost the others theirs

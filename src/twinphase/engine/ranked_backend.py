@@ -85,7 +85,7 @@ class _RankedBackend:
         """A step on all ranks.
 
         Raises:
-            EngineDeadError: a rank is missing; nothing can be computed any more.
+            EngineDeadError: a rank is missing, or this one failed; nothing can be computed any more.
         """
         self._ranks.tell(Step.of(inputs, self._model.kept))
         waited = self._ranks.group.waits()[0]
@@ -93,9 +93,11 @@ class _RankedBackend:
         try:
             with bound_to(self._ranks.cores):  # the threads of the first step stay there
                 result = compute(forward, inputs)
-        except BaseException:
+        except Exception as error:
             self._ranks.check()  # which rank is missing says more than what came of it here
-            self._ranks.close()  # the others wait in the middle of a step
+            raise self._ranks.given_up(error) from error
+        except BaseException:
+            self._ranks.close()
             raise
         finally:
             self._ranks.step_ends()

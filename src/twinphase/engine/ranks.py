@@ -113,6 +113,15 @@ class Ranks:
             self.close()
             raise EngineDeadError(self._watched.reason, FIX)
 
+    def given_up(self, error: Exception) -> EngineDeadError:
+        """Ends all, for rank 0 has left a step in whose middle the others wait; what to raise."""
+        cause, fix = f"{type(error).__name__}: {error}", FIX
+        if isinstance(error, TwinphaseError):
+            cause, fix = error.cause, error.fix
+        self._watched.reason = f"Rank 0 of {self.group.ranks} failed: {cause.rstrip('.')}."
+        self.close()
+        return EngineDeadError(self._watched.reason, fix)
+
     def _expect(self, link: _Link, kind: type[Any]) -> Any:
         message = None
         try:

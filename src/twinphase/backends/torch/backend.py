@@ -157,6 +157,8 @@ class TorchBackend:
         device = torch.cuda.get_device_name(self.device) if cuda else torch.backends.cpu.get_cpu_capability()
         facts = {"backend": self.name, "torch": torch.__version__, "device": device, "dtype": str(self.dtype)}
         facts |= {"kernels": self.kernels, "dequantized": str(self.dequantize)}
+        if self.group is not None and not self.kernels and (cuda or self.dtype.itemsize < 4):
+            facts["ranks"] = str(self.group.ranks)  # whose products have other shapes, and sums other orders
         return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:

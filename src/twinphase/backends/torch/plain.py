@@ -40,9 +40,9 @@ def _block_product(x: Tensor, weight: Tensor) -> Tensor:
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
     """`torch.bmm`, whose threads each take whole products: where it has more threads than products, it splits sums."""
     threads = torch.get_num_threads()
-    if len(a) >= threads:
+    if a.device.type != "cpu" or a.dtype.itemsize < 4 or len(a) >= threads:
         return torch.bmm(a, b)
-    torch.set_num_threads(1)
+    torch.set_num_threads(len(a))
     try:
         return torch.bmm(a, b)
     finally:
