@@ -54,6 +54,14 @@ class _MatrixTile(RegisterTile):
             e.matrix("tdpbssd", first, first + 1, first + 2)
             e.matrix("tilestored64", first, at=(e.add(self._sums_at(g), part * SUM_BYTES), e.i64(64)))
 
+    def fetch(self, x: Inputs, g: Value) -> None:
+        """Ask for the line of groups g and g + 1 of each row of the next tile, half of them beside each block."""
+        e = self.e
+        first = e.add(e.mul(self.block, ROWS // 2), ROWS)
+        at = e.add(x.data, e.mul(g, GROUP), e.mul(first, x.data_stride))
+        for m in range(ROWS // 2):
+            e.prefetch(at, e.mul(x.data_stride, m), level=1)
+
     def scale(self, x: Inputs, g: Value, totals: list[Any]) -> None:
         """Add group g, which has been multiplied, to the totals."""
         e, fmt, parts = self.e, self.fmt, self.parts
@@ -112,6 +120,7 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
             with e.loop(start, end, 2) as g:
                 tile.multiply(x, g, 0)
                 tile.multiply(x, e.add(g, 1), 3)
+                tile.fetch(x, g)
             with e.loop(start, end) as g:
                 tile.scale(x, g, totals)
         with e.b.if_else(e.b.icmp_signed("!=", last, e.i64(0))) as (then, otherwise):
