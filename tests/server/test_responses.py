@@ -151,12 +151,12 @@ def test_a_response_is_followed_kept_and_forgotten(server, client):
     kept = client.responses.retrieve(first.id)
     assert kept.output == first.output and kept.metadata == {"a": "b"} and kept.instructions == "Be brief."
     turns = [{"id": "mine", "role": "user", "content": "one"}, first.output[0].model_dump(exclude={"phase"})]
-    asked = client.responses.create(model=model, input=[*turns, {"role": "user", "content": "two"}], **GREEDY)
+    asked = client.responses.create(model=model, input=[*turns, {**turns[0], "content": "two"}], **GREEDY)
     listed = client.responses.input_items.list(asked.id)
     assert [item.content[0].text for item in listed] == ["two", first.output_text, "one"] and not listed.has_more
     assert [item.id for item in client.responses.input_items.list(asked.id, order="asc", limit=1)] == [
         item.id for item in reversed(listed.data)
-    ], "page by page"
+    ], "page by page, each by a name of its own"
     assert listed.last_id == "mine" and listed.data[1].id == first.output[0].id
     for query in ("limit=0", "order=up", "after=nobody"):
         assert server.get(f"{PATH}/{asked.id}/input_items?{query}")[0] == 400

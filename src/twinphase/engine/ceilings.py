@@ -21,8 +21,10 @@ def device_of(config: EngineConfig) -> Device:
 def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:
     """Which arithmetic unit does the linear layers, and which the two products of attention."""
     tensors = checkpoint.tensors.items()
-    types = {info.type for name, info in tensors if name.startswith("blk.") and len(info.shape) >= 2}
-    dense = ("BF16" if "BF16" in types else "F32") if types <= DENSE_TYPES else None
+    layers = {(info.type, len(info.shape)) for name, info in tensors if name.startswith("blk.")}
+    types = {kind for kind, dims in layers if dims >= 2}
+    tiled = ("BF16", 2) in layers and ("BF16", 3) not in layers  # experts are multiplied in float32
+    dense = ("BF16" if tiled else "F32") if types <= DENSE_TYPES else None
     return device_of(config).units(dense=dense)
 
 

@@ -33,7 +33,7 @@ __all__ = [
     "save_ceilings",
 ]
 
-VERSION = 3  # of what is measured and how; another version is another file
+VERSION = 4  # of what is measured and how; another version is another file
 MOST_MEASUREMENTS = 5  # of provisional ceilings, before they are left as they are
 EXPLAINED = 0.5  # a ceiling that accounts for less of the time than this did not bind
 

@@ -158,7 +158,7 @@ def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None)
     tiled, memory = choose_isa(isa).matrix_tiles and name == "BF16", aligned(1 << 22, np.uint8)
     order = _pack_tiles if tiled else _pack_dense
     stored = gguf.quants.quantize(matrix, kind).view(np.uint8).reshape(-1)
-    order(stored, info, memory if tiled else memory[: _strip_bytes(info) * -(-outputs // 32)])
+    order(stored, info, memory if tiled else memory[: _strip_bytes(info, tiled) * -(-outputs // 32)])
     rows = Activations(isa, x)
     if tiled:
         given, rows.x = rows.x, aligned(x.size, np.uint16).reshape(x.shape)
@@ -171,7 +171,9 @@ def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None)
 @pytest.mark.parametrize("name", DENSE)
 def test_dense(name: str, isa: str) -> None:
     rng = np.random.default_rng(5)
-    for outputs, inputs, rows in ((64, 32, 1), (40, 96, 5), (100, 1120, 37), (64, 160, ROW_CHUNK + 17)):
+    for outputs, inputs, rows in ((64, 32, 1), (40, 96, 5), (96, 48, 3), (100, 1120, 37), (64, 160, ROW_CHUNK + 17)):
+        if inputs % 32 and choose_isa(isa).matrix_tiles and name == "BF16":
+            continue  # rows come from buffers that are padded
         matrix = (rng.standard_normal((outputs, inputs)) / 8).astype(np.float32)
         kind = gguf.GGMLQuantizationType[name]
         x, exact = random_rows(rng, rows, inputs), gguf.quants.dequantize(gguf.quants.quantize(matrix, kind), kind)

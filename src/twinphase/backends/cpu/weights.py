@@ -133,11 +133,11 @@ class Embedding:
     width: int
 
 
-def _strip_bytes(info: TensorInfo) -> int:
+def _strip_bytes(info: TensorInfo, tiled: bool) -> int:
     inputs = info.shape[-1]
     if info.type in FORMATS:
         return FORMATS[info.type].strip_bytes(inputs)
-    return STRIP * padded(inputs, DENSE_TILE) * DENSE_BYTES[info.type]
+    return STRIP * (padded(inputs, DENSE_TILE) if tiled else inputs) * DENSE_BYTES[info.type]
 
 
 def _strips(info: TensorInfo) -> int:
@@ -161,7 +161,7 @@ def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
     total = 0
     for info in checkpoint.tensors.values():
         if info.name.endswith(".weight") and len(info.shape) >= 2 and (tied or info.name != "token_embd.weight"):
-            total += math.prod(info.shape[:-2]) * _strips(info) * _strip_bytes(info) + 64
+            total += math.prod(info.shape[:-2]) * _strips(info) * _strip_bytes(info, tiled=True) + 64
     return total
 
 
@@ -206,7 +206,7 @@ def _place(
     """Memory for a tensor, and what fills it: commands, unless it is dense and has been filled."""
     count, (outputs, inputs) = math.prod(info.shape[:-2]), info.shape[-2:]
     strips, source, commands = _strips(info), checkpoint.raw(info.name), []
-    memory = arena.take(count * strips * _strip_bytes(info))
+    memory = arena.take(count * strips * _strip_bytes(info, tiled))
     for expert in range(count):
         here = memory[expert * (len(memory) // count) :]
         raw = source[expert * (info.nbytes // count) :][: info.nbytes // count]
@@ -218,7 +218,7 @@ def _place(
         else:
             _pack_dense(raw, info, here[: len(memory) // count])
     groups = inputs // GROUP if info.type in FORMATS else inputs
-    return Part(info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info), tiled), commands
+    return Part(info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info, tiled), tiled), commands
 
 
 def _joined(parts: list[Part], new: Part) -> list[Part]:

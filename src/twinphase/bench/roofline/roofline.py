@@ -92,7 +92,7 @@ def _link(settings: Settings, model: str | None, progress: Progress) -> LinkRate
     ranks = settings.tensor_parallel_size
     if ranks == 1:
         return None
-    if model is not None or settings.backend == "torch":
+    if model is not None or settings.backend != "cpu":
         raise InvalidRequestError(
             "What ranks exchange is measured on the cpu backend, without a model.",
             "Leave out MODEL and --backend, or --tensor-parallel-size.",

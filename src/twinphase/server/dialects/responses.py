@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -171,7 +171,7 @@ class ResponseReplies(ChatReplies):
         first = self._ended.setdefault("response", response)  # which no other thread can come between
         if first is response and self._body.store:
             messages = encode([*self._messages, _said(self._choice)])
-            kept = Kept(encode(response), messages, encode(list(map(_given_item, self._body.input))))
+            kept = Kept(encode(response), messages, encode(_given_items(self._body.input)))
             self._known.put(self._tenant, self.job.id, kept)
         return first
 
@@ -210,10 +210,14 @@ class ResponseReplies(ChatReplies):
         }
 
 
-def _given_item(item: Item) -> dict[str, Any]:
-    """An item of a request as it is listed, with the client's name for it or a new one."""
-    name = item.id if isinstance(item.id, str) and item.id else new_id(item.type)
-    return {"id": name, "status": "completed", **item.model_dump(exclude_none=True)}
+def _given_items(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """The items of a request as they are listed: the client's name for one, or a new one where another has it."""
+    found: dict[str, dict[str, Any]] = {}
+    for item in items:
+        known = isinstance(item.id, str) and item.id and item.id not in found
+        name = str(item.id) if known else new_id(item.type)
+        found[name] = {"status": "completed", **item.model_dump(exclude_none=True), "id": name}
+    return list(found.values())
 
 
 def _said(choice: Choice) -> dict[str, Any]:

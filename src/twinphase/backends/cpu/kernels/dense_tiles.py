@@ -96,19 +96,21 @@ def strips_in_dense_tiles(isa: Isa) -> Any:
         rest = rows - whole
         for p in range(0, tiles, DENSE_PANEL):
             count, here = min(DENSE_PANEL, tiles - p), data + 2 * DENSE_TILE * p
-            begin(scratch, ROWS, ROWS)
-            for s in range(first_strip if whole else end_strip, end_strip):
-                for m in range(first_row, first_row + whole, 2 * ROWS):
-                    two(w + (s * tiles + p) * WEIGHTS, count, here + m * data_stride, data_stride,
-                        out + m * out_stride + 128 * s, out_stride, int(p == 0))  # fmt: skip
-            m = first_row + whole
-            begin(scratch, min(max(rest, 1), ROWS), max(rest - ROWS, 1))
-            for s in range(first_strip if rest else end_strip, end_strip):
-                at, columns = w + (s * tiles + p) * WEIGHTS, out + m * out_stride + 128 * s
-                if rest > ROWS:
-                    two(at, count, here + m * data_stride, data_stride, columns, out_stride, int(p == 0))
-                else:
-                    one(at, count, here + m * data_stride, data_stride, columns, out_stride, int(p == 0))
+            if whole:
+                begin(scratch, ROWS, ROWS)
+                for s in range(first_strip, end_strip):
+                    for m in range(first_row, first_row + whole, 2 * ROWS):
+                        two(w + (s * tiles + p) * WEIGHTS, count, here + m * data_stride, data_stride,
+                            out + m * out_stride + 128 * s, out_stride, int(p == 0))  # fmt: skip
+            if rest:
+                m = first_row + whole
+                begin(scratch, min(rest, ROWS), max(rest - ROWS, 1))
+                for s in range(first_strip, end_strip):
+                    at, columns = w + (s * tiles + p) * WEIGHTS, out + m * out_stride + 128 * s
+                    if rest > ROWS:
+                        two(at, count, here + m * data_stride, data_stride, columns, out_stride, int(p == 0))
+                    else:
+                        one(at, count, here + m * data_stride, data_stride, columns, out_stride, int(p == 0))
         end()
         for s in range(first_strip, end_strip):
             add(rows, out + first_row * out_stride + 128 * s, out_stride, residual + first_row * residual_stride
