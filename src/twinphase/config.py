@@ -5,14 +5,13 @@ Not for a request's wishes (`SamplingParams`) nor for a model's shape (`blueprin
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 from twinphase.errors import InvalidRequestError
-from twinphase.numa import rank_places
+from twinphase.numa import rank_places, usable_cores
 from twinphase.settings import check_settings, setting
 from twinphase.speculative import speculative_config
 
@@ -42,7 +41,7 @@ DEFAULT_SEAT_TOKENS = 1024  # of the KV cache for each seat, as far as a quarter
 
 def available_cores() -> int:
     """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cores())
 
 
 def module_command(module: str) -> list[str]:

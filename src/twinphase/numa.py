@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Place", "bound_to", "cpu_list", "rank_places"]
+__all__ = ["Place", "bound_to", "cpu_list", "rank_places", "usable_cores"]
 
 NODES = Path("/sys/devices/system/node")  # Documentation/ABI/stable/sysfs-devices-node
 
@@ -30,10 +30,14 @@ def cpu_list(text: str) -> frozenset[int]:
     return frozenset(core for part in ends for core in range(int(part[0]), int(part[-1]) + 1))
 
 
+def usable_cores() -> frozenset[int]:
+    """The cores that this thread may use."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
 def rank_places(ranks: int) -> list[Place]:
     """The place of each rank, on the cores that this thread may use: nodes are divided evenly, or shared evenly."""
-    usable = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
-    nodes = []
+    usable, nodes = usable_cores(), []
     for folder in sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
             cores = usable & cpu_list((folder / "cpulist").read_text())

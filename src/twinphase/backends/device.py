@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
@@ -45,8 +46,8 @@ class Device(Protocol):
     best_isa: str | None
     ceilings: str
 
-    def units(self, *, dense: str | None) -> Units:
-        """Which arithmetic unit does what; `dense` is the type of the layers' weights, None where quantized."""
+    def units(self, weights: Set[tuple[str, int]]) -> Units:
+        """Which arithmetic unit does what, by the types and dimensions (3 of experts) of the layers' weights."""
 
     def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
         """Bytes of one token's key and value in one KV head of one layer, with a `kv_cache_dtype`."""

@@ -6,7 +6,7 @@ between it and a textbook implementation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cached_property
 
 import numpy as np
@@ -298,7 +298,7 @@ class ReferenceDevice:
     name, isa, threads, ceilings = "reference", "", 1, ""
     best_isa: str | None = None
 
-    def units(self, *, dense: str | None) -> Units:
+    def units(self, weights: Set[tuple[str, int]]) -> Units:
         """Float32 whatever the weights are stored as."""
         return Units("float32", "float32", "float32")
 

@@ -244,7 +244,6 @@ def _units(dtype: str, compute_dtype: str | None, backend: str | None) -> Units:
         return units_for(dtype)
     from twinphase.backends.device import open_device
 
-    types = {"fp32": "F32", "f32": "F32", "fp16": "F16", "f16": "F16", "bf16": "BF16"}
-    units = open_device(backend).units(dense=types.get(dtype.lower()))
+    units = open_device(backend).units({(dtype.upper().replace("FP", "F"), 2)})
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as datasheets have them
     return Units(*(names.get(unit, unit) for unit in (units.linear, units.scores, units.values)))

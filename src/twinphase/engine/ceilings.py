@@ -10,8 +10,6 @@ from twinphase.weights.checkpoint import Checkpoint
 
 __all__ = ["ceilings_now", "compute_units", "device_of", "learn_ceilings", "measured_ceilings"]
 
-DENSE_TYPES = {"F32", "F16", "BF16"}
-
 
 def device_of(config: EngineConfig) -> Device:
     threads = config.rank_threads and config.rank_threads * config.tensor_parallel_size
@@ -20,12 +18,8 @@ def device_of(config: EngineConfig) -> Device:
 
 def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:
     """Which arithmetic unit does the linear layers, and which the two products of attention."""
-    tensors = checkpoint.tensors.items()
-    layers = {(info.type, len(info.shape)) for name, info in tensors if name.startswith("blk.")}
-    types = {kind for kind, dims in layers if dims >= 2}
-    tiled = ("BF16", 2) in layers and ("BF16", 3) not in layers  # experts are multiplied in float32
-    dense = ("BF16" if tiled else "F32") if types <= DENSE_TYPES else None
-    return device_of(config).units(dense=dense)
+    layers = {(info.type, len(info.shape)) for name, info in checkpoint.tensors.items() if name.startswith("blk.")}
+    return device_of(config).units({(name, dims) for name, dims in layers if dims >= 2})
 
 
 def measured_ceilings(config: EngineConfig) -> Ceilings | None:

@@ -6,6 +6,7 @@ None instead of seconds: the cause is there, but what it takes cannot be told.
 from __future__ import annotations
 
 from twinphase.explain.evidence import Evidence
+from twinphase.phases.hardware import NEITHER
 from twinphase.phases.timeline import IntervalKind, PhaseTotals
 from twinphase.phases.work import kv_bytes_per_token, weight_bytes_read
 
@@ -83,11 +84,7 @@ def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     machine, idle, unexplained = evidence.machine, evidence.idle_part, 0.0
     if machine and machine.config.isa and machine.best_isa not in (None, machine.config.isa):
         found["isa"] = listed  # the other path was not measured
-    if bound in (
-        "overhead",
-        "contention",
-        "ranks",
-    ):  # neither memory nor arithmetic explains more than the nearest ceiling does
+    if bound in NEITHER:  # memory and arithmetic explain no more than the nearest ceiling does
         unexplained = max(0.0, model - own * nearest_ceiling(evidence)[1])
     if idle:  # only arithmetic divides among more threads: memory gives no more once a few have filled it
         found["threads"] = model * idle if bound == "compute" else listed

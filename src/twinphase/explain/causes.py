@@ -13,6 +13,7 @@ from twinphase.batch import StepWork
 from twinphase.explain.attribution import nearest_ceiling
 from twinphase.explain.evidence import Evidence
 from twinphase.explain.levers import Lever, duration, percent
+from twinphase.phases.hardware import NEITHER
 from twinphase.phases.timeline import Interval, IntervalKind
 from twinphase.phases.work import weight_bytes_read
 from twinphase.request import MissReason, SamplingParams
@@ -185,7 +186,7 @@ def _model_size(evidence: Evidence, seconds: float) -> About:
     if shape and shape.num_experts:
         sentence += f" but the experts that it is not sent to ({shape.experts_per_row} of {shape.num_experts} are used)"
     advice, saved = "A smaller model, or one with fewer bits per weight, has less to read in each step.", None
-    if near.bound in ("overhead", "contention", "ranks"):
+    if near.bound in NEITHER:
         what = "Reading it" if nearest_ceiling(evidence)[0] == "memory" else "Its arithmetic"
         sentence += f". {what} at the measured peak would take this part of the time."
     elif near.bound == "memory":
@@ -211,7 +212,8 @@ def _context_length(evidence: Evidence, seconds: float) -> About:
 def _threads(evidence: Evidence, seconds: float) -> About:
     threads, cores = evidence.config and evidence.config.threads, evidence.cores
     ranks = evidence.config.tensor_parallel_size if evidence.config else 1
-    sentence = f"{threads} of the machine's {cores} processors compute{f' for each of {ranks} ranks' * (ranks > 1)}."
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
+    sentence = f"{threads} of the machine's {cores} processors compute{each}."
     if not seconds:
         lever = Lever("--threads", f"--threads {cores} would use them all.")
         return f"{sentence} What bounds it need not divide among more.", lever

@@ -139,9 +139,8 @@ class Evidence:
     @property
     def cores(self) -> int:
         """The machine's processors, divided by the engine's ranks; 0 where that does not matter."""
-        return (
-            self.machine.cores // self.machine.config.tensor_parallel_size if self.machine and self.machine.cores else 0
-        )
+        machine = self.machine
+        return machine.cores // machine.config.tensor_parallel_size if machine and machine.cores else 0
 
     @property
     def idle_part(self) -> float:

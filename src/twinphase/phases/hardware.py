@@ -21,6 +21,7 @@ from twinphase.numa import cpu_list
 from twinphase.weights.storage import cache_root, write_atomically
 
 __all__ = [
+    "NEITHER",
     "Ceilings",
     "bound",
     "cache_levels",
@@ -35,6 +36,7 @@ __all__ = [
 
 VERSION = 4  # of what is measured and how; another version is another file
 MOST_MEASUREMENTS = 5  # of provisional ceilings, before they are left as they are
+NEITHER = ("overhead", "contention", "ranks")  # of what `bound` gives: no ceiling explains half of the time
 EXPLAINED = 0.5  # a ceiling that accounts for less of the time than this did not bind
 
 

@@ -155,7 +155,7 @@ def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None)
     """x @ matrix.T by the kernel, [rows, outputs rounded up to strips]; the order of strips is the backend's."""
     outputs, inputs = matrix.shape
     kind, info = gguf.GGMLQuantizationType[name], TensorInfo("a.weight", matrix.shape, name, 0, 0)
-    tiled, memory = choose_isa(isa).matrix_tiles and name == "BF16", aligned(1 << 22, np.uint8)
+    tiled, memory = choose_isa(isa).takes_bf16(name), aligned(1 << 22, np.uint8)
     order = _pack_tiles if tiled else _pack_dense
     stored = gguf.quants.quantize(matrix, kind).view(np.uint8).reshape(-1)
     order(stored, info, memory if tiled else memory[: _strip_bytes(info, tiled) * -(-outputs // 32)])
@@ -172,13 +172,13 @@ def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None)
 def test_dense(name: str, isa: str) -> None:
     rng = np.random.default_rng(5)
     for outputs, inputs, rows in ((64, 32, 1), (40, 96, 5), (96, 48, 3), (100, 1120, 37), (64, 160, ROW_CHUNK + 17)):
-        if inputs % 32 and choose_isa(isa).matrix_tiles and name == "BF16":
+        if inputs % 32 and choose_isa(isa).takes_bf16(name):
             continue  # rows come from buffers that are padded
         matrix = (rng.standard_normal((outputs, inputs)) / 8).astype(np.float32)
         kind = gguf.GGMLQuantizationType[name]
         x, exact = random_rows(rng, rows, inputs), gguf.quants.dequantize(gguf.quants.quantize(matrix, kind), kind)
         out = dense(isa, name, matrix, x)
-        if choose_isa(isa).matrix_tiles and name == "BF16":  # which takes activations in bfloat16 too
+        if choose_isa(isa).takes_bf16(name):  # which takes activations in bfloat16 too
             x = torch.from_numpy(x).bfloat16().float().numpy()
         assert relative(out[:, :outputs], x.astype(np.float64) @ exact.astype(np.float64).T) < TOLERANCE
         assert not out[:, outputs:].any(), "padding"

@@ -117,7 +117,7 @@ class CpuBackend(ExpertOperations):
             )
         self.blueprint, self._checkpoint = blueprint, checkpoint  # whose embedding stays where it is mapped
         self._max_positions = blueprint.context_length
-        specs = model_specs(checkpoint, blueprint, self.kv_cache_dtype, self.isa.matrix_tiles)
+        specs = model_specs(checkpoint, blueprint, self.kv_cache_dtype, self.isa)
         folder = cache_root() / "kernels"
         compile_kernels(folder, self.isa, specs, self._progress)
         self._kernels, self._engine = load_kernels(folder, self.isa, specs)
@@ -127,7 +127,7 @@ class CpuBackend(ExpertOperations):
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
         """Packed weights, as soon as the KV cache is allocated."""
-        matrix, commands = load_matrix(checkpoint, names, self._arena, self._pack, self.isa.matrix_tiles)
+        matrix, commands = load_matrix(checkpoint, names, self._arena, self._pack, self.isa)
         self._pack_later(checkpoint, names, commands)
         return matrix
 

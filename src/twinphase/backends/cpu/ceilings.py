@@ -11,14 +11,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from twinphase.backends.cpu.isa import baseline_cpu, choose_isa
 from twinphase.backends.device import MeasuredRates
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 
-__all__ = ["CeilingsError", "measure", "measure_sweep"]
+__all__ = ["CeilingsError", "measure", "measure_repeatedly"]
 
 
 class CeilingsError(TwinphaseError):
@@ -34,16 +34,13 @@ def measure(threads: int, isa: str | None = None) -> MeasuredRates:
         InvalidRequestError: this processor cannot run `isa`.
         CeilingsError: the measuring process failed.
     """
-    return measure_sweep([threads], isa)[threads][0]
+    return measure_repeatedly(threads, isa, 1)[0]
 
 
-def measure_sweep(
-    thread_counts: Sequence[int],
-    isa: str | None = None,
-    repetitions: int = 1,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[int, list[MeasuredRates]]:
-    """All ceilings by number of threads, `repetitions` times with the numbers in turn, in one process of its own.
+def measure_repeatedly(
+    threads: int, isa: str | None, repetitions: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[MeasuredRates]:
+    """All ceilings, `repetitions` times in one process of its own.
 
     A process of its own keeps the compiler and 256 MiB of memory out of the caller's, and compiles for the path's
     processor.
@@ -56,10 +53,8 @@ def measure_sweep(
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if path.cpu or path.name == "generic":
         environment |= {"NUMBA_CPU_NAME": baseline_cpu(path), "NUMBA_CPU_FEATURES": ""}
-    counts = ",".join(map(str, thread_counts))
-    command = [*module_command("twinphase.backends.cpu.peaks"), path.name, counts, str(repetitions)]
+    command = [*module_command("twinphase.backends.cpu.peaks"), path.name, str(threads), str(repetitions)]
     found: list[MeasuredRates] = []
-    total = len(thread_counts) * repetitions
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as run,
@@ -70,12 +65,12 @@ def measure_sweep(
                 values = json.loads(line)
                 values["bandwidth"] = tuple((int(size), float(rate)) for size, rate in values["bandwidth"])
                 found.append(MeasuredRates(**values))
-                progress(len(found), total)
+                progress(len(found), repetitions)
         except BaseException:
             run.kill()
             raise
-        if run.wait() or len(found) < total:
+        if run.wait() or len(found) < repetitions:
             log.seek(0)
             reason = (log.read().decode(errors="replace").strip().splitlines() or ["no output"])[-1]
             raise CeilingsError(f"Measuring this machine's ceilings failed: {reason}")
-    return {threads: found[index :: len(thread_counts)] for index, threads in enumerate(thread_counts)}
+    return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from twinphase.backends.base import Units
 from twinphase.backends.cpu import ceilings, kv_layout
 from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.cpu.weights import DENSE_BYTES
 from twinphase.backends.device import MeasuredRates
 from twinphase.config import available_cores
 
@@ -22,9 +25,12 @@ class CpuDevice:
         self.ceilings = self.isa
         self.best_isa: str | None = choose_isa(None).name
 
-    def units(self, *, dense: str | None) -> Units:
-        """Quantized weights are multiplied with int8 activations, BF16 in matrix tiles, keys with int8 queries."""
-        linear = "int8" if dense is None else "bfloat16" if dense == "BF16" and self._isa.matrix_tiles else "float32"
+    def units(self, weights: Set[tuple[str, int]]) -> Units:
+        """Quantized weights are multiplied with int8 activations, keys with int8 queries."""
+        linear = "int8"
+        if {name for name, _ in weights} <= DENSE_BYTES.keys():
+            tiled = {(name, dims) for name, dims in weights if self._isa.takes_bf16(name)}
+            linear = "bfloat16" if {dims for _, dims in tiled} == {2} else "float32"
         return Units(linear, "int8", "bfloat16" if self._isa.bf16_dot else "float32")
 
     def kv_head_bytes(self, head_dim: int, dtype: str) -> float:

@@ -46,6 +46,10 @@ class Isa:
         """Whether the processor converts float16 in one instruction."""
         return self.name != "generic"
 
+    def takes_bf16(self, weights: str) -> bool:
+        """Whether linear layers on weights of a type, but for experts, multiply bfloat16 rows in matrix tiles."""
+        return self.matrix_tiles and weights == "BF16"
+
     @property
     def linear_rows(self) -> int:
         """Rows of the linear kernels' largest register tile."""

@@ -216,12 +216,11 @@ def measure_here(threads: int, isa: Isa) -> dict[str, Any]:
     }
 
 
-def _main(isa: Isa, counts: list[int], repetitions: int) -> None:
-    """A line of JSON per measurement, all numbers of threads in turn, so that a disturbance does not meet one alone."""
+def _main(isa: Isa, threads: int, repetitions: int) -> None:
+    """A line of JSON per measurement."""
     for _ in range(repetitions):
-        for threads in counts:
-            print(json.dumps(measure_here(threads, isa)), flush=True)
+        print(json.dumps(measure_here(threads, isa)), flush=True)
 
 
 if __name__ == "__main__":
-    _main(choose_isa(sys.argv[1]), [int(count) for count in sys.argv[2].split(",")], int(sys.argv[3]))
+    _main(choose_isa(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

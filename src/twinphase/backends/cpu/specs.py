@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from twinphase.backends.cpu.formats import FORMATS
+from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program_layout import TILE_BITS
 from twinphase.backends.cpu.tiling import GATE_PARTS, LOGIT_PARTS
 from twinphase.backends.cpu.weights import check_types
@@ -70,8 +71,8 @@ def experts_spec(type_name: str) -> str:
     return f"{'quantized' if type_name in FORMATS else 'dense'}_experts:{type_name}"
 
 
-def model_specs(checkpoint: Checkpoint, blueprint: Blueprint, dtype: str, tiles: bool) -> list[str]:
-    """Specs of all kernels of a model; `tiles` says whether the path has matrix tiles.
+def model_specs(checkpoint: Checkpoint, blueprint: Blueprint, dtype: str, isa: Isa) -> list[str]:
+    """Specs of all kernels of a model.
 
     Raises:
         UnsupportedModelError: a tensor type without a kernel.
@@ -91,7 +92,7 @@ def model_specs(checkpoint: Checkpoint, blueprint: Blueprint, dtype: str, tiles:
         *(f"rms_norm:{kind}" for kind in KINDS),
         *(f"gate_mul:{blueprint.activation}:{kind}" for kind in KINDS),
         "quantize",
-        *(["round_rows"] if "BF16" in linear and tiles else []),
+        *(["round_rows"] if any(map(isa.takes_bf16, linear)) else []),
         "pick_rows:f32",
         f"embed:{embedding.type}",
         "run_program",

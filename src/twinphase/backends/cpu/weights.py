@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP
+from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.threads import Command
 from twinphase.backends.cpu.tiling import DENSE_TILE
 from twinphase.errors import OutOfMemoryError, UnsupportedModelError
@@ -169,17 +170,14 @@ Pack = Callable[[str, Sequence[int], int], Command]  # (type, arguments, strips)
 
 
 def load_matrix(
-    checkpoint: Checkpoint, names: Sequence[str], arena: Arena, pack: Pack, tiles: bool
+    checkpoint: Checkpoint, names: Sequence[str], arena: Arena, pack: Pack, isa: Isa
 ) -> tuple[Matrix, list[Command]]:
-    """Place a layer's tensors in the arena, stacked along the outputs; also the commands that will fill it.
-
-    `tiles` says whether the path has matrix tiles, in whose order BF16 weights are then.
-    """
+    """Place a layer's tensors in the arena, stacked along the outputs; also the commands that will fill it."""
     parts: list[Part] = []
     columns, commands, column = [], [], 0
     infos = [checkpoint.tensors[name] for name in names]
     for info in infos:
-        part, fill = _place(checkpoint, info, arena, pack, column, tiles and info.type == "BF16")
+        part, fill = _place(checkpoint, info, arena, pack, column, isa.takes_bf16(info.type))
         columns.append(column)
         commands += fill
         parts = _joined(parts, part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class TorchDevice:
         name = "processor" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         self.ceilings = f"torch on {name}"
 
-    def units(self, *, dense: str | None) -> Units:
+    def units(self, weights: Set[tuple[str, int]]) -> Units:
         """Weights are dequantized to `dtype`; softmax is in float32."""
         name = str(self.dtype).removeprefix("torch.")
         return Units(name, name, name)

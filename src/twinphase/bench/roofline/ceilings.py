@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
-from twinphase.backends.cpu.ceilings import measure_sweep
+from twinphase.backends.cpu.ceilings import measure_repeatedly
 from twinphase.backends.device import Device, open_device
 from twinphase.bench.progress import Progress
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
@@ -81,6 +81,6 @@ def measure_ceilings(
         return CeilingSweep(runs, load_ceilings(device.threads, device.ceilings))
     name = open_device("cpu", isa=isa).isa
     progress("ceilings: compiling the loops", 0, repetitions)
-    found = measure_sweep([threads], isa, repetitions, lambda done, total: progress("ceilings", done, total))
-    runs = [Ceilings(processor_name(), threads, name, **vars(one)) for one in found[threads]]
+    found = measure_repeatedly(threads, isa, repetitions, lambda done, total: progress("ceilings", done, total))
+    runs = [Ceilings(processor_name(), threads, name, **vars(one)) for one in found]
     return CeilingSweep(runs, load_ceilings(threads, name))

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba import njit
 
-from twinphase.backends.cpu.emit import F32, I8, Emit, Value, vector
+from twinphase.backends.cpu.emit import F32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.tiling import DENSE_PANEL, DENSE_TILE, MATRIX_ROWS
@@ -26,14 +25,7 @@ AHEAD = 8192  # bytes; one row asks for the weights so far behind those that it 
 
 def _begin(e: Emit, scratch: Value, first: Value, second: Value) -> None:
     """Shape the tiles: sums of `first` and of `second` rows by two blocks of outputs, rows of inputs, weights."""
-    palette, width = [1, *[0] * 63], 64
-    for tile in range(8):
-        palette[16 + 2 * tile], palette[48 + tile] = width, ROWS
-    e.store(ir.Constant(vector(I8, 64), palette), scratch)
-    for rows, tiles in ((first, (0, 1, 4)), (second, (2, 3, 5))):
-        for tile in tiles:
-            e.store(e.b.trunc(rows, I8), scratch, 48 + tile)
-    e.call("llvm.x86.ldtilecfg", ir.VoidType(), e.pointer(scratch, I8))
+    e.shape_tiles([(rows, 64) for rows in (first, first, second, second, first, second, ROWS, ROWS)], scratch)
 
 
 def _block(e: Emit, both: bool, w: Value, tiles: Value, data: Value, data_stride: Value, out: Value, out_stride: Value,

@@ -51,7 +51,7 @@ def dense_linear(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], N
     Arguments as above: groups is the number of inputs; scale, fsum and isum are not read. Where BF16 weights are
     multiplied in matrix tiles, x is bfloat16 and strips are as `dense_tiles.py` says.
     """
-    if isa.matrix_tiles and dtype == "BF16":
+    if isa.takes_bf16(dtype):
         return _linear_kernel(strips_in_dense_tiles(isa))
     return _linear_kernel(_strips_kernel(isa, *_dense(isa, dtype)))
 
