@@ -22,6 +22,10 @@ PREFIXES = [[10 + (7 * i + i * i) % 250 for i in range(96)], [11] * 64, []]
 LONG = SamplingParams(temperature=1.5, seed=3, max_tokens=300, ignore_eos=True, logprobs=2)
 
 
+def pid_of(engine, name):
+    return engine.host.workers_by_name[name].host.pid
+
+
 async def until(condition):
     deadline = time.monotonic() + PATIENCE
     while not condition():

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from routed import LONG, all_of, mix, read, same, until, whole
+from routed import LONG, all_of, mix, pid_of, read, same, until, whole
 from twinphase.cluster.sent import chain_of
 from twinphase.engine.messages import Add, EngineFacts, Pong
 from twinphase.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError, TwinphaseError
@@ -50,10 +50,6 @@ def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
         assert all(one.pid and one.prefill_seconds > 0 and one.decode_seconds > 0 for one in found)
 
     serve(body)
-
-
-def pid_of(engine, name):
-    return engine.host.workers_by_name[name].host.pid
 
 
 @pytest.mark.timeout(300)

@@ -15,7 +15,7 @@ from itertools import zip_longest
 import pytest
 
 from children import end
-from routed import CONFIG, LONG, VOCAB, all_of, mix, read, same, until, whole
+from routed import CONFIG, LONG, VOCAB, all_of, mix, pid_of, read, same, until, whole
 from tiny_gguf import write_tiny_gguf
 from twinphase.cli import run_app
 from twinphase.cluster import remote
@@ -258,8 +258,12 @@ def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lon
         with joining("0.0.0.0:0", join) as worker:
             streams = [await engine.submit(prompt, LONG) for prompt in prompts[:3]]
             await until(lambda: [one.state for one in router.workers()] == ["ready", "ready"])
-            streams += [await engine.submit(prompt, LONG) for prompt in prompts[3:]]
-            assert "worker-1" in {sent.worker for sent in router._sent.values()}
+            os.kill(pid_of(engine, "worker-0"), signal.SIGSTOP)  # what it is sent is not over before the next comes
+            try:
+                streams += [await engine.submit(prompt, LONG) for prompt in prompts[3:]]
+                assert "worker-1" in {sent.worker for sent in router._sent.values()}
+            finally:
+                os.kill(pid_of(engine, "worker-0"), signal.SIGCONT)
             worker.process.kill()
             outputs = await asyncio.gather(*map(read, streams))
             assert all(map(same, outputs, expected))
