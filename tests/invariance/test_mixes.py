@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -519,7 +520,7 @@ def test_every_guesser(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_mixes", (32, pytest.param(100, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("num_mixes", (32, pytest.param(160, marks=pytest.mark.slow)))
 def test_a_draft_model(folder: Path, num_mixes: int) -> None:
     """It has the same weights in 32 bits, so that it is often right, and not always."""
     path = write_tiny_gguf(folder / "eight.gguf", vocab=VOCAB, tensor_type="Q8_0")
@@ -528,13 +529,15 @@ def test_a_draft_model(folder: Path, num_mixes: int) -> None:
     tally, unattributed = Counter(), []
     alone = Alone(LoadedEngine(path, threads=1, **config))
     mixed, writer = LoadedEngine(path, threads=2, **config), LoadedEngine(writer, threads=2, **config)
-    run(partial(Mixes, mixed, alone, tally, unattributed, writer=writer), num_mixes)
+    run(partial(Mixes, mixed, alone, tally, unattributed, None, writer), num_mixes)
     print(dict(tally))
-    least = {"compared": 8, "accepted drafts": 100, "rejected drafts": 100} if num_mixes < 100 else LONG
+    least = {"compared": 8, "accepted drafts": 100, "rejected drafts": 100} if num_mixes < 160 else LONG
     assert all(tally[name] >= number for name, number in least.items()), tally
 
 
 def run(machine: Callable[[], Mixes], num_mixes: int) -> None:
+    # What hypothesis draws depends on the signature: an argument kept by name would be in it, with its address.
+    assert " at 0x" not in str(signature(machine))
     run_state_machine_as_test(
         machine,
         settings=settings(
