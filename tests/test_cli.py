@@ -164,8 +164,9 @@ def test_prompt_file_and_stdin_make_one_prompt(twinphase: Invoke, model: str, tm
     assert raw < with_file < tokens("hello", "--raw", "--file", str(extra), stdin=b"and stdin")
 
 
-def test_the_version_and_an_empty_cache(twinphase: Invoke) -> None:
+def test_the_version_the_help_and_an_empty_cache(twinphase: Invoke) -> None:
     assert re.fullmatch(r"twinphase \d+\.\d+\.\d+\n", twinphase("--version").out)
+    assert twinphase().out == twinphase("--help").out != ""
     done = twinphase("list")
     assert (done.code, done.out) == (0, "") and "twinphase pull" in done.err
 

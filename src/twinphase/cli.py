@@ -51,7 +51,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(no_args_is_help=True)
+@app.callback()
 def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
@@ -243,7 +243,7 @@ def run_app(arguments: list[str]) -> int:
     from twinphase.terminal import error_line, note
 
     try:
-        code = app(arguments, standalone_mode=False, prog_name="twinphase")
+        code = app(arguments or ["--help"], standalone_mode=False, prog_name="twinphase")
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except TwinphaseError as error:

@@ -17,7 +17,7 @@ from twinphase.engine.progress import GenerateProgress
 from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError
 from twinphase.phases.timeline import IntervalKind
 from twinphase.phases.work import model_shape
-from twinphase.request import MissReason, PrefixMiss, SamplingParams
+from twinphase.request import MissReason, PrefixMiss, SamplingParams, StructuredOutputsParams
 from twinphase.scheduler import chunk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -181,6 +181,23 @@ class TestStream:
         assert len(metrics.token_times) == 8
         assert 0 < metrics.ttft < metrics.end - metrics.arrival
         assert metrics.seconds(IntervalKind.UNATTRIBUTED) < 0.01 * (metrics.end - metrics.arrival)
+
+    def test_compiling_a_grammar_is_not_tokenizing(self, make_llm, monkeypatch):
+        llm = scripted(make_llm())
+        text, clock = llm._loaded.text, llm.engine.recorder.clock
+        compiled = text.constraint
+
+        def slow(*asked):
+            for _ in range(1000):
+                clock()
+            return compiled(*asked)
+
+        monkeypatch.setattr(text, "constraint", slow)
+        params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="[ab]+"))
+        metrics = llm.generate("hello", params)[0].metrics
+        queued = [interval for interval in metrics.intervals if interval.kind is IntervalKind.QUEUE]
+        assert queued[0].reason == "grammar" and queued[0].end - queued[0].start >= 1e-3
+        assert metrics.seconds(IntervalKind.TOKENIZE) < 1e-4
 
 
 class TestChat:

@@ -251,8 +251,10 @@ class LLM:
             clock = self.engine.clock
             timeline = RequestTimeline(clock())
             text, token_ids = self._loaded.encode(prompt)
-            constraint = self._loaded.text.constraint(params, token_ids)
             timeline.mark(IntervalKind.TOKENIZE, clock())
+            constraint = self._loaded.text.constraint(params, token_ids)
+            if constraint is not None:
+                timeline.mark(IntervalKind.QUEUE, clock(), reason="grammar")
             request = Request(str(next(self._ids)), token_ids, params, timeline.arrival, priority, cache_salt)
             request.constraint = constraint
             if prediction:

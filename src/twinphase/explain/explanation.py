@@ -91,7 +91,7 @@ def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis,
     """The headline, the causes by their time, what bound each phase, the cached prefix, and the model's error."""
     largest = sorted(falls.bars, key=lambda bar: -bar.seconds)[:4]
     named = ", ".join(f"{percent(bar.share)} {bar.name}" for bar in largest)
-    lines = [f"{duration(falls.wall_seconds)} in all: {named}."]
+    lines = [f"{duration(falls.wall_seconds)} from its arrival to its end: {named}."]
     lines += [one.evidence for one in sorted(diagnoses, key=lambda one: -(one.seconds or 0.0))]
     for phase in ("prefill", "decode"):
         totals, bound = getattr(evidence.timeline, phase), evidence.efficiency(phase).bound
